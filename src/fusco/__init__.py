@@ -1,0 +1,81 @@
+"""fusco: expert-parallel communication that lays tokens out on the way.
+
+Layers, each importing only those below it::
+
+    cli  bench                                  commands, benchmark harness
+    communicator                                the public verbs
+    checks  autograd  handle                    what the verbs are made of
+    engine                                      executes plans: slices, rings, overlap
+    memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
+    planner                                     routing -> plan
+    balancer                                    traffic -> communication groups
+    groups  topology  placement  segments  settings  hosts  errors      plain values
+
+Importing ``fusco`` loads nothing but this file; names load their modules when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusco.balancer import BALANCERS as BALANCERS
+    from fusco.balancer import Balancer as Balancer
+    from fusco.balancer import Traffic as Traffic
+    from fusco.communicator import Communicator as Communicator
+    from fusco.communicator import Dispatched as Dispatched
+    from fusco.errors import ClosedError as ClosedError
+    from fusco.errors import FuscoError as FuscoError
+    from fusco.errors import MismatchError as MismatchError
+    from fusco.errors import PeerFailureError as PeerFailureError
+    from fusco.errors import RejectedInputError as RejectedInputError
+    from fusco.errors import SharedMemoryError as SharedMemoryError
+    from fusco.errors import TransportError as TransportError
+    from fusco.groups import Groups as Groups
+    from fusco.handle import Handle as Handle
+    from fusco.memory.layout import Capacity as Capacity
+    from fusco.memory.layout import MemorySize as MemorySize
+    from fusco.memory.layout import memory_size_hint as memory_size_hint
+    from fusco.placement import ExpertPlacement as ExpertPlacement
+    from fusco.segments import Segments as Segments
+    from fusco.settings import Settings as Settings
+    from fusco.topology import Topology as Topology
+
+__version__ = "0.1.0"
+
+_NAME_TO_MODULE = {
+    "BALANCERS": "balancer",
+    "Balancer": "balancer",
+    "Traffic": "balancer",
+    "Communicator": "communicator",
+    "Dispatched": "communicator",
+    "ClosedError": "errors",
+    "FuscoError": "errors",
+    "MismatchError": "errors",
+    "PeerFailureError": "errors",
+    "RejectedInputError": "errors",
+    "SharedMemoryError": "errors",
+    "TransportError": "errors",
+    "Groups": "groups",
+    "Handle": "handle",
+    "Capacity": "memory.layout",
+    "MemorySize": "memory.layout",
+    "memory_size_hint": "memory.layout",
+    "ExpertPlacement": "placement",
+    "Segments": "segments",
+    "Settings": "settings",
+    "Topology": "topology",
+}
+
+__all__ = [*_NAME_TO_MODULE, "__version__"]  # noqa: PLE0604  the keys are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAME_TO_MODULE:
+        raise AttributeError(f"module 'fusco' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fusco.{_NAME_TO_MODULE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

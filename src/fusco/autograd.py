@@ -1,0 +1,97 @@
+"""Gradients: the mirror of dispatch is an unweighted combine, the mirror of combine a dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusco.handle import Handle
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """The two movements without gradients, for an existing handle."""
+
+    dispatch: Callable[[torch.Tensor, Handle], torch.Tensor]
+    combine: Callable[[torch.Tensor, Handle], torch.Tensor]
+
+
+class DispatchRows(torch.autograd.Function):
+    """Expert-major rows from token-major ones. ``grad_x[t]`` is the sum of the gradients of all copies of token t."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+        """``rows`` is what dispatch made of ``x``; here it becomes part of the graph."""
+        ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """An unweighted combine."""
+        grad_x = ctx.verbs.combine(grad_rows.reshape(len(grad_rows), -1), ctx.handle)
+        return grad_x.view(ctx.shape), None, None, None
+
+
+class RouteWeights(torch.autograd.Function):
+    """The weight of each expert-major row, from ``topk_weights`` (num_tokens, num_topk)."""
+
+    @staticmethod
+    def forward(ctx: Any, topk_weights: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+        """Padding rows have weight zero."""
+        ctx.handle, ctx.verbs, ctx.dtype = handle.unweighted(), verbs, topk_weights.dtype
+        weights = handle.pair_weights
+        assert weights is not None
+        routed = torch.zeros(handle.num_slots, dtype=weights.dtype)
+        routed[handle.plan.distribution.pair_to_slot] = weights
+        return routed.to(topk_weights.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_routed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Each row's gradient goes home to its token and k."""
+        pairs = ctx.handle.plan.distribution
+        return _weights_home(grad_routed[pairs.pair_to_slot], ctx.handle, ctx.verbs).to(ctx.dtype), None, None
+
+
+class CombineRows(torch.autograd.Function):
+    """Token-major rows from expert-major ones, weighted if the handle has weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor, handle: Handle, verbs: Verbs
+    ) -> torch.Tensor:
+        """``out`` is what combine made of ``y``; here it becomes part of the graph."""
+        ctx.handle, ctx.verbs = handle, verbs
+        ctx.save_for_backward(y if topk_weights is not None and topk_weights.requires_grad else None)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``."""
+        handle, pairs = ctx.handle, ctx.handle.plan.distribution
+        grad_y = ctx.verbs.dispatch(grad_out.contiguous(), handle)
+        grad_weights = None
+        (y,) = ctx.saved_tensors
+        if y is not None:
+            wide = torch.promote_types(y.dtype, torch.float32)
+            dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
+            home = _weights_home(dots[pairs.pair_to_slot], handle.unweighted(), ctx.verbs)
+            grad_weights = home.to(handle.topk_weights.dtype)
+        if handle.pair_weights is not None:
+            grad_y[pairs.pair_to_slot] *= handle.pair_weights[:, None].to(grad_y.dtype)
+        return grad_y, grad_weights, None, None, None
+
+
+def _weights_home(pair_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+    """Send one value of each pair to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
+    pairs = handle.plan.distribution
+    dtype = torch.float64 if pair_values.dtype == torch.float64 else torch.float32
+    rows = torch.zeros(handle.num_slots, handle.num_topk, dtype=dtype)
+    rows[pairs.pair_to_slot, pairs.pair_to_k] = pair_values.to(dtype)
+    return verbs.combine(rows, handle)

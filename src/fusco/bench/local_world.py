@@ -1,0 +1,146 @@
+"""Several ranks on this machine: processes joined by gloo that run functions on request."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
+
+class RankFailedError(RuntimeError):
+    """A function raised on some rank, or its process died; the text has each rank's traceback."""
+
+
+class LocalWorld:
+    """``world_size`` processes, ranks of one gloo group, each with one compute thread.
+
+    A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
+    ``num_ranks`` ranks. It must be importable, and its result must pickle.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        # The store lives here, so that it outlives any rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, self._store.port, theirs)
+            process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(
+        self,
+        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
+        num_ranks: int,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> list[_Result]:
+        """Call a function on the first ranks and return its results, by rank.
+
+        Raises ``RankFailedError`` if it raises anywhere or a process dies.
+        """
+        outcomes = self.run_each(function, num_ranks, *args, **kwargs)
+        failures = [f"rank {rank}:\n{outcome}" for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok]
+        if failures:
+            raise RankFailedError("\n".join(failures))
+        return [outcome for _, outcome in outcomes]
+
+    def run_each(
+        self,
+        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
+        num_ranks: int,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> list[tuple[bool, Any]]:
+        """As ``run``, but gives for each rank whether it went well, and the result or the traceback."""
+        self.start(function, num_ranks, *args, **kwargs)
+        return self.collect(range(num_ranks))
+
+    def start(
+        self,
+        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
+        num_ranks: int,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> None:
+        """Call a function without waiting for it; ``collect`` brings what it gives."""
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send((function, num_ranks, args, kwargs))
+
+    def collect(self, ranks: range | list[int], timeout_s: float = 600.0) -> list[tuple[bool, Any]]:
+        """Wait for what ``start`` began, on the ranks given."""
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(outcomes) < len(ranks):
+            waiting = [rank for rank in ranks if rank not in outcomes]
+            ready = wait(
+                [source for rank in waiting for source in (self._pipes[rank], self.processes[rank].sentinel)],
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+            if not ready:
+                raise RankFailedError(f"rank(s) {waiting} gave no result within {timeout_s} s")
+            for rank in waiting:
+                try:
+                    if self._pipes[rank].poll():
+                        outcomes[rank] = self._pipes[rank].recv()
+                    elif self.processes[rank].sentinel in ready:
+                        outcomes[rank] = (False, f"its process died with exit code {self.processes[rank].exitcode}")
+                except EOFError:
+                    outcomes[rank] = (False, "its process died")
+        return [outcomes[rank] for rank in ranks]
+
+    def close(self) -> None:
+        """End the processes; those that do not leave by themselves are killed."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass  # that process is gone
+            pipe.close()
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    groups: dict[int, dist.ProcessGroup] = {}
+    while (task := pipe.recv()) is not None:
+        function, num_ranks, args, kwargs = task
+        try:
+            if num_ranks not in groups:
+                groups[num_ranks] = dist.new_group(list(range(num_ranks)), use_local_synchronization=True)
+            outcome: tuple[bool, Any] = (True, function(groups[num_ranks], *args, **kwargs))
+        except BaseException:  # noqa: BLE001  whatever it is, the parent must hear of it
+            outcome = (False, traceback.format_exc())
+        pipe.send(outcome)

@@ -1,0 +1,111 @@
+"""Every check of what a caller hands to a communicator, before any rank waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.handle import Handle
+from fusco.kernels.reduce_rows import ROW_DTYPES
+from fusco.memory.layout import Capacity
+from fusco.placement import ExpertPlacement
+from fusco.planner.routing import Routing
+from fusco.segments import Segments
+
+_MAX_PAYLOADS = 8  # as many as fit into a record's text with room to spare
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What one rank's communicator accepts. All methods raise ``TypeError`` or ``ValueError`` with what was given."""
+
+    rank: int
+    placement: ExpertPlacement
+    capacity: Capacity
+    wire_dtype: torch.dtype | None
+
+    def routing(self, routing: Routing) -> None:
+        """The routing of a dispatch."""
+        for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
+            if tensor is not None:
+                _check_device(name, tensor)
+        routing.check_expert_ids(self.placement.num_experts)
+        if routing.num_topk > self.capacity.num_topk:
+            raise ValueError(
+                f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
+            )
+
+    def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """The rows of a dispatch."""
+        if not 1 <= len(payloads) <= _MAX_PAYLOADS:
+            raise ValueError(f"dispatch takes 1 to {_MAX_PAYLOADS} payloads, got {len(payloads)}")
+        for i, payload in enumerate(payloads):
+            _check_device(f"payload {i}", payload)
+            if payload.ndim < 1 or len(payload) != num_tokens:
+                raise ValueError(f"payload {i} has shape {tuple(payload.shape)}, the routing {num_tokens} tokens")
+        if len(payloads) > 1 and any(map(wants_grad, payloads)):
+            raise ValueError("gradients flow through a single payload only; detach these, or dispatch them apart")
+        if num_tokens > self.capacity.max_tokens_per_rank:
+            raise ValueError(
+                f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
+                f"{self.capacity.max_tokens_per_rank}"
+            )
+        self._row_bytes(sum(row_bytes(payload) for payload in payloads))
+
+    def rows(self, y: torch.Tensor, handle: Handle) -> None:
+        """The expert-major rows of a combine."""
+        self.handle(handle)
+        _check_device("y", y)
+        if y.dtype not in ROW_DTYPES:
+            raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
+        if y.ndim != 2 or len(y) != handle.num_slots:
+            raise ValueError(f"y must be ({handle.num_slots}, hidden), as dispatch gave, got {tuple(y.shape)}")
+        self._row_bytes(y.shape[1] * max(y.dtype.itemsize, (self.wire_dtype or y.dtype).itemsize))
+
+    def handle(self, handle: Handle) -> None:
+        """A handle comes from this very communicator."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
+        if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
+            raise ValueError("the handle comes from another communicator")
+
+    def peer(self, rank: int) -> None:
+        """Another rank of the group."""
+        if rank == self.rank or not 0 <= rank < self.placement.world_size:
+            raise ValueError(
+                f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
+            )
+
+    def partners(self, *payloads: Mapping[int, Segments]) -> None:
+        """The ranks that a shuffle names."""
+        strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
+        if strangers:
+            raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
+
+    def _row_bytes(self, num_bytes: int) -> None:
+        if num_bytes < 1:
+            raise ValueError("rows without elements cannot be moved")
+        if num_bytes > self.capacity.max_row_bytes:
+            raise ValueError(
+                f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
+                f"{self.capacity.max_bytes_per_token}"
+            )
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row of (num_rows, ...)."""
+    return rows.shape[1:].numel() * rows.dtype.itemsize
+
+
+def wants_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient will be asked for."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _check_device(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}, the communicator on cpu")

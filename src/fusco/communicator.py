@@ -1,0 +1,403 @@
+"""The public verbs: dispatch, combine, shuffle, gather_send, scatter_recv, close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fusco.autograd import CombineRows, DispatchRows, RouteWeights, Verbs
+from fusco.balancer import Balancer, balance_send_and_receive
+from fusco.checks import Checks, wants_grad
+from fusco.engine.base import Engine
+from fusco.engine.cpu.engine import CpuEngine
+from fusco.engine.profile import CallProfile
+from fusco.engine.record import Agreement, Terms, check_agreement
+from fusco.errors import ClosedError, PeerFailureError
+from fusco.handle import Handle
+from fusco.hosts import host_identity, reachable_address
+from fusco.memory.layout import ArenaLayout, Capacity
+from fusco.placement import ExpertPlacement
+from fusco.planner.routing import Routing
+from fusco.segments import Segments
+from fusco.settings import Settings
+from fusco.topology import Topology
+from fusco.transport.roll_call import RollCall
+
+_Checked = TypeVar("_Checked")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What ``dispatch`` gives.
+
+    Attributes:
+        rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
+            inside in order of (source rank, token). Padding is zero.
+        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
+        weights: the weight of each row (num_slots,), if asked for.
+        handle: for ``combine``, or to dispatch other payloads along the same routing.
+        more_rows: likewise the rows of the second payload and of those after it.
+
+    """
+
+    rows: torch.Tensor
+    num_rows_per_expert: torch.Tensor
+    weights: torch.Tensor | None
+    handle: Handle
+    more_rows: tuple[torch.Tensor, ...] = ()
+
+
+class Communicator:
+    """One rank's end of expert-parallel communication among the ranks of a process group.
+
+    Making one is a collective, and so is every verb but ``gather_send`` and ``scatter_recv``: all ranks call the same
+    ones in the same order. Gradients flow through ``dispatch`` and ``combine``; whether an input requires them must be
+    the same on all ranks, as the backward pass communicates too.
+
+    Every collective that takes input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and on all other
+    ranks ``RejectedInputError``; ``MismatchError`` on all ranks where inputs do not go together; and
+    ``PeerFailureError`` if a rank fails or does not come within ``settings.timeout_s``, after which the communicator
+    can only be closed. Use it in a ``with`` block, or call ``close``.
+    """
+
+    def __init__(  # noqa: PLR0913  what a communicator is made for, all by name
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        num_topk: int,
+        max_tokens_per_rank: int,
+        max_bytes_per_token: int,
+        expert_placement: Sequence[int] | None = None,
+        ranks_per_node: int | None = None,
+        balancer: Balancer = balance_send_and_receive,
+        settings: Settings | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Make the communicator, together with all other ranks of the group.
+
+        Args:
+            group: the process group, of any backend; ``None`` means the default one.
+            num_experts: experts of all ranks together.
+            num_topk: most expert slots of a token.
+            max_tokens_per_rank: most tokens that a rank dispatches in one call.
+            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and ``combine``.
+            expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
+            ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
+            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
+            settings: slices, rings, limits; ``None`` means the defaults.
+            device: ``"cpu"``.
+
+        Raises:
+            ValueError: for sizes, a placement or a topology that do not fit together.
+            MismatchError: if ranks give different values; RejectedInputError: if another rank's were refused.
+            SharedMemoryError: if there is no room; see ``memory_size_hint``.
+            PeerFailureError: if a rank does not come within ``settings.timeout_s``.
+
+        """
+        if not dist.is_initialized():
+            raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
+        settings = settings or Settings()
+        group = group or dist.group.WORLD
+        assert group is not None
+        roll = RollCall(group, settings.timeout_s)
+
+        def checked() -> tuple[Capacity, ExpertPlacement]:
+            if device != "cpu":
+                raise ValueError(f"device must be 'cpu', got {device!r}")
+            capacity = Capacity(
+                max_tokens_per_rank=max_tokens_per_rank, max_bytes_per_token=max_bytes_per_token, num_topk=num_topk
+            )
+            return capacity, _place(num_experts, expert_placement, roll.world_size)
+
+        made, rejection = _attempt(checked)
+        terms: Terms = {
+            **asdict(settings),
+            "wire_dtype": str(settings.wire_dtype),
+            "ranks_per_node": str(ranks_per_node),
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "max_bytes_per_token": max_bytes_per_token,
+            "expert_placement": "contiguous" if expert_placement is None else str(list(expert_placement)),
+            "balancer": getattr(balancer, "__name__", type(balancer).__name__),
+            "device": device,
+        }
+        agreement = Agreement("Communicator", terms, str(rejection or ""))
+        hellos = roll.gather("hello", {"agreement": asdict(agreement), "host": host_identity()})
+        check_agreement([Agreement(**hello["agreement"]) for hello in hellos], roll.rank)
+        if rejection:
+            raise rejection
+        assert made is not None
+        capacity, self._placement = made
+
+        hosts = [hello["host"] for hello in hellos]
+        layout = ArenaLayout(Topology.from_hosts(hosts, ranks_per_node), capacity, settings)
+        self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype)
+        self._balancer, self._is_closed = balancer, False
+        listen_on = reachable_address(is_alone=len(set(hosts)) == 1)
+        self._engine: Engine = CpuEngine(roll, layout, hosts, listen_on)
+        self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self._checks.rank
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return self._engine.topology
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Which rank owns which expert."""
+        return self._placement
+
+    @property
+    def profile(self) -> CallProfile:
+        """Times and bytes of the latest collective on this rank."""
+        return self._engine.profile
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        expert_alignment: int = 1,
+        with_weights: bool = False,
+    ) -> Dispatched:
+        """Send every token to the experts it is routed to; rows land expert-major on the ranks that own them.
+
+        Args:
+            x: rows (num_tokens, ...) of any dtype; or several payloads that share the routing, such as FP8 values and
+                their scales, without gradients then.
+            topk_idx: int32 or int64 (num_tokens, num_topk); -1 means no expert.
+            topk_weights: floating (num_tokens, num_topk), the weights that ``combine`` applies. They travel as
+                float32, float64 as float64.
+            expert_alignment: every expert's block is padded with zero rows to a multiple of this.
+            with_weights: return the weight of every row, too.
+
+        Returns:
+            Rows, counts, weights if asked for, and the handle.
+
+        """
+        payloads = _as_list(x)
+
+        def check() -> Routing:
+            if expert_alignment < 1:
+                raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
+            if with_weights and topk_weights is None:
+                raise ValueError("with_weights=True needs topk_weights")
+            routing = Routing(topk_idx, topk_weights)
+            self._checks.routing(routing)
+            self._checks.payloads(payloads, routing.num_tokens)
+            if topk_weights is not None and topk_weights.dtype != torch.float64:
+                routing = Routing(topk_idx, topk_weights.detach().float())
+            return routing
+
+        def terms() -> Terms:
+            return {
+                "payloads": list(map(_describe, payloads)),
+                "num_topk": topk_idx.shape[1],
+                "topk_weights": "none" if topk_weights is None else str(topk_weights.dtype),
+                "requires_grad": str([wants_grad(payloads[0]), wants_grad(topk_weights), with_weights]),
+            }
+
+        def work(agreement: Agreement, routing: Routing | None) -> tuple[Handle, list[torch.Tensor]] | None:
+            routing = routing or Routing(torch.empty(0, 0, dtype=torch.int64))
+            plan = self._engine.plan(agreement, routing, self._placement, self._balancer, expert_alignment)
+            if plan is None:
+                return None
+            handle = Handle(plan, topk_weights, self._engine.num_collectives)
+            return handle, self._engine.dispatch_rows(plan, payloads)
+
+        handle, rows = self._collective("dispatch", check, terms, work)
+        weights = None
+        if with_weights:
+            weights = RouteWeights.apply(topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
+        first, *more = self._in_graph(payloads, rows, handle)
+        return Dispatched(first, handle.plan.distribution.num_rows_per_expert, weights, handle, tuple(more))
+
+    def dispatch_again(self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle) -> tuple[torch.Tensor, ...]:
+        """Send other rows along the routing of a handle, without planning again.
+
+        Args:
+            x: as in ``dispatch``, with as many tokens as the handle has.
+            handle: from a ``dispatch`` of this communicator, of the same one on all ranks.
+
+        Returns:
+            The expert-major rows of each payload, as in ``dispatch``.
+
+        """
+        payloads = _as_list(x)
+        return tuple(self._in_graph(payloads, self._dispatch_along(payloads, handle), handle))
+
+    def combine(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """Bring expert-major rows home: ``out[t]`` is the sum over k of ``topk_weights[t, k] * y[row of (t, k)]``.
+
+        Sums are accumulated in float32 (float64 for float64 rows). Between nodes, partial sums travel in
+        ``settings.wire_dtype``, by default the dtype of ``y``, so that each node's part of a 16-bit row is rounded
+        once more.
+
+        Args:
+            y: float16, bfloat16, float32 or float64 (num_slots, hidden), laid out as the rows of ``dispatch``; padding
+                rows are ignored.
+            handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
+                up as they are.
+
+        Returns:
+            Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
+
+        """
+        out = self._combine(y, handle)
+        if wants_grad(y) or wants_grad(handle.topk_weights):
+            out = CombineRows.apply(y, handle.topk_weights, out, handle, self._verbs)  # type: ignore[no-untyped-call]
+        return out
+
+    def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        """Exchange scattered segments of any sizes among all ranks, without any MoE.
+
+        Args:
+            send: what goes to each rank; ranks left out get nothing.
+            receive: where what comes from each rank is written, as many bytes as that rank sends. Segments of
+                different ranks must not overlap.
+
+        """
+
+        def work(agreement: Agreement, _: None) -> None:
+            is_refused = bool(agreement.rejection)
+            self._engine.shuffle(agreement, {} if is_refused else send, {} if is_refused else receive)
+
+        self._collective("shuffle", lambda: self._checks.partners(send, receive), dict, work)
+
+    def gather_send(self, segments: Segments, dst: int) -> None:
+        """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
+
+        Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
+        ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
+        """
+        self._checks.peer(dst)
+        self._engine.gather_send(segments, dst)
+
+    def scatter_recv(self, segments: Segments, src: int) -> None:
+        """Receive from rank ``src``, which calls ``gather_send``, and write each segment to its own place.
+
+        Raises as ``gather_send``.
+        """
+        self._checks.peer(src)
+        self._engine.scatter_recv(segments, src)
+
+    def close(self) -> None:
+        """Wait until every rank closes, then give everything back; a second call does nothing.
+
+        Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
+        waited for.
+        """
+        if self._is_closed:
+            return
+        try:
+            with self._engine.collective("close"):
+                self._engine.agree(Agreement("close"))
+        except ClosedError:
+            pass  # it broke before, so there is nobody to wait for
+        except PeerFailureError as error:
+            if not error.has_left:
+                raise
+        finally:
+            self._is_closed = True
+            self._engine.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
+        self.close()
+
+    def _dispatch_along(self, payloads: list[torch.Tensor], handle: Handle) -> list[torch.Tensor]:
+        def check() -> None:
+            self._checks.handle(handle)
+            self._checks.payloads(payloads, handle.num_tokens)
+
+        def terms() -> Terms:
+            grad = str(wants_grad(payloads[0]))
+            return {"payloads": list(map(_describe, payloads)), "handle": handle.number, "requires_grad": grad}
+
+        def work(agreement: Agreement, _: None) -> list[torch.Tensor]:
+            self._engine.agree(agreement)
+            return [] if agreement.rejection else self._engine.dispatch_rows(handle.plan, payloads)
+
+        return self._collective("dispatch_again", check, terms, work)
+
+    def _combine(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
+        def terms() -> Terms:
+            return {
+                "row": _describe(y),
+                "handle": handle.number,
+                "is_weighted": str(handle.topk_weights is not None),
+                "requires_grad": str([wants_grad(y), wants_grad(handle.topk_weights)]),
+            }
+
+        def work(agreement: Agreement, _: None) -> torch.Tensor | None:
+            self._engine.agree(agreement)
+            return None if agreement.rejection else self._engine.combine_rows(handle.plan, y, handle.pair_weights)
+
+        return self._collective("combine", lambda: self._checks.rows(y, handle), terms, work)
+
+    def _collective(
+        self,
+        operation: str,
+        check: Callable[[], _Checked],
+        terms: Callable[[], Terms],
+        work: Callable[[Agreement, _Checked | None], _Result | None],
+    ) -> _Result:
+        """Check, agree, work. A rank whose check fails takes part just far enough for the others to learn of it."""
+        checked, rejection = _attempt(check)
+        agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
+        with self._engine.collective(operation):
+            result = work(agreement, checked)
+        if rejection:
+            raise rejection
+        return cast("_Result", result)
+
+    def _in_graph(
+        self, payloads: Sequence[torch.Tensor], rows: list[torch.Tensor], handle: Handle
+    ) -> list[torch.Tensor]:
+        if wants_grad(payloads[0]):
+            return [DispatchRows.apply(payloads[0], rows[0], handle, self._verbs)]  # type: ignore[no-untyped-call]
+        return rows
+
+
+def _attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception | None]:
+    try:
+        return check(), None
+    except (TypeError, ValueError) as error:
+        return None, error
+
+
+def _place(num_experts: int, expert_placement: Sequence[int] | None, world_size: int) -> ExpertPlacement:
+    if expert_placement is None:
+        return ExpertPlacement.contiguous(num_experts, world_size)
+    placement = ExpertPlacement.explicit(expert_placement, world_size)
+    if placement.num_experts != num_experts:
+        raise ValueError(f"expert_placement places {placement.num_experts} experts, but num_experts={num_experts}")
+    return placement
+
+
+def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x] if isinstance(x, torch.Tensor) else list(x)
+
+
+def _describe(rows: torch.Tensor) -> str:
+    return f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape[1:])}"

@@ -1,0 +1,46 @@
+"""The loop that runs a collective: tasks that each do a little whenever they can."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Protocol
+
+from fusco.errors import Stall
+from fusco.liveness.watch import Watch
+
+
+class Task(Protocol):
+    """A part of a collective that never blocks."""
+
+    def step(self) -> bool:
+        """Do one slice's worth of work; ``False`` if nothing can be done now."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+
+    def stall(self) -> Stall:
+        """What the task waits for, when ``step`` returned ``False``."""
+
+
+def run(tasks: Iterable[Task], watch: Watch) -> None:
+    """Advance tasks in turn until all are done; wait, within the watch's limit, while none can move."""
+    pending = [task for task in tasks if not task.is_done]
+    while pending:
+        moved = [task.step() for task in pending]
+        pending = [task for task in pending if not task.is_done]
+        if any(moved):
+            watch.progress()
+        elif pending:
+            watch.pause(functools.partial(_stall_of, pending))
+
+
+def _stall_of(tasks: list[Task]) -> Stall:
+    stalls = [task.stall() for task in tasks]
+    return Stall(
+        phase=" + ".join(dict.fromkeys(stall.phase for stall in stalls)),
+        on_ranks=tuple(dict.fromkeys(rank for stall in stalls for rank in stall.on_ranks)),
+        expected="; ".join(stall.expected for stall in stalls),
+        seen="; ".join(stall.seen for stall in stalls),
+    )

@@ -1,0 +1,46 @@
+"""Where the time of a collective went, and which bytes it moved: the numbers that are reported apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class CallProfile:
+    """One collective as this rank saw it; times in seconds, waiting included.
+
+    Attributes:
+        operation: for example ``"dispatch #3"``.
+        planning_s: exchanging routing and making the plan.
+        staging_s: copying rows into peer-visible memory, in the order they have.
+        wire_s: moving rows to their final places.
+        rearranging_s: passes over memory that only rearrange rows. This engine has none; the field is there so that
+            whoever adds one must own up to it.
+        internode_row_bytes: rows sent to other nodes.
+        internode_metadata_bytes: routing and records sent to other nodes.
+        intranode_row_bytes: rows, or partial sums, read from other ranks of the node.
+
+    """
+
+    operation: str = ""
+    planning_s: float = 0.0
+    staging_s: float = 0.0
+    wire_s: float = 0.0
+    rearranging_s: float = 0.0
+    internode_row_bytes: int = 0
+    internode_metadata_bytes: int = 0
+    intranode_row_bytes: int = 0
+    _started: float = field(default_factory=time.perf_counter, repr=False)
+
+    @contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Add the time of the ``with`` block to the field ``{kind}_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"{kind}_s"
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)

@@ -1,0 +1,68 @@
+"""Every error type of fusco that is not a plain ValueError or TypeError of the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class FuscoError(RuntimeError):
+    """Base of the errors that fusco raises while it runs."""
+
+
+class ClosedError(FuscoError):
+    """A communicator was used after ``close()``, or after a failure that broke it."""
+
+
+class SharedMemoryError(FuscoError):
+    """Peer-visible memory could not be had: not enough room, or a peer's segment could not be opened."""
+
+
+class TransportError(FuscoError):
+    """The process group's store or the network between nodes could not be reached."""
+
+
+class MismatchError(ValueError):
+    """Ranks disagree on something they must agree on. Every rank of the group raises it."""
+
+
+class RejectedInputError(ValueError):
+    """Another rank rejected its own input, so the collective was called off on every rank."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a rank waits for: the words of an error, should the wait run out.
+
+    ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` and ``seen`` what should
+    have come from them and what came.
+    """
+
+    phase: str
+    on_ranks: tuple[int, ...]
+    expected: str
+    seen: str
+
+
+class PeerFailureError(FuscoError):
+    """A rank died, stopped, or did not come within the limit.
+
+    Attributes:
+        rank: the rank that raises.
+        peers: the ranks at fault.
+        operation: the collective that was under way, for example ``"dispatch #3"``.
+        stall: what this rank was waiting for (phase, ranks, expected, seen).
+        reason: how the fault showed, for example ``"rank 2 (pid 4711) is dead"``.
+        has_left: whether the ranks at fault are dead or have closed their communicator.
+
+    """
+
+    def __init__(
+        self, *, rank: int, peers: tuple[int, ...], operation: str, stall: Stall, reason: str, has_left: bool
+    ) -> None:
+        self.rank, self.peers, self.operation, self.stall = rank, peers, operation, stall
+        self.reason, self.has_left = reason, has_left
+        waited_for = ", ".join(map(str, stall.on_ranks)) or "nobody"
+        super().__init__(
+            f"rank {rank} gave up in {operation}, phase '{stall.phase}', waiting for rank(s) {waited_for}: "
+            f"expected {stall.expected}, saw {stall.seen}. Cause: {reason}"
+        )

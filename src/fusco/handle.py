@@ -1,0 +1,54 @@
+"""What ``dispatch`` remembers for ``combine``, for its gradients, and for dispatching again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from fusco.planner.plan import DispatchPlan
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A routing, planned. It belongs to the communicator that made it and is good for any number of calls.
+
+    Attributes:
+        plan: both levels of descriptors, as this rank executes them.
+        topk_weights: the caller's weights (num_tokens, num_topk), to which gradients flow; ``None`` if none were given,
+            or after ``unweighted()``.
+        number: the collective that planned it; ranks that use a handle together compare it.
+
+    """
+
+    plan: DispatchPlan
+    topk_weights: torch.Tensor | None
+    number: int
+
+    def unweighted(self) -> Handle:
+        """The same routing for a ``combine`` that adds rows up as they are: their experts applied the weights."""
+        return replace(self, topk_weights=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.plan.num_rows_from(self.plan.rank)
+
+    @property
+    def num_topk(self) -> int:
+        """Expert slots of a token."""
+        return self.plan.routing.topk_idx.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Expert-major rows of this rank, padding counted."""
+        return self.plan.distribution.num_slots
+
+    @cached_property
+    def pair_weights(self) -> torch.Tensor | None:
+        """The weight of each pair of ``plan.distribution``, as it travelled: float32, or float64 (num_pairs,)."""
+        if self.topk_weights is None or self.plan.routing.topk_weights is None:
+            return None
+        pairs = self.plan.distribution
+        return self.plan.routing.topk_weights[pairs.pair_to_row, pairs.pair_to_k]

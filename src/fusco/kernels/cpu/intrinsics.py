@@ -1,0 +1,71 @@
+"""The few machine-level operations that numba lacks, each named by its meaning.
+
+16-bit floats come as integers of their bits: uint16 for bfloat16, int16 for float16, since NumPy has no bfloat16 and
+numba computes with neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic
+def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: Any, num_bytes: Any) -> Any:
+    """``memcpy`` between two uint8 arrays: ``dst[dst_offset:][:num_bytes] = src[src_offset:][:num_bytes]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+        origin = _element_pointer(context, builder, signature.args[2], args[2], args[3])
+        cgutils.raw_memcpy(builder, to, origin, args[4], 1)
+        return context.get_dummy_value()
+
+    return types.void(dst, types.int64, src, types.int64, types.int64), generate
+
+
+@intrinsic
+def widen(_typing: Any, value: Any) -> Any:
+    """A floating value as it is accumulated: bits of bfloat16 or float16 to float32, other floats unchanged."""
+    is_bits = value in (types.uint16, types.int16)
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if value == types.uint16:
+            bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            return builder.bitcast(bits, ir.FloatType())
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return args[0]
+
+    return (types.float32 if is_bits else value)(value), generate
+
+
+@intrinsic
+def load_acquire(_typing: Any, array: Any, index: Any) -> Any:
+    """Read an int64 that another process writes with ``store_release``: what it wrote before is visible after."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(array, types.int64), generate
+
+
+@intrinsic
+def store_release(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write an int64 that another process reads with ``load_acquire``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
+        builder.store_atomic(args[2], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate

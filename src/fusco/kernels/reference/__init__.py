@@ -1,0 +1,1 @@
+"""Plain PyTorch twins of the kernels: same names, same signatures, no speed."""

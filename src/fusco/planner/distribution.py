@@ -1,0 +1,113 @@
+"""Level 2, expert-level distribution: from each row that reached the node to its slots on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fusco.placement import ExpertPlacement
+from fusco.planner.forwarding import mark_destinations
+from fusco.topology import Topology
+
+
+@dataclass(frozen=True)
+class NodeRouting:
+    """The routing of every token whose row is on a node, by source rank, tokens ascending.
+
+    Attributes:
+        topk_idx: int (num_rows, num_topk); sources outside the node contribute only the tokens they forward.
+        topk_weights: floating, of the same shape, or ``None``.
+        src_to_first_row: ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to
+            ``src_to_first_row[s + 1]``.
+
+    """
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
+    src_to_first_row: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertDistribution:
+    """Where one rank's expert-major rows come from. Pairs stand in order of (row, k).
+
+    Attributes:
+        pair_to_row: int64 (num_pairs,), row of the node's routing, ascending.
+        pair_to_k: int64 (num_pairs,), which of the token's experts it is.
+        pair_to_slot: int64 (num_pairs,), row of the expert-major output.
+        num_rows_per_expert: int64 (num_local_experts,), rows of each block, padding not counted.
+        block_to_first_slot: ``num_local_experts + 1`` entries; where each block begins, and where the last ends.
+
+    """
+
+    pair_to_row: torch.Tensor
+    pair_to_k: torch.Tensor
+    pair_to_slot: torch.Tensor
+    num_rows_per_expert: torch.Tensor
+    block_to_first_slot: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the expert-major output, padding counted."""
+        return self.block_to_first_slot[-1]
+
+    @cached_property
+    def padding_slots(self) -> torch.Tensor:
+        """The slots that no pair fills, int64."""
+        is_free = torch.ones(self.num_slots, dtype=torch.bool, device=self.pair_to_slot.device)
+        is_free[self.pair_to_slot] = False
+        return is_free.nonzero().squeeze(1)
+
+
+def distribute(
+    routing: NodeRouting, placement: ExpertPlacement, rank: int, expert_alignment: int = 1
+) -> ExpertDistribution:
+    """Give each (row, k) whose expert lives on ``rank`` its slot in the expert-major output.
+
+    Blocks stand in order of local expert, each rounded up to ``expert_alignment`` rows; rows inside a block in order
+    of (source rank, token): a stable counting sort by expert over rows that already stand in that order.
+
+    Example: rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
+
+    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
+    >>> routing = NodeRouting(torch.tensor([[1, 0], [1, 2], [0, -1]]), None, (0, 2, 3))
+    >>> plan = distribute(routing, placement, rank=0)
+    >>> plan.pair_to_row.tolist(), plan.pair_to_k.tolist(), plan.pair_to_slot.tolist()
+    ([0, 0, 1, 2], [0, 1, 0, 0], [2, 0, 3, 1])
+    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot
+    ([2, 2], (0, 2, 4))
+    """
+    topk_idx = routing.topk_idx
+    num_local_experts = len(placement.rank_to_experts[rank])
+    local_expert = placement.local_index_table(rank, topk_idx.device)[topk_idx.long()]
+    pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
+    pair_to_expert = local_expert[pair_to_row, pair_to_k]
+
+    # Step 1: how many rows each expert takes, and where its block begins.
+    num_rows = torch.bincount(pair_to_expert, minlength=num_local_experts)
+    block_rows = (num_rows + expert_alignment - 1) // expert_alignment * expert_alignment
+    block_to_first_slot = (0, *block_rows.cumsum(0).tolist())
+
+    # Step 2: a stable sort by expert keeps (source rank, token) order inside a block.
+    by_expert = torch.argsort(pair_to_expert, stable=True)
+    first_pair = num_rows.cumsum(0) - num_rows
+    first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=topk_idx.device)
+    position = torch.arange(len(by_expert), device=topk_idx.device)
+    sorted_expert = pair_to_expert[by_expert]
+    pair_to_slot = torch.empty_like(pair_to_row)
+    pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
+    return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot)
+
+
+def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:
+    """Which local ranks of ``node`` want which rows: bool (num_rows, ranks_per_node).
+
+    Combine needs it: the rank that holds a row knows by it from which of its node's ranks partial sums will come.
+    """
+    local_of = [
+        local if topology.rank_to_node[rank] == node else -1 for rank, local in enumerate(topology.rank_to_local)
+    ]
+    expert_to_local = placement.membership_table(local_of, routing.topk_idx.device)
+    return mark_destinations(routing.topk_idx, expert_to_local, topology.ranks_per_node)

@@ -1,0 +1,60 @@
+"""Level 1, node-level forwarding: which tokens a rank sends to which node, one copy each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusco.placement import ExpertPlacement
+from fusco.topology import Topology
+
+
+@dataclass(frozen=True)
+class NodeForwarding:
+    """``node_to_tokens[n]`` (int64, ascending) are the tokens that some expert of node ``n`` wants.
+
+    In this order they leave for node ``n``, and in this order they stand in its forwarder's pool.
+    """
+
+    node_to_tokens: tuple[torch.Tensor, ...]
+
+    @property
+    def num_tokens_to_node(self) -> tuple[int, ...]:
+        """Number of tokens for each node, the own node included."""
+        return tuple(map(len, self.node_to_tokens))
+
+
+def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Which parts (nodes, or local ranks) want which tokens.
+
+    ``topk_idx`` is (num_tokens, num_topk); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
+    Returns bool (num_tokens, num_parts): the token-node matrix of FUSCO section 3.3.
+
+    >>> expert_to_node = torch.tensor([0, 0, 1, 1, -1])
+    >>> mark_destinations(torch.tensor([[0, 1], [3, 0], [-1, -1]]), expert_to_node, 2).int().tolist()
+    [[1, 0], [1, 1], [0, 0]]
+    """
+    parts = expert_to_part[topk_idx.long()]
+    marks = torch.zeros(len(topk_idx), num_parts + 1, dtype=torch.bool, device=topk_idx.device)
+    marks.scatter_(1, torch.where(parts < 0, num_parts, parts), True)  # noqa: FBT003
+    return marks[:, :num_parts]
+
+
+def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
+    """Plan what a rank with this routing sends to each node.
+
+    Args:
+        topk_idx: int (num_tokens, num_topk), -1 for none; on any device, and the result is there too.
+        placement: which rank owns which expert.
+        topology: which ranks share a node.
+
+    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
+    >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))
+    >>> [tokens.tolist() for tokens in plan.node_to_tokens]
+    [[0, 1], [1, 2]]
+
+    """
+    expert_to_node = placement.membership_table(topology.rank_to_node, topk_idx.device)
+    token_to_node = mark_destinations(topk_idx, expert_to_node, topology.num_nodes)
+    return NodeForwarding(tuple(column.nonzero().squeeze(1) for column in token_to_node.T))

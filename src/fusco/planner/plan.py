@@ -1,0 +1,101 @@
+"""The plan of one rank: both levels of descriptors, and who forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fusco.groups import Groups
+from fusco.placement import ExpertPlacement
+from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
+from fusco.planner.forwarding import NodeForwarding
+from fusco.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan:
+    """What one rank does in a dispatch and, mirrored, in the combine that follows.
+
+    ``forwarding`` and ``distribution`` are the two levels of FUSCO section 3.3. Every array is on the device of the
+    routing it was made from; the same inputs give the same plan on every device.
+    """
+
+    rank: int
+    placement: ExpertPlacement
+    groups: Groups
+    forwarding: NodeForwarding
+    routing: NodeRouting
+    distribution: ExpertDistribution
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return self.groups.topology
+
+    @property
+    def node(self) -> int:
+        """The rank's own node."""
+        return self.topology.rank_to_node[self.rank]
+
+    @cached_property
+    def src_to_holder(self) -> tuple[int, ...]:
+        """For each source rank, the rank of this node in whose pool its rows stand: itself, or its forwarder."""
+        same_node = self.topology.node_to_ranks[self.node]
+        return tuple(
+            src if src in same_node else self.groups.forwarder(src, self.node)
+            for src in range(self.topology.world_size)
+        )
+
+    def sources_held_by(self, rank: int) -> tuple[int, ...]:
+        """The sources whose rows stand in the pool of a rank of this node: those it forwards for, then itself."""
+        forwarded = [src for src, holder in enumerate(self.src_to_holder) if holder == rank and src != rank]
+        return (*forwarded, rank)
+
+    @cached_property
+    def row_to_locals(self) -> torch.Tensor:
+        """Which local ranks want which rows of the node's routing: bool (num_rows, ranks_per_node)."""
+        return mark_local_ranks(self.routing, self.placement, self.topology, self.node)
+
+    @cached_property
+    def row_to_first_pair(self) -> torch.Tensor:
+        """Int64 (num_rows + 1,): row ``i`` of the node has pairs ``row_to_first_pair[i]`` to ``[i + 1]`` here."""
+        rows = torch.arange(self.routing.src_to_first_row[-1] + 1, device=self.distribution.pair_to_row.device)
+        return torch.searchsorted(self.distribution.pair_to_row, rows)
+
+    def num_rows_from(self, src_rank: int) -> int:
+        """How many rows of ``src_rank`` are on this node."""
+        first = self.routing.src_to_first_row
+        return first[src_rank + 1] - first[src_rank]
+
+
+def make_plan(
+    *,
+    rank: int,
+    placement: ExpertPlacement,
+    groups: Groups,
+    forwarding: NodeForwarding,
+    routing: NodeRouting,
+    expert_alignment: int = 1,
+) -> DispatchPlan:
+    """Put a rank's plan together from its forwarding, its node's routing and the groups.
+
+    Args:
+        rank: the rank whose plan it is.
+        placement: which rank owns which expert.
+        groups: who forwards for whom.
+        forwarding: what this rank sends to each node.
+        routing: the routing of all rows on this rank's node.
+        expert_alignment: each expert's block is rounded up to this many rows.
+
+    """
+    distribution = distribute(routing, placement, rank, expert_alignment)
+    return DispatchPlan(
+        rank=rank,
+        placement=placement,
+        groups=groups,
+        forwarding=forwarding,
+        routing=routing,
+        distribution=distribution,
+    )

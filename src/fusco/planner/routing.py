@@ -1,0 +1,62 @@
+"""A rank's routing, as the router gives it, and what it may contain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """``topk_idx[t, k]`` is the k-th expert of token ``t``, or -1; ``topk_weights[t, k]`` its weight.
+
+    ``topk_idx`` is int32 or int64 (num_tokens, num_topk); ``topk_weights``, if any, is floating, of the same shape.
+
+    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a wrong shape, with what was given.
+    """
+
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.topk_idx.dtype not in INDEX_DTYPES:
+            raise TypeError(f"topk_idx must be int32 or int64, got {self.topk_idx.dtype}")
+        if self.topk_idx.ndim != 2:
+            raise ValueError(f"topk_idx must be (num_tokens, num_topk), got shape {tuple(self.topk_idx.shape)}")
+        if self.topk_weights is None:
+            return
+        if self.topk_weights.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"topk_weights must be floating, got {self.topk_weights.dtype}")
+        if self.topk_weights.shape != self.topk_idx.shape:
+            raise ValueError(
+                f"topk_weights has shape {tuple(self.topk_weights.shape)}, topk_idx {tuple(self.topk_idx.shape)}; "
+                f"they must be equal"
+            )
+
+    def check_expert_ids(self, num_experts: int) -> None:
+        """Raise ``ValueError`` with the first id outside -1 .. num_experts - 1, and its place."""
+        if not self.topk_idx.numel():
+            return
+        low, high = (int(bound) for bound in self.topk_idx.aminmax())
+        if low >= -1 and high < num_experts:
+            return
+        is_outside = (self.topk_idx < -1) | (self.topk_idx >= num_experts)
+        token, k = is_outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"topk_idx[{token}, {k}] = {int(self.topk_idx[token, k])} is no expert: ids go from 0 to "
+            f"{num_experts - 1}, and -1 means none"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return self.topk_idx.shape[0]
+
+    @property
+    def num_topk(self) -> int:
+        """Number of slots of each token."""
+        return self.topk_idx.shape[1]

@@ -1,0 +1,85 @@
+"""Segments: scattered contiguous pieces of memory, and the dense descriptor arrays that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A payload: segments of one tensor's memory, in the order in which their bytes are sent or received.
+
+    ``base`` is a contiguous tensor of any dtype; segment ``i`` is the ``num_bytes[i]`` bytes from byte
+    ``offset_bytes[i]`` of its memory on. Both arrays are int64, one-dimensional, on the CPU. Sizes may be unequal
+    and zero. Segments to be written must not overlap. Source: FUSCO section 3.2.
+
+    Raises ``TypeError`` or ``ValueError`` where these rules are broken, with the first segment that breaks them.
+
+    >>> words = torch.arange(6, dtype=torch.uint8)
+    >>> payload = Segments(words, torch.tensor([4, 0]), torch.tensor([2, 1]))
+    >>> payload.total_bytes
+    3
+    >>> [(piece.offset_bytes.tolist(), piece.num_bytes.tolist()) for piece in payload.slices(2)]
+    [([4], [2]), ([0], [1])]
+    """
+
+    base: torch.Tensor
+    offset_bytes: torch.Tensor
+    num_bytes: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not self.base.is_contiguous():
+            raise ValueError(f"segments need a contiguous base tensor, got strides {self.base.stride()}")
+        for name, array in (("offset_bytes", self.offset_bytes), ("num_bytes", self.num_bytes)):
+            if array.dtype != torch.int64 or array.ndim != 1 or array.device.type != "cpu":
+                raise TypeError(
+                    f"{name} must be a one-dimensional int64 tensor on the CPU, got {array.dtype} of shape "
+                    f"{tuple(array.shape)} on {array.device}"
+                )
+        if len(self.offset_bytes) != len(self.num_bytes):
+            raise ValueError(f"{len(self.offset_bytes)} offsets but {len(self.num_bytes)} sizes of segments")
+        room = self.base.numel() * self.base.element_size()
+        is_outside = (self.offset_bytes < 0) | (self.num_bytes < 0) | (self.offset_bytes + self.num_bytes > room)
+        if bool(is_outside.any()):
+            i = int(is_outside.nonzero()[0])
+            raise ValueError(
+                f"segment {i} (offset {int(self.offset_bytes[i])}, {int(self.num_bytes[i])} bytes) lies outside "
+                f"its base tensor of {room} bytes"
+            )
+
+    @classmethod
+    def rows(cls, matrix: torch.Tensor, row_idx: torch.Tensor) -> Segments:
+        """The rows ``row_idx`` (int64) of a contiguous matrix, each one segment."""
+        row_bytes = matrix[0].numel() * matrix.element_size() if len(matrix) else 0
+        return cls(matrix, row_idx * row_bytes, torch.full_like(row_idx, row_bytes))
+
+    @property
+    def total_bytes(self) -> int:
+        """Number of bytes of all segments together."""
+        return int(self.num_bytes.sum())
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The base tensor's memory as bytes, uint8 (num_bytes,)."""
+        return self.base.detach().view(-1).view(torch.uint8)
+
+    def slices(self, slice_bytes: int) -> Iterator[Segments]:
+        """Cut the byte stream into slices of ``slice_bytes``, the last one shorter; segments may be cut too.
+
+        Where a slice begins follows from the bytes before it, as descriptors stand in the order of the stream.
+        """
+        ends = self.num_bytes.cumsum(0)
+        total = self.total_bytes
+        for begin in range(0, total, slice_bytes):
+            end = min(begin + slice_bytes, total)
+            first = int(torch.searchsorted(ends, begin, right=True))
+            last = int(torch.searchsorted(ends, end)) + 1
+            offset, size = self.offset_bytes[first:last].clone(), self.num_bytes[first:last].clone()
+            size[-1] -= ends[last - 1] - end
+            skipped = begin - (ends[first] - self.num_bytes[first])
+            offset[0] += skipped
+            size[0] -= skipped
+            yield Segments(self.base, offset, size)

@@ -1,0 +1,41 @@
+"""What a user may set about how a communicator works, with the reason for each default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings that all ranks of a communicator share.
+
+    Attributes:
+        slice_bytes: size of one message between nodes, and of one ring slot within a node. Large enough that the
+            cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
+            packing, transfer and unpacking of different slices overlap.
+        ring_depth: slots of each ring; 2 is the least that lets a producer work while its consumer does.
+        timeout_s: the limit of every wait, in seconds. When it runs out, all ranks raise ``PeerFailureError``.
+        wire_dtype: dtype in which ``combine`` sends partial sums between nodes; ``None`` means the dtype of the rows.
+            ``torch.float32`` keeps sums of 16-bit rows exact on the way, at twice the bytes.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    """
+
+    slice_bytes: int = 1 << 20
+    ring_depth: int = 4
+    timeout_s: float = 60.0
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.slice_bytes < 1:
+            raise ValueError(f"slice_bytes must be positive, got {self.slice_bytes}")
+        if self.ring_depth < 2:
+            raise ValueError(f"ring_depth must be at least 2, got {self.ring_depth}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if self.wire_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"wire_dtype must be None, torch.float32 or torch.float64, got {self.wire_dtype}")

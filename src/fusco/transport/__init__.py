@@ -1,0 +1,1 @@
+"""Messages between nodes, over whatever network torch.distributed runs on."""

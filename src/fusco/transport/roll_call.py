@@ -1,0 +1,60 @@
+"""How ranks find each other while a communicator is made: through the process group's store, with a limit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from fusco.errors import PeerFailureError, Stall, TransportError
+
+_Result = TypeVar("_Result")
+_SECONDS_BETWEEN_LOOKS = 0.005
+
+
+class RollCall:
+    """Gathers small JSON values from all ranks of a group; they make their roll calls in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.rank, self.world_size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        of_group = PrefixStore(f"fusco/{ranks}", _get_default_store())
+        # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
+        number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
+        self.store = PrefixStore(str(number), of_group)
+
+    def gather(self, stage: str, value: Any) -> list[Any]:
+        """Publish a value and return those of all ranks.
+
+        Raises ``PeerFailureError`` naming the ranks that did not come within the limit.
+        """
+        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
+        _asking(lambda: self.store.set(keys[self.rank], json.dumps(value)))
+        deadline = time.monotonic() + self._timeout_s
+        while missing := tuple(rank for rank, key in enumerate(keys) if not self._has(key)):
+            if time.monotonic() > deadline:
+                raise PeerFailureError(
+                    rank=self.rank,
+                    peers=missing,
+                    operation="Communicator",
+                    stall=Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}"),
+                    reason=f"rank(s) {', '.join(map(str, missing))} did not come within {self._timeout_s} s",
+                    has_left=False,
+                )
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return [json.loads(_asking(functools.partial(self.store.get, key))) for key in keys]
+
+    def _has(self, key: str) -> bool:
+        return _asking(lambda: self.store.check([key]))
+
+
+def _asking(request: Callable[[], _Result]) -> _Result:
+    try:
+        return request()
+    except RuntimeError as error:
+        raise TransportError(f"the process group's store cannot be reached: {error}") from error
