@@ -13,7 +13,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -33,7 +32,7 @@ class LocalWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         # The store lives here, so that it outlives any rank.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -132,7 +131,7 @@ class LocalWorld:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     groups: dict[int, dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:

@@ -21,8 +21,8 @@ from fusco.topology import Topology
 class Engine(Protocol):
     """One rank's engine. All ranks call the same verbs in the same order, each inside ``collective``.
 
-    ``plan`` and ``agree`` compare the ranks' agreements first: where they differ, all ranks raise ``MismatchError``; where
-    one carries a rejection, all other ranks raise ``RejectedInputError`` and that rank returns without a plan.
+    ``plan`` and ``agree`` compare the ranks' agreements first: where they differ, all ranks raise ``MismatchError``;
+    where one carries a rejection, all other ranks raise ``RejectedInputError`` and that rank returns without a plan.
     """
 
     profile: CallProfile

@@ -207,7 +207,7 @@ class _SourceRows:
         pieces = cut(plan.num_rows_from(src), rows_per_slice)
         bounds = torch.tensor([first_row, *(first_row + piece.end for piece in pieces)])
         pairs = plan.row_to_first_pair[bounds].tolist()
-        self.slices = list(zip(pairs[:-1], pairs[1:], strict=True))
+        self.slices = list(itertools.pairwise(pairs))
         self.first_pair = pairs[0]
         rows = plan.distribution.pair_to_row[pairs[0] : pairs[-1]] - first_row
         self.pair_offsets = memory.pool_offset(self.node) + rows * row_bytes

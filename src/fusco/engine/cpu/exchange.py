@@ -165,7 +165,7 @@ class Exchange:
     ) -> None:
         """Wait until the flag of every rank of this node has come to ``value``.
 
-        What the flag announces comes from the rank itself, or, where ``node`` is another one, from its counterpart there.
+        What it announces comes from the rank itself, or, where ``node`` is another one, from its counterpart there.
         """
         memory = self._memory
 

@@ -1,0 +1,49 @@
+"""What a measurement was made with: versions, hardware, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the measured code runs on."""
+    packages = {name: version(name) for name in ("fusco", "torch", "numba", "numpy")}
+    return {"python": platform.python_version(), **packages}
+
+
+def hardware() -> dict[str, str | int | float]:
+    """The machine: processor, cores usable by this process, memory."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(page_bytes / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout that this package runs from, ``"unknown"`` for an installed package."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607  whichever git the user has
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"

@@ -1,0 +1,68 @@
+"""The law that every shuffle must obey (docs/design.md), computed the slow and obvious way, and how far off a result is.
+
+A shuffle is verified with experts that multiply their rows by a number of their own, so that a row that went to the wrong
+expert shows in the combined result as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.bench.traffic import Workload
+
+
+@dataclass(frozen=True)
+class WorldInput:
+    """The rows and the routing of all ranks."""
+
+    rows: Sequence[torch.Tensor]
+    topk_idx: Sequence[torch.Tensor]
+    topk_weights: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, workload: Workload) -> WorldInput:
+        """Rebuild what every rank has."""
+        ranks = range(workload.topology.world_size)
+        routings = [workload.routing(rank) for rank in ranks]
+        weights = [routing.topk_weights for routing in routings if routing.topk_weights is not None]
+        return cls([workload.rows(rank) for rank in ranks], [routing.topk_idx for routing in routings], weights)
+
+
+def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """Rows that a rank with these experts must get: by expert, then source rank, then token; and how many each gets."""
+    blocks = []
+    for expert in experts:
+        parts = [rows[(ids == expert).nonzero()[:, 0]] for rows, ids in zip(world.rows, world.topk_idx, strict=True)]
+        blocks.append(torch.cat(parts))
+    return torch.cat(blocks) if blocks else world.rows[0][:0], [len(block) for block in blocks]
+
+
+def apply_experts(rows: torch.Tensor, num_rows_per_expert: Sequence[int], experts: Sequence[int]) -> torch.Tensor:
+    """Stand-in for the experts: each multiplies its rows by its own factor."""
+    factors = torch.tensor([_factor(expert) for expert in experts], dtype=rows.dtype)
+    return rows * factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64))[:, None]
+
+
+def combine_error(world: WorldInput, rank: int, combined: torch.Tensor) -> float:
+    """Largest error of a rank's combined rows against float64, in units of what rounding may cost.
+
+    Up to 1.0 is right. A result in 16 bits may be rounded at each node and at the end, one in float32 at each addition;
+    what a rounding may cost is measured against the sum of the absolute values of a token's terms.
+    """
+    rows, ids, weights = world.rows[rank], world.topk_idx[rank], world.topk_weights[rank]
+    factors = torch.tensor([_factor(expert) for expert in range(int(ids.max()) + 1)] + [0.0], dtype=rows.dtype)
+    terms = (rows[:, None, :] * factors[ids][:, :, None]).double() * (weights * (ids >= 0)).double()[:, :, None]
+    magnitude = terms.abs().sum(1)
+    is_short = rows.dtype.itemsize == 2
+    tolerance = torch.finfo(rows.dtype).eps * (1.0 if is_short else ids.shape[1] + 2.0) * magnitude
+    if not bool(torch.isfinite(combined).all()):
+        return float("inf")
+    units = (combined.double() - terms.sum(1)).abs() / tolerance.clamp_min(torch.finfo(torch.float64).tiny)
+    return float(units.max()) if units.numel() else 0.0
+
+
+def _factor(expert: int) -> float:
+    return 1.0 + expert % 7 / 8  # exact in every floating dtype

@@ -1,0 +1,41 @@
+"""Progress of ranks, seen from the process that started them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+_KEY = "fusco/progress"
+
+
+class ProgressReporter:
+    """A rank's end: counts steps in the store that started the ranks."""
+
+    def __init__(self, port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def advance(self) -> None:
+        """One step is done."""
+        self._store.add(_KEY, 1)
+
+
+@contextmanager
+def watching(store: dist.TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
+    """Call ``on_progress`` with the number of steps done so far, every now and then, from a thread of its own."""
+    base, stop = store.add(_KEY, 0), threading.Event()
+
+    def look() -> None:
+        while not stop.wait(seconds):
+            on_progress(store.add(_KEY, 0) - base)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        on_progress(store.add(_KEY, 0) - base)

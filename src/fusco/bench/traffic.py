@@ -1,0 +1,165 @@
+"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2) and uniform routing.
+
+Every function gives the routing of one rank from (seed, rank) alone, so any process can rebuild any rank's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusco.placement import ExpertPlacement
+from fusco.planner.routing import Routing
+from fusco.topology import Topology
+
+_SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
+_BIMODAL = 0.2  # Beta(0.2, 0.2), most ranks with almost no or almost only remote traffic, as in FUSCO's Fig. 10
+
+
+class Pattern(str, Enum):
+    """Where tokens go."""
+
+    TRACE = "trace"
+    UNIFORM = "uniform"
+    SINGLE_NODE = "single-node"
+    IMBALANCED = "imbalanced"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Captured routing: ids (num_tokens, num_topk) of one layer, and where it came from."""
+
+    topk_idx: npt.NDArray[np.int64]
+    name: str
+
+    @classmethod
+    def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
+        """Read one layer of a trace.
+
+        Args:
+            path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
+                Qwen3-30B-A3B trace that comes with fusco.
+            key: which array of an npz; may be left out if it holds only one of ids' shape.
+            layer: which layer.
+
+        Raises ``ValueError`` or ``OSError`` saying what the file holds instead.
+        """
+        source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
+        ids = _read_ids(source, key)
+        if ids.ndim == 2:
+            ids = ids[:, None, :]
+        if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{source.name} holds {ids.dtype} {ids.shape}, not ids as (tokens, layers, topk)")
+        if not 0 <= layer < ids.shape[1]:
+            raise ValueError(f"{source.name} has layers 0 to {ids.shape[1] - 1}, not {layer}")
+        return cls(ids[:, layer].astype(np.int64), f"{source.stem}{f':{key}' if key else ''}, layer {layer}")
+
+
+def _read_ids(path: Path, key: str | None) -> npt.NDArray[np.int64]:
+    content = np.load(path)
+    if isinstance(content, np.ndarray):
+        if key:
+            raise ValueError(f"{path.name} is a plain array; --trace-key is for npz files")
+        return content
+    candidates = [name for name in content.files if content[name].ndim in (2, 3)]
+    if key is None and len(candidates) == 1:
+        key = candidates[0]
+    if key not in content.files:
+        raise ValueError(f"{path.name} has the keys {', '.join(content.files)}; choose one with --trace-key")
+    ids: npt.NDArray[np.int64] = content[key]
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One benchmark's input: shapes, pattern, seed.
+
+    Raises:
+        ValueError: where pattern and shapes do not go together.
+    """
+
+    pattern: Pattern
+    topology: Topology
+    placement: ExpertPlacement
+    tokens: int
+    hidden: int
+    num_topk: int
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        experts, nodes = self.placement.num_experts, self.topology.num_nodes
+        if self.num_topk > experts:
+            raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
+        if self.pattern is Pattern.SINGLE_NODE and self.num_topk > experts // nodes:
+            raise ValueError(f"{self.num_topk} experts of a token do not fit on one of {nodes} nodes, {experts} in all")
+        if self.pattern is Pattern.TRACE:
+            if self.trace is None:
+                raise ValueError("trace traffic needs a trace")
+            if self.trace.topk_idx.shape[1] != self.num_topk:
+                raise ValueError(f"the trace has top-{self.trace.topk_idx.shape[1]}, num_topk is {self.num_topk}")
+            if self.trace.topk_idx.max() >= experts:
+                raise ValueError(f"the trace names expert {self.trace.topk_idx.max()}, but there are {experts}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one row."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def num_repeats(self) -> float:
+        """How often a trace is gone through to give all ranks their tokens; 0 without a trace."""
+        return self.tokens * self.topology.world_size / len(self.trace.topk_idx) if self.trace else 0.0
+
+    def rows(self, rank: int) -> torch.Tensor:
+        """The rank's token rows (tokens, hidden)."""
+        return torch.randn(self.tokens, self.hidden, generator=self._generator(rank, 0)).to(self.dtype)
+
+    def routing(self, rank: int) -> Routing:
+        """The rank's expert ids, int64, and weights, float32, which sum to one for each token."""
+        generator = self._generator(rank, 1)
+        topk_idx = self._ids(rank, generator)
+        weights = torch.rand(self.tokens, self.num_topk, generator=generator).softmax(dim=1)
+        return Routing(topk_idx, weights)
+
+    def _generator(self, rank: int, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self.seed * 65537 + rank) * 2 + stream)
+
+    def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
+        if self.trace is not None and self.pattern is Pattern.TRACE:
+            wanted = np.arange(rank * self.tokens, (rank + 1) * self.tokens)
+            return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
+        is_allowed = torch.ones(self.tokens, self.placement.num_experts, dtype=torch.bool)
+        if self.pattern is not Pattern.UNIFORM:
+            expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
+            is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
+        scores = torch.rand(is_allowed.shape, generator=generator).masked_fill_(~is_allowed, -1.0)
+        return scores.topk(self.num_topk, dim=1).indices
+
+    def _allowed_nodes(self, rank: int, generator: torch.Generator) -> torch.Tensor:
+        """Which nodes each token may go to, bool (tokens, num_nodes)."""
+        num_nodes, own = self.topology.num_nodes, self.topology.rank_to_node[rank]
+        nodes = torch.arange(num_nodes)
+        if self.pattern is Pattern.SINGLE_NODE:
+            return torch.randint(num_nodes, (self.tokens, 1), generator=generator) == nodes
+        # Imbalanced: the rank's load is the share of its tokens that leave the node.
+        load = np.random.default_rng([self.seed, rank]).beta(_BIMODAL, _BIMODAL) if num_nodes > 1 else 0.0
+        is_remote = torch.rand(self.tokens, 1, generator=generator) < load
+        return is_remote == (nodes != own)
+
+
+def internode_rows_lower_bound(workload: Workload) -> int:
+    """Distinct (token, remote node) pairs of all ranks, counted by brute force, not by the planner."""
+    expert_to_node = np.array([workload.topology.rank_to_node[r] for r in workload.placement.expert_to_rank])
+    total = 0
+    for rank, own in enumerate(workload.topology.rank_to_node):
+        ids = workload.routing(rank).topk_idx.numpy()
+        total += sum(len({*expert_to_node[token[token >= 0]]} - {own}) for token in ids)
+    return total
