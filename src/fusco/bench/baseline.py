@@ -49,7 +49,7 @@ class BaselineShuffle:
             received = torch.empty(self._world_size * num_local, dtype=torch.int64)
             dist.all_to_all_single(received, sent, [num_local] * self._world_size, self._per_rank, group=self._group)
             received = received.view(self._world_size, num_local)
-            send_counts = [int(part.sum()) for part in sent.split(self._per_rank)]
+            send_counts = [int(part.sum()) for part in torch.split(sent, self._per_rank)]
             receive_counts = received.sum(1).tolist()
             # Received rows stand by (source, expert); the expert-major order is by (expert, source).
             expert_of_row = torch.arange(num_local).repeat(self._world_size).repeat_interleave(received.view(-1))

@@ -1,7 +1,7 @@
-"""The law that every shuffle must obey (docs/design.md), computed the slow and obvious way, and how far off a result is.
+"""The law that every shuffle must obey (docs/design.md), computed the slow and obvious way.
 
-A shuffle is verified with experts that multiply their rows by a number of their own, so that a row that went to the wrong
-expert shows in the combined result as well.
+A shuffle is verified with experts that multiply their rows by a number of their own, so that a row that went to the
+wrong expert shows in the combined result as well.
 """
 
 from __future__ import annotations

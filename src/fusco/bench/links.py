@@ -23,6 +23,7 @@ class LinkPeaks:
     Attributes:
         internode_gbs: received over torch.distributed point-to-point while sending as much; 0 with one node.
         copy_gbs: written by a plain memory copy.
+
     """
 
     internode_gbs: float

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -32,13 +33,13 @@ class LocalWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         # The store lives here, so that it outlives any rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, self._store.port, theirs)
+            arguments = (rank, world_size, self.store.port, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -131,7 +132,7 @@ class LocalWorld:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     groups: dict[int, dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:

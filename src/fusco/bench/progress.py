@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
 _KEY = "fusco/progress"
 
@@ -15,7 +15,7 @@ class ProgressReporter:
     """A rank's end: counts steps in the store that started the ranks."""
 
     def __init__(self, port: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self._store = TCPStore("127.0.0.1", port, is_master=False)
 
     def advance(self) -> None:
         """One step is done."""
@@ -23,7 +23,7 @@ class ProgressReporter:
 
 
 @contextmanager
-def watching(store: dist.TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
+def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
     """Call ``on_progress`` with the number of steps done so far, every now and then, from a thread of its own."""
     base, stop = store.add(_KEY, 0), threading.Event()
 

@@ -49,6 +49,7 @@ class Trace:
             layer: which layer.
 
         Raises ``ValueError`` or ``OSError`` saying what the file holds instead.
+
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -82,6 +83,7 @@ class Workload:
 
     Raises:
         ValueError: where pattern and shapes do not go together.
+
     """
 
     pattern: Pattern

@@ -56,7 +56,7 @@ class SharedSegment:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise SharedMemoryError(_no_room(num_bytes, num_ranks, _free_bytes())) from error
+                raise SharedMemoryError(_no_room(num_bytes, num_ranks, free_bytes())) from error
             raise SharedMemoryError(f"cannot make shared memory in {SHARED_MEMORY_DIR}: {error}") from error
 
     @classmethod
@@ -97,7 +97,8 @@ class SharedSegment:
         self.close()
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
+    """How much shared memory can still be had: room in its file system, and in the machine's memory."""
     room = os.statvfs(SHARED_MEMORY_DIR)
     in_file_system = room.f_bavail * room.f_frsize
     with open("/proc/meminfo", encoding="ascii") as table:
@@ -115,6 +116,6 @@ def _no_room(needed: int, num_ranks: int, free: int) -> str:
 
 def _check_room(num_bytes: int, num_ranks: int) -> None:
     # Reserving more than the machine has would wake the kernel's out-of-memory killer before it fails.
-    free = _free_bytes()
+    free = free_bytes()
     if num_bytes * num_ranks > free:
         raise SharedMemoryError(_no_room(num_bytes, num_ranks, free))

@@ -1,0 +1,142 @@
+"""The checks of ``fusco doctor``: each tries what the library will need, and knows a remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from fusco.bench.environment import hardware, versions
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check. ``state`` is ``missing`` only for what the CPU backend cannot do without."""
+
+    check: str
+    state: Literal["ok", "missing", "optional"]
+    found: str
+    remedy: str = ""
+
+    def to_json(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(asdict(self))
+
+
+def examine() -> list[Finding]:
+    """Run all checks, those of the CPU backend first."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _machine,
+        _system,
+        _packages,
+        _shared_memory,
+        _room,
+        _kernels,
+        _gloo,
+        _open_files,
+        _gpus,
+        _cuda_core,
+        _nccl,
+    )
+    return [check() for check in checks]
+
+
+def _machine() -> Finding:
+    machine = hardware()
+    return Finding("machine", "ok", f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB")
+
+
+def _system() -> Finding:
+    found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    if sys.platform != "linux":
+        return Finding("system", "missing", found, "fusco needs Linux: unnamed shared memory and /proc")
+    if not hasattr(os, "pidfd_open"):
+        return Finding("system", "missing", found, "a Python built with pidfd_open (any for Linux 5.3 and newer)")
+    return Finding("system", "ok", found)
+
+
+def _packages() -> Finding:
+    found = ", ".join(f"{name} {number}" for name, number in versions().items() if name != "python")
+    return Finding("packages", "ok", found)
+
+
+def _shared_memory() -> Finding:
+    from fusco.errors import SharedMemoryError
+    from fusco.memory.segment import SHARED_MEMORY_DIR, SharedSegment
+
+    try:
+        with SharedSegment.create(1 << 16) as segment, SharedSegment.open_peer(segment.address) as peer:
+            segment.memory[0] = 1
+            is_shared = bool(peer.memory[0])
+    except SharedMemoryError as error:
+        return Finding("shared memory", "missing", str(error), f"a tmpfs on {SHARED_MEMORY_DIR}, and /proc mounted")
+    assert is_shared
+    return Finding("shared memory", "ok", f"unnamed segments in {SHARED_MEMORY_DIR} can be made and opened by peers")
+
+
+def _room() -> Finding:
+    from fusco.memory.layout import Capacity, memory_size_hint
+    from fusco.memory.segment import free_bytes
+    from fusco.topology import Topology
+
+    capacity = Capacity(max_tokens_per_rank=8192, max_bytes_per_token=14336, num_topk=8)
+    needed = memory_size_hint(Topology.of_equal_nodes(4, 2), capacity).shared_bytes
+    free = free_bytes()
+    found = (
+        f"{free / 2**30:.1f} GiB free; a rank with 8192 tokens of 14,336 bytes on 2 nodes needs {needed / 2**30:.2f}"
+    )
+    if free < needed:
+        return Finding(
+            "room for segments", "optional", found, "in a container: --shm-size; else remount /dev/shm larger"
+        )
+    return Finding("room for segments", "ok", found)
+
+
+def _kernels() -> Finding:
+    from fusco.kernels.warm_up import warm_up_cpu
+
+    warm_up_cpu()
+    return Finding("CPU kernels", "ok", "compiled by numba and cached")
+
+
+def _gloo() -> Finding:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_gloo_available():
+        return Finding("gloo (between nodes, CPU)", "ok", "in this torch")
+    return Finding("gloo (between nodes, CPU)", "missing", "not in this torch", "a torch wheel from PyPI has it")
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files allowed; a rank needs about 4 for every other rank"
+    return Finding("open files", "ok" if soft >= 1024 else "optional", found, "" if soft >= 1024 else "ulimit -n 4096")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Finding("GPUs", "ok", ", ".join(names))
+    return Finding("GPUs", "optional", "none that torch can use", "a torch built for CUDA on a machine with GPUs")
+
+
+def _cuda_core() -> Finding:
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
+        return Finding("cuda.core (compiles CUDA kernels)", "ok", "installed")
+    return Finding("cuda.core (compiles CUDA kernels)", "optional", "not installed", "pip install 'fusco[cuda]'")
+
+
+def _nccl() -> Finding:
+    import torch.distributed as dist
+
+    if dist.is_nccl_available():
+        return Finding("NCCL (between nodes, CUDA)", "ok", "in this torch")
+    return Finding("NCCL (between nodes, CUDA)", "optional", "not in this torch", "a torch built for CUDA")

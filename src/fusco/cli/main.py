@@ -1,0 +1,34 @@
+"""``fusco``: the commands, and the one place that turns errors into sentences and exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from fusco.cli.bench import app as bench_app
+from fusco.cli.doctor import doctor
+from fusco.cli.plan import plan
+
+app = typer.Typer(
+    name="fusco",
+    help="Expert-parallel communication for PyTorch: measure it, explain it, check this machine for it.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(bench_app, name="bench")
+app.command()(plan)
+app.command()(doctor)
+
+
+def run() -> None:
+    """Run the command line; exit code 2 for bad input, 1 for a failed check or run."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(2)
+    except RuntimeError as error:
+        Console(stderr=True).print(f"[bold red]failed:[/] {error}", highlight=False)
+        sys.exit(1)
