@@ -20,14 +20,21 @@ class Verbs:
     combine: Callable[[torch.Tensor, Handle], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Made:
+    """Rows that a verb has made already. Wrapped, so that autograd sees a new tensor and not a view of an input."""
+
+    rows: torch.Tensor
+
+
 class DispatchRows(torch.autograd.Function):
     """Expert-major rows from token-major ones. ``grad_x[t]`` is the sum of the gradients of all copies of token t."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
-        """``rows`` is what dispatch made of ``x``; here it becomes part of the graph."""
+    def forward(ctx: Any, x: torch.Tensor, made: Made, handle: Handle, verbs: Verbs) -> torch.Tensor:
+        """Put what dispatch made of ``x`` into the graph."""
         ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
-        return rows.view_as(rows)
+        return made.rows
 
     @staticmethod
     @once_differentiable
@@ -63,12 +70,12 @@ class CombineRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, out: torch.Tensor, handle: Handle, verbs: Verbs
+        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
     ) -> torch.Tensor:
-        """``out`` is what combine made of ``y``; here it becomes part of the graph."""
+        """Put what combine made of ``y`` into the graph."""
         ctx.handle, ctx.verbs = handle, verbs
         ctx.save_for_backward(y if topk_weights is not None and topk_weights.requires_grad else None)
-        return out.view_as(out)
+        return made.rows
 
     @staticmethod
     @once_differentiable

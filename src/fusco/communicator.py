@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fusco.autograd import CombineRows, DispatchRows, RouteWeights, Verbs
+from fusco.autograd import CombineRows, DispatchRows, Made, RouteWeights, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
 from fusco.checks import Checks, wants_grad
 from fusco.engine.base import Engine
@@ -141,7 +141,7 @@ class Communicator:
         layout = ArenaLayout(Topology.from_hosts(hosts, ranks_per_node), capacity, settings)
         self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype)
         self._balancer, self._is_closed = balancer, False
-        listen_on = reachable_address(is_alone=len(set(hosts)) == 1)
+        listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(roll.store_host)
         self._engine: Engine = CpuEngine(roll, layout, hosts, listen_on)
         self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
 
@@ -259,7 +259,7 @@ class Communicator:
         """
         out = self._combine(y, handle)
         if wants_grad(y) or wants_grad(handle.topk_weights):
-            out = CombineRows.apply(y, handle.topk_weights, out, handle, self._verbs)  # type: ignore[no-untyped-call]
+            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs)  # type: ignore[no-untyped-call]
         return out
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -375,7 +375,7 @@ class Communicator:
         self, payloads: Sequence[torch.Tensor], rows: list[torch.Tensor], handle: Handle
     ) -> list[torch.Tensor]:
         if wants_grad(payloads[0]):
-            return [DispatchRows.apply(payloads[0], rows[0], handle, self._verbs)]  # type: ignore[no-untyped-call]
+            return [DispatchRows.apply(payloads[0], Made(rows[0]), handle, self._verbs)]  # type: ignore[no-untyped-call]
         return rows
 
 
@@ -396,7 +396,7 @@ def _place(num_experts: int, expert_placement: Sequence[int] | None, world_size:
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [x] if isinstance(x, torch.Tensor) else list(x)
+    return list(x) if isinstance(x, (list, tuple)) else [x]  # type: ignore[list-item]  # checked with the payloads
 
 
 def _describe(rows: torch.Tensor) -> str:

@@ -13,6 +13,23 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def reachable_address(*, is_alone: bool) -> str:
-    """An address of this machine; the loopback one if no other machine takes part."""
-    return "127.0.0.1" if is_alone else socket.gethostbyname(socket.gethostname())
+# An address reserved for documentation (RFC 5737): the route to it is the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+def reachable_address(towards: str) -> str:
+    """The address by which this machine reaches host ``towards``, and so by which others there reach it.
+
+    On that host itself, and if its name stands for a loopback address there, the address of the default route.
+    """
+    address = "127.0.0.1"
+    for target in (towards, _ELSEWHERE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((socket.gethostbyname(target), 9))  # chooses a route; nothing is sent by it
+                address = str(probe.getsockname()[0])
+            except OSError:
+                continue  # no such name, or no route
+        if not address.startswith("127."):
+            break
+    return address

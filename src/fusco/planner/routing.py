@@ -23,6 +23,9 @@ class Routing:
     topk_weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, tensor in vars(self).items():
+            if not isinstance(tensor, torch.Tensor) and (name == "topk_idx" or tensor is not None):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if self.topk_idx.dtype not in INDEX_DTYPES:
             raise TypeError(f"topk_idx must be int32 or int64, got {self.topk_idx.dtype}")
         if self.topk_idx.ndim != 2:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fusco.errors import PeerFailureError, Stall, TransportError
 
@@ -27,6 +28,14 @@ class RollCall:
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
         number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
         self.store = PrefixStore(str(number), of_group)
+
+    @property
+    def store_host(self) -> str:
+        """The host that serves the process group's store, which every rank can reach; this one if it has none."""
+        store: Store = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return str(getattr(store, "host", None) or socket.gethostname())
 
     def gather(self, stage: str, value: Any) -> list[Any]:
         """Publish a value and return those of all ranks.
