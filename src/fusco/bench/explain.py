@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from fusco.balancer import BALANCERS, IntArray
 from fusco.bench.traffic import Workload
@@ -55,10 +53,6 @@ class PlanRecord:
     metadata_bytes: int
     shared_memory_bytes: int
     private_memory_bytes: int
-
-    def write(self, path: Path) -> None:
-        """Write as one line of JSON."""
-        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
 def explain(workload: Workload, balancer: str) -> PlanRecord:

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance  # exists for type checkers only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +68,8 @@ def summarize(workload: Workload, balancer: str, ranks: Sequence[RankResult]) ->
     return [_summarize_variant(variant, workload, balancer, ranks, bound) for variant in ranks[0].iterations]
 
 
-def write_json_lines(records: Sequence[ShuffleRecord], path: Path) -> None:
-    """Write one JSON object a line."""
+def write_json_lines(records: Sequence[DataclassInstance], path: Path) -> None:
+    """Write records (dataclasses), one JSON object a line."""
     path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
 
 

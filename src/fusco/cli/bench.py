@@ -90,6 +90,35 @@ def shuffle(
         raise typer.Exit(1)
 
 
+@app.command()
+def balancers(
+    draws: Annotated[int, typer.Option(min=1, help="Draws of loads for each shape.")] = 1000,
+    seed: options.Seed = 0,
+    json: options.JsonFile = None,
+) -> None:
+    """Compare balancers on bimodal loads: Beta(0.2, 0.2) for each rank, medians over draws."""
+    from fusco.bench.balancers import compare_balancers
+    from fusco.bench.results import write_json_lines
+
+    records = compare_balancers([(2, 8), (4, 8), (8, 8)], draws, seed)
+    if json:
+        write_json_lines(records, json)
+    table = Table(title=f"largest load over mean load, medians of {draws} draws", title_justify="left")
+    for name in ("nodes x ranks", "balancer", "groups (what they send)", "ranks (what they receive)", "time"):
+        table.add_column(name, justify="left" if name == "balancer" else "right")
+    for i, record in enumerate(records):
+        is_last = i + 1 == len(records) or records[i + 1].nodes != record.nodes
+        table.add_row(
+            f"{record.nodes} x {record.ranks_per_node}",
+            record.balancer,
+            f"{record.group_load_ratio:.3f}",
+            f"{record.receive_ratio:.3f}",
+            f"{record.microseconds:.0f} us",
+            end_section=is_last,
+        )
+    Console().print(table)
+
+
 def _run(
     workload: Workload, settings: Settings, balancer: str, num_iterations: int, console: Console
 ) -> list[RankResult]:

@@ -34,6 +34,7 @@ def plan(
     Pure computation: nothing is sent, and no other process is started.
     """
     from fusco.bench.explain import explain
+    from fusco.bench.results import write_json_lines
 
     workload = options.make_workload(
         traffic=traffic,
@@ -51,7 +52,7 @@ def plan(
     )
     record = explain(workload, balancer.value)
     if json:
-        record.write(json)
+        write_json_lines([record], json)
     _print(record, Console())
 
 

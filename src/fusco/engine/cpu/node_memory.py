@@ -65,8 +65,8 @@ class NodeMemory:
     def close(self) -> None:
         """Let go of all segments."""
         self.bytes, self.flags = [], []
-        for segment in self._segments:
-            segment.close()
+        while self._segments:
+            self._segments.pop().close()
 
     def _region(self, node: int) -> int:
         return self.layout.region_of(self.node, node)

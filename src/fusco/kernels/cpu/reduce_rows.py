@@ -1,4 +1,7 @@
-"""CPU loop of ``reduce_rows``: a row of sums stays in the cache while its terms stream by."""
+"""CPU loop of ``reduce_rows``: a row of sums stays in the cache while its terms stream by, two at a time.
+
+Two terms a pass halve the traffic between cache and registers; four gave no more.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,15 @@ def reduce_rows(rows: Any, row_to_first_term: Any, term_to_row: Any, term_weight
     for i in range(sums.shape[0]):
         total = sums[i]
         total[:] = 0
-        for term in range(row_to_first_term[i], row_to_first_term[i + 1]):
-            weight = term_weight[term]
-            row = rows[term_to_row[term]]
+        term, end = row_to_first_term[i], row_to_first_term[i + 1]
+        while term + 1 < end:
+            weight, next_weight = term_weight[term], term_weight[term + 1]
+            row, next_row = rows[term_to_row[term]], rows[term_to_row[term + 1]]
+            for h in range(width):
+                # Summed from left to right, as one at a time would be.
+                total[h] = (total[h] + weight * widen(row[h])) + next_weight * widen(next_row[h])
+            term += 2
+        if term < end:
+            weight, row = term_weight[term], rows[term_to_row[term]]
             for h in range(width):
                 total[h] += weight * widen(row[h])
