@@ -4,7 +4,7 @@ Layers, each importing only those below it::
 
     cli  bench                                  commands, benchmark harness
     communicator                                the public verbs
-    checks  autograd  handle                    what the verbs are made of
+    checks  autograd  handle  introduction      what the verbs are made of
     engine                                      executes plans: slices, rings, overlap
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fusco.balancer import Balancer as Balancer
     from fusco.balancer import Traffic as Traffic
     from fusco.communicator import Communicator as Communicator
-    from fusco.communicator import Dispatched as Dispatched
     from fusco.errors import ClosedError as ClosedError
     from fusco.errors import FuscoError as FuscoError
     from fusco.errors import MismatchError as MismatchError
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from fusco.errors import SharedMemoryError as SharedMemoryError
     from fusco.errors import TransportError as TransportError
     from fusco.groups import Groups as Groups
+    from fusco.handle import Dispatched as Dispatched
     from fusco.handle import Handle as Handle
     from fusco.memory.layout import Capacity as Capacity
     from fusco.memory.layout import MemorySize as MemorySize
@@ -49,7 +49,7 @@ _NAME_TO_MODULE = {
     "Balancer": "balancer",
     "Traffic": "balancer",
     "Communicator": "communicator",
-    "Dispatched": "communicator",
+    "Dispatched": "handle",
     "ClosedError": "errors",
     "FuscoError": "errors",
     "MismatchError": "errors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -16,10 +16,10 @@ from fusco.checks import Checks, wants_grad
 from fusco.engine.base import Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.profile import CallProfile
-from fusco.engine.record import Agreement, Terms, check_agreement
+from fusco.engine.record import Agreement, Terms
 from fusco.errors import ClosedError, PeerFailureError
-from fusco.handle import Handle
-from fusco.hosts import host_identity, reachable_address
+from fusco.handle import Dispatched, Handle
+from fusco.introduction import introduce
 from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
@@ -30,27 +30,6 @@ from fusco.transport.roll_call import RollCall
 
 _Checked = TypeVar("_Checked")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """What ``dispatch`` gives.
-
-    Attributes:
-        rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
-            inside in order of (source rank, token). Padding is zero.
-        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
-        weights: the weight of each row (num_slots,), if asked for.
-        handle: for ``combine``, or to dispatch other payloads along the same routing.
-        more_rows: likewise the rows of the second payload and of those after it.
-
-    """
-
-    rows: torch.Tensor
-    num_rows_per_expert: torch.Tensor
-    weights: torch.Tensor | None
-    handle: Handle
-    more_rows: tuple[torch.Tensor, ...] = ()
 
 
 class Communicator:
@@ -108,15 +87,15 @@ class Communicator:
         assert group is not None
         roll = RollCall(group, settings.timeout_s)
 
-        def checked() -> tuple[Capacity, ExpertPlacement]:
+        def check() -> tuple[Capacity, ExpertPlacement]:
             if device != "cpu":
                 raise ValueError(f"device must be 'cpu', got {device!r}")
             capacity = Capacity(
                 max_tokens_per_rank=max_tokens_per_rank, max_bytes_per_token=max_bytes_per_token, num_topk=num_topk
             )
-            return capacity, _place(num_experts, expert_placement, roll.world_size)
+            return capacity, ExpertPlacement.of(num_experts, expert_placement, roll.world_size)
 
-        made, rejection = _attempt(checked)
+        checked, rejection = _attempt(check)
         terms: Terms = {
             **asdict(settings),
             "wire_dtype": str(settings.wire_dtype),
@@ -125,24 +104,20 @@ class Communicator:
             "num_topk": num_topk,
             "max_tokens_per_rank": max_tokens_per_rank,
             "max_bytes_per_token": max_bytes_per_token,
-            "expert_placement": "contiguous" if expert_placement is None else str(list(expert_placement)),
+            "expert_placement": "contiguous" if expert_placement is None else str(expert_placement),
             "balancer": getattr(balancer, "__name__", type(balancer).__name__),
             "device": device,
         }
-        agreement = Agreement("Communicator", terms, str(rejection or ""))
-        hellos = roll.gather("hello", {"agreement": asdict(agreement), "host": host_identity()})
-        check_agreement([Agreement(**hello["agreement"]) for hello in hellos], roll.rank)
+        met = introduce(roll, Agreement("Communicator", {} if rejection else terms, str(rejection or "")))
         if rejection:
             raise rejection
-        assert made is not None
-        capacity, self._placement = made
+        assert checked is not None
+        capacity, self._placement = checked
 
-        hosts = [hello["host"] for hello in hellos]
-        layout = ArenaLayout(Topology.from_hosts(hosts, ranks_per_node), capacity, settings)
         self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype)
         self._balancer, self._is_closed = balancer, False
-        listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(roll.store_host)
-        self._engine: Engine = CpuEngine(roll, layout, hosts, listen_on)
+        layout = ArenaLayout(Topology.from_hosts(met.hosts, ranks_per_node), capacity, settings)
+        self._engine: Engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
         self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
 
     @property
@@ -384,15 +359,6 @@ def _attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception 
         return check(), None
     except (TypeError, ValueError) as error:
         return None, error
-
-
-def _place(num_experts: int, expert_placement: Sequence[int] | None, world_size: int) -> ExpertPlacement:
-    if expert_placement is None:
-        return ExpertPlacement.contiguous(num_experts, world_size)
-    placement = ExpertPlacement.explicit(expert_placement, world_size)
-    if placement.num_experts != num_experts:
-        raise ValueError(f"expert_placement places {placement.num_experts} experts, but num_experts={num_experts}")
-    return placement
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What ``dispatch`` remembers for ``combine``, for its gradients, and for dispatching again."""
+"""What ``dispatch`` gives, and what it remembers for ``combine``, for gradients, and for dispatching again."""
 
 from __future__ import annotations
 
@@ -52,3 +52,24 @@ class Handle:
             return None
         pairs = self.plan.distribution
         return self.plan.routing.topk_weights[pairs.pair_to_row, pairs.pair_to_k]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What ``dispatch`` gives.
+
+    Attributes:
+        rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
+            inside in order of (source rank, token). Padding is zero.
+        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
+        weights: the weight of each row (num_slots,), if asked for.
+        handle: for ``combine``, or to dispatch other payloads along the same routing.
+        more_rows: likewise the rows of the second payload and of those after it.
+
+    """
+
+    rows: torch.Tensor
+    num_rows_per_expert: torch.Tensor
+    weights: torch.Tensor | None
+    handle: Handle
+    more_rows: tuple[torch.Tensor, ...] = ()

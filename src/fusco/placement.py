@@ -45,6 +45,16 @@ class ExpertPlacement:
                 raise ValueError(f"expert {expert} is placed on rank {rank}, outside a group of {world_size} ranks")
         return cls(placement, world_size)
 
+    @classmethod
+    def of(cls, num_experts: int, expert_to_rank: Sequence[int] | None, world_size: int) -> ExpertPlacement:
+        """``explicit`` if ``expert_to_rank`` is given, which must then place ``num_experts``; else ``contiguous``."""
+        if expert_to_rank is None:
+            return cls.contiguous(num_experts, world_size)
+        placement = cls.explicit(expert_to_rank, world_size)
+        if placement.num_experts != num_experts:
+            raise ValueError(f"expert_placement places {placement.num_experts} experts, but num_experts={num_experts}")
+        return placement
+
     @property
     def num_experts(self) -> int:
         """Number of experts of the whole group."""
