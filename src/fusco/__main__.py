@@ -1,0 +1,5 @@
+"""``python -m fusco``."""
+
+from fusco.cli.main import run
+
+run()

@@ -1,0 +1,86 @@
+"""The benchmark's routing: what each pattern promises, and traces in every form."""
+
+import numpy as np
+import pytest
+import torch
+
+from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
+from fusco.placement import ExpertPlacement
+from fusco.topology import Topology
+
+
+def workload(pattern, nodes=2, per_node=2, tokens=200, **more):
+    topology = Topology.of_equal_nodes(nodes * per_node, per_node)
+    placement = ExpertPlacement.contiguous(64, topology.world_size)
+    return Workload(
+        pattern=pattern, topology=topology, placement=placement, tokens=tokens, hidden=16, num_topk=8, **more
+    )
+
+
+def nodes_of(load, rank):
+    expert_to_node = load.placement.membership_table(load.topology.rank_to_node, torch.device("cpu"))
+    return expert_to_node[load.routing(rank).topk_idx]
+
+
+@pytest.mark.parametrize("pattern", [Pattern.UNIFORM, Pattern.SINGLE_NODE, Pattern.IMBALANCED])
+def test_experts_of_a_token_differ_and_any_process_rebuilds_them(pattern):
+    load = workload(pattern)
+    ids = load.routing(3).topk_idx
+    assert torch.equal(ids, workload(pattern).routing(3).topk_idx)
+    assert not torch.equal(ids, load.routing(2).topk_idx)
+    assert (ids.sort(dim=1).values.diff(dim=1) > 0).all()
+    torch.testing.assert_close(load.routing(0).topk_weights.sum(1), torch.ones(200))
+
+
+def test_single_node_traffic_stays_on_one_node_for_each_token():
+    nodes = nodes_of(workload(Pattern.SINGLE_NODE), 1)
+    assert (nodes == nodes[:, :1]).all()
+    assert set(nodes[:, 0].tolist()) == {0, 1}
+
+
+def test_imbalanced_traffic_is_bimodal():
+    load = workload(Pattern.IMBALANCED, nodes=8, per_node=4, tokens=100)
+    shares = []
+    for rank, own in enumerate(load.topology.rank_to_node):
+        is_remote = nodes_of(load, rank) != own
+        assert (is_remote == is_remote[:, :1]).all()  # a token leaves with all its experts, or stays
+        shares.append(float(is_remote[:, 0].float().mean()))
+    extreme = [share for share in shares if share < 0.15 or share > 0.85]
+    assert len(extreme) > len(shares) / 2
+    assert min(shares) < 0.15 < 0.85 < max(shares)
+
+
+def test_lower_bound_by_hand():
+    trace = Trace(np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 40]]), "by hand")
+    load = workload(Pattern.TRACE, nodes=2, per_node=1, tokens=2, trace=trace)
+    # Experts 0 to 31 are node 0's. Rank 0: its second token wants node 1. Rank 1: both want node 0.
+    assert internode_rows_lower_bound(load) == 3
+
+
+def test_a_short_trace_is_repeated():
+    trace = Trace(np.arange(24).reshape(3, 8), "three tokens")
+    load = workload(Pattern.TRACE, nodes=1, per_node=2, tokens=4, trace=trace)
+    assert load.num_repeats == pytest.approx(8 / 3)
+    assert load.routing(1).topk_idx[:, 0].tolist() == [8, 16, 0, 8]
+
+
+def test_traces_come_as_npz_or_npy(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 64, (10, 3, 8), dtype=np.uint8)
+    np.save(tmp_path / "plain.npy", ids)
+    np.savez(tmp_path / "two.npz", first=ids, second=ids + 1, note=np.array("text"))
+    assert (Trace.load(tmp_path / "plain.npy", None, 2).topk_idx == ids[:, 2]).all()
+    assert (Trace.load(tmp_path / "two.npz", "second", 0).topk_idx == ids[:, 0] + 1).all()
+    with pytest.raises(ValueError, match=r"keys first, second, note; choose one with --trace-key"):
+        Trace.load(tmp_path / "two.npz", None, 0)
+    with pytest.raises(ValueError, match="layers 0 to 2, not 3"):
+        Trace.load(tmp_path / "plain.npy", None, 3)
+    np.save(tmp_path / "floats.npy", np.zeros((3, 2, 8)))
+    with pytest.raises(ValueError, match="not ids"):
+        Trace.load(tmp_path / "floats.npy", None, 0)
+
+
+def test_the_shipped_trace_is_qwen3():
+    trace = Trace.load(None, None, 47)
+    assert trace.topk_idx.shape == (2048, 8)
+    assert trace.topk_idx.max() == 127
+    assert all(len(set(token)) == 8 for token in trace.topk_idx.tolist())
