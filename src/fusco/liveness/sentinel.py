@@ -137,6 +137,7 @@ class Sentinel:
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 1024  # all ranks may ask at once; the default of 5 would turn some away for a second
 
     def __init__(self, address: tuple[str, int], sentinel: Sentinel) -> None:
         self.sentinel = sentinel

@@ -21,6 +21,9 @@ _TELLING = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
+# Ranks tend to die together (of memory, of their node), and an error should name them all.
+_SETTLING_S = 0.1
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -37,7 +40,7 @@ class Watch:
     def __init__(self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float) -> None:
         self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
         self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
-        self._process_fds = {other: os.pidfd_open(peer.pid) for other, peer in peers.items() if peer.is_on_this_machine}
+        self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
         self._pause_s = _FIRST_PAUSE_S
@@ -59,6 +62,7 @@ class Watch:
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
         """Wait for a condition; ``stall`` says what is waited for, and is called only when there is time for it."""
+        self.progress()
         while not is_ready():
             self.pause(stall)
         self.progress()
@@ -75,33 +79,36 @@ class Watch:
         self._sentinel.note(self._collective, self._operation, waiting_for.phase)
         if self._sentinel.verdict:
             raise self._failure(waiting_for, self._sentinel.verdict)
-        dead = tuple(rank for rank in waiting_for.on_ranks if self._is_dead(rank))
-        if dead:
-            self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
-        if failure := self.network_failure():
+        has_died, failure = any(map(self._is_dead, waiting_for.on_ranks)), self.network_failure()
+        if has_died or failure:
+            time.sleep(_SETTLING_S)
+            if dead := self._dead():
+                self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
         if now - self._since_progress > _PATIENCE * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
 
     def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
         """Ask all ranks what they are doing, decide who is at fault, tell everybody, and raise."""
-        dead = tuple(rank for rank in self._peers if self._is_dead(rank))
+        statuses = self.ask_everybody(stall, symptom)
+        late = {rank: status for rank, status in statuses.items() if status.collective < self._collective}
+        blamed = late or {rank: statuses[rank] for rank in stall.on_ranks if rank in statuses}
+        doing = "; ".join(f"rank {rank} {_describe_status(status)}" for rank, status in blamed.items())
+        self._blame(stall, tuple(blamed), f"{symptom}; {doing}", has_left=False)
+
+    def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:
+        """Ask all ranks what they are doing; if some are dead or do not answer, tell everybody, and raise."""
+        dead = self._dead()
         answers = self._sentinel.ask(
             {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
         )
-        if self._sentinel.verdict:
-            raise self._failure(stall, self._sentinel.verdict)
         silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
         if dead or silent:
             reasons = [self._describe_death(rank) for rank in dead]
             reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()]
             has_left = all(answer.has_left for answer in silent.values())
-            self._blame(stall, (*dead, *silent), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
-        statuses = {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
-        late = {rank: status for rank, status in statuses.items() if status.collective < self._collective}
-        blamed = late or {rank: statuses[rank] for rank in stall.on_ranks if rank in statuses}
-        doing = "; ".join(f"rank {rank} {_describe_status(status)}" for rank, status in blamed.items())
-        self._blame(stall, tuple(blamed), f"{symptom}; {doing}", has_left=False)
+            self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
 
     def give_up(self, reason: str) -> None:
         """Tell all other ranks that this one leaves for a reason of its own."""
@@ -110,12 +117,19 @@ class Watch:
     def close(self) -> None:
         """Give the process descriptors back."""
         while self._process_fds:
-            os.close(self._process_fds.popitem()[1])
+            _, fd = self._process_fds.popitem()
+            if fd is not None:
+                os.close(fd)
+
+    def _dead(self) -> tuple[int, ...]:
+        return tuple(filter(self._is_dead, self._peers))
 
     def _is_dead(self, rank: int) -> bool:
-        fd = self._process_fds.get(rank)
+        if rank not in self._process_fds:
+            return False  # on another machine; the network tells
+        fd = self._process_fds[rank]
         if fd is None:
-            return False
+            return True
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         return bool(poller.poll(0))
@@ -124,14 +138,16 @@ class Watch:
         return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
 
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
-        verdict = Verdict(at_fault, reason, self._rank, has_left)
-        self._tell(verdict)
-        self._sentinel.verdict = verdict
-        raise self._failure(stall, verdict)
+        if not self._sentinel.verdict:  # another rank may have been quicker
+            verdict = Verdict(at_fault, reason, self._rank, has_left)
+            self._tell(verdict)
+            self._sentinel.verdict = verdict
+        raise self._failure(stall, self._sentinel.verdict)
 
     def _tell(self, verdict: Verdict) -> None:
-        others = {rank: peer.address for rank, peer in self._peers.items() if rank not in verdict.peers}
-        self._sentinel.tell(others, verdict, _TELLING * self._timeout_s)
+        # Those at fault, too: a late or stopped rank should learn why nobody is there when it comes.
+        living = {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
+        self._sentinel.tell(living, verdict, _TELLING * self._timeout_s)
 
     def _failure(self, stall: Stall, verdict: Verdict) -> PeerFailureError:
         found = "" if verdict.found_by == self._rank else f" (found by rank {verdict.found_by})"
@@ -143,6 +159,14 @@ class Watch:
             stall=stall,
             reason=verdict.reason + found,
         )
+
+
+def _open_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, or ``None`` if it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _describe_status(status: Status) -> str:

@@ -2,7 +2,7 @@
 
 Gloo moves bytes in a thread of its own, but its work objects can only be waited for, and a wait that times out closes
 every connection of the group. So for each peer one thread waits for sends and one for receives, in the order of
-posting, and the caller looks at tickets.
+posting, and the caller looks at tickets. Only in closing is a wait made to time out: that ends all others.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+# What connecting may take of the limit, so that there is time left to find out who does not answer.
+_CONNECTING = 0.7
+# In closing: how long threads may take to end, which they do at once; and a tag that no message has.
+_ENDING_S = 1.0
+_NO_MESSAGES_TAG = 1 << 30
 
 
 class Ticket:
@@ -31,9 +37,11 @@ class GlooTransport:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         """Connect all ranks; ``store`` must not have served another transport."""
         # Errors of ours come first; gloo's limit only ends threads that would otherwise wait on.
+        self._limit = timedelta(seconds=timeout_s)
         # The type stub knows only the constructor.
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
-        self._queues: dict[tuple[str, int], _Waits] = {}
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit)
+        self._waiters: dict[tuple[str, int], _Waiter] = {}
+        self._under_way: set[Ticket] = set()
         self.failure = ""  # why the first message failed, if one did
 
     def send(self, message: torch.Tensor, dst: int, tag: int = 0) -> Ticket:
@@ -62,9 +70,20 @@ class GlooTransport:
         return self._start("receive", self._group.recv, message, src, tag, on_done)
 
     def close(self) -> None:
-        """End the threads, and with them the last users of the connections."""
-        for waits in self._queues.values():
-            waits.put(None)
+        """End the threads and the connections, and with them what is still under way."""
+        if self._under_way:
+            self._hang_up()
+        for waiter in self._waiters.values():
+            waiter.end()
+        self._waiters, self._group = {}, None
+
+    def _hang_up(self) -> None:
+        for peer in {peer for _, peer in self._waiters}:
+            try:
+                byte = torch.empty(1, dtype=torch.uint8)
+                self._group.recv([byte], peer, _NO_MESSAGES_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # as it should: that connection is closed now, or was before
 
     def _start(
         self,
@@ -76,6 +95,7 @@ class GlooTransport:
         on_done: Callable[[], None] | None,
     ) -> Ticket:
         ticket = Ticket()
+        waiter = self._waiter_of(direction, peer)
         try:
             work = post([message], peer, tag)
         except RuntimeError as error:
@@ -84,33 +104,47 @@ class GlooTransport:
 
         def wait() -> None:
             try:
-                work.wait()
+                work.wait(self._limit)
             except RuntimeError as error:
                 self._note_failure(direction, peer, error)
+                self._under_way.discard(ticket)
                 return
             if on_done:
                 on_done()
+            self._under_way.discard(ticket)
             ticket.is_done = True
 
-        self._queue_of(direction, peer).put(wait)
+        self._under_way.add(ticket)
+        waiter.add(wait)
         return ticket
 
     def _note_failure(self, direction: str, peer: int, error: RuntimeError) -> None:
         if not self.failure:
             self.failure = f"the network failed to {direction} (rank {peer}): {str(error).splitlines()[0]}"
 
-    def _queue_of(self, direction: str, peer: int) -> _Waits:
-        if (direction, peer) not in self._queues:
-            waits: _Waits = queue.SimpleQueue()
-            name = f"fusco-{direction}-{peer}"
-            threading.Thread(target=_wait_in_order, args=(waits,), name=name, daemon=True).start()
-            self._queues[direction, peer] = waits
-        return self._queues[direction, peer]
+    def _waiter_of(self, direction: str, peer: int) -> _Waiter:
+        if (direction, peer) not in self._waiters:
+            self._waiters[direction, peer] = _Waiter(f"fusco-{direction}-{peer}")
+        return self._waiters[direction, peer]
 
 
-_Waits: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+class _Waiter:
+    """A thread that waits for messages, one after the other."""
 
+    def __init__(self, name: str) -> None:
+        self._waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_in_order, name=name, daemon=True)
+        self._thread.start()
 
-def _wait_in_order(waits: _Waits) -> None:
-    while wait := waits.get():
-        wait()
+    def add(self, wait: Callable[[], None]) -> None:
+        """Wait for this, too."""
+        self._waits.put(wait)
+
+    def end(self) -> None:
+        """End the thread once it has waited for everything."""
+        self._waits.put(None)
+        self._thread.join(_ENDING_S)
+
+    def _wait_in_order(self) -> None:
+        while wait := self._waits.get():
+            wait()

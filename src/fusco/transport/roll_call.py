@@ -28,6 +28,8 @@ class RollCall:
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
         number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
         self.store = PrefixStore(str(number), of_group)
+        # How to wait for all ranks; once somebody watches them, it may do so with an eye on who dies.
+        self.wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None] = self._wait_until
 
     @property
     def store_host(self) -> str:
@@ -44,22 +46,35 @@ class RollCall:
         """
         keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
         _asking(lambda: self.store.set(keys[self.rank], json.dumps(value)))
-        deadline = time.monotonic() + self._timeout_s
-        while missing := tuple(rank for rank, key in enumerate(keys) if not self._has(key)):
-            if time.monotonic() > deadline:
-                raise PeerFailureError(
-                    rank=self.rank,
-                    peers=missing,
-                    operation="Communicator",
-                    stall=Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}"),
-                    reason=f"rank(s) {', '.join(map(str, missing))} did not come within {self._timeout_s} s",
-                    has_left=False,
-                )
+
+        def have_all_come() -> bool:
+            if self._has(keys):
+                return True
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+            return False
+
+        def stall() -> Stall:
+            missing = tuple(rank for rank, key in enumerate(keys) if not self._has([key]))
+            return Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}")
+
+        self.wait_until(have_all_come, stall)
         return [json.loads(_asking(functools.partial(self.store.get, key))) for key in keys]
 
-    def _has(self, key: str) -> bool:
-        return _asking(lambda: self.store.check([key]))
+    def _wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not is_ready():
+            if time.monotonic() > deadline and (late := stall()).on_ranks:
+                raise PeerFailureError(
+                    rank=self.rank,
+                    peers=late.on_ranks,
+                    operation="Communicator",
+                    stall=late,
+                    reason=f"rank(s) {', '.join(map(str, late.on_ranks))} did not come within {self._timeout_s} s",
+                    has_left=False,
+                )
+
+    def _has(self, keys: list[str]) -> bool:
+        return _asking(lambda: self.store.check(keys))
 
 
 def _asking(request: Callable[[], _Result]) -> _Result:

@@ -6,7 +6,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 import torch
@@ -27,6 +27,7 @@ from fusco.errors import (
     PeerFailureError,
     RejectedInputError,
     SharedMemoryError,
+    Stall,
     TransportError,
 )
 from fusco.kernels.warm_up import warm_up_cpu
@@ -66,15 +67,14 @@ class CpuEngine:
         self._recycler = OutputRecycler()
 
         secret = roll.gather("secret", secrets.token_hex(16))[0]
-        self._sentinel = Sentinel(secret, listen_on)
-        try:
-            self._connect(roll, hosts)
-        except BaseException:
-            self._sentinel.close()
-            raise
+        with ExitStack() as undo:
+            self._sentinel = Sentinel(secret, listen_on)
+            undo.callback(self._sentinel.close)
+            self._connect(roll, hosts, undo)
+            undo.pop_all()
         self._exchange = Exchange(self._memory, self._transport, self._watch)
 
-    def _connect(self, roll: RollCall, hosts: Sequence[str]) -> None:
+    def _connect(self, roll: RollCall, hosts: Sequence[str], undo: ExitStack) -> None:
         layout = self._layout
         found = roll.gather("sentinel", {"address": asdict(self._sentinel.address), "pid": os.getpid()})
         peers = {
@@ -83,14 +83,21 @@ class CpuEngine:
             if rank != self._rank
         }
         self._watch = Watch(self._rank, peers, self._sentinel, self._settings.timeout_s)
+        undo.callback(self._watch.close)
+        self._watch.begin(0, "Communicator")
+        roll.wait_until = self._watch.wait_until
         try:
             self._transport = GlooTransport(roll.store, roll.rank, roll.world_size, self._settings.timeout_s)
         except RuntimeError as error:
-            raise TransportError(f"the ranks could not be connected over gloo: {error}") from error
+            symptom = f"the ranks could not be connected over gloo: {str(error).splitlines()[0]}"
+            self._watch.ask_everybody(Stall("connecting", tuple(peers), "a connection to each", "too few"), symptom)
+            raise TransportError(symptom) from error  # though all ranks live
+        undo.callback(self._transport.close)
         self._watch.network_failure = lambda: self._transport.failure
         num_neighbours = sum(host == hosts[self._rank] for host in hosts)
         self._memory = NodeMemory(layout, self._rank, _map_segments(roll, layout, num_neighbours))
         self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
+        self._watch.end()
 
     @property
     def topology(self) -> Topology:
@@ -346,23 +353,25 @@ class CpuEngine:
 
 def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
     """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
-    own, error = None, ""
-    try:
-        own = SharedSegment.create(layout.num_bytes, num_neighbours)
-    except SharedMemoryError as failure:
-        error = str(failure)
-    addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
-    _raise_if_any([entry["error"] for entry in addresses])
-    assert own is not None
+    with ExitStack() as undo:
+        own, error = None, ""
+        try:
+            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
+        _raise_if_any([entry["error"] for entry in addresses])
+        assert own is not None
 
-    segments = []
-    try:
-        for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
-            is_own = rank == roll.rank
-            segments.append(own if is_own else SharedSegment.open_peer(SegmentAddress(**addresses[rank]["address"])))
-    except SharedMemoryError as failure:
-        error = str(failure)
-    _raise_if_any(roll.gather("mapped", error))
+        segments = []
+        try:
+            for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
+                address = SegmentAddress(**addresses[rank]["address"])
+                segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        _raise_if_any(roll.gather("mapped", error))
+        undo.pop_all()
     return segments
 
 

@@ -26,6 +26,7 @@ class Task(Protocol):
 
 def run(tasks: Iterable[Task], watch: Watch) -> None:
     """Advance tasks in turn until all are done; wait, within the watch's limit, while none can move."""
+    watch.progress()
     pending = [task for task in tasks if not task.is_done]
     while pending:
         moved = [task.step() for task in pending]

@@ -1,0 +1,192 @@
+"""Functions on ranks: a fault befalls some of them at a chosen point, and the others tell how they fared."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import pkgutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fusco
+
+TIMEOUT_S = 4.0
+_MAX_ROUNDS = 3  # a fault is noticed in the round that it strikes, or in the next if it strikes the last step
+_NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
+_SHUFFLED_BYTES = 5000
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def oversleep() -> None:
+    time.sleep(1.5 * TIMEOUT_S)
+
+
+def nap() -> None:
+    time.sleep(0.4 * TIMEOUT_S)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("a bug of the caller")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What befalls the victims, and where.
+
+    Attributes:
+        how: one of the functions above.
+        victims: the ranks that it befalls.
+        where: ``module:Class.method``, at whose call it strikes, before the method does anything.
+        num_calls_before: calls that go well, counted from the moment that ``when`` says.
+        when: ``"making"`` the communicator, ``"working"`` with it after a round that went well, or ``"closing"`` it.
+        times: a folder where victims leave the time at which it struck.
+
+    """
+
+    how: Callable[[], None]
+    victims: tuple[int, ...]
+    where: str
+    times: Path
+    num_calls_before: int = 0
+    when: str = "working"
+
+    def plant(self, rank: int) -> None:
+        """Let it strike this process, if the rank is a victim."""
+        if rank not in self.victims:
+            return
+        holder, _, name = self.where.rpartition("." if "." in self.where.partition(":")[2] else ":")
+        owner = pkgutil.resolve_name(holder)
+        method, calls = getattr(owner, name), itertools.count()
+
+        @functools.wraps(method)
+        def struck(*args, **kwargs):
+            if next(calls) == self.num_calls_before:
+                (self.times / str(rank)).write_text(str(time.monotonic()))
+                while not all((self.times / str(victim)).exists() for victim in self.victims):
+                    time.sleep(0.001)  # it strikes all victims at once
+                self.how()
+            return method(*args, **kwargs)
+
+        setattr(owner, name, struck)
+
+    @property
+    def struck_at(self) -> float:
+        """When it struck the last victim, by the machine's monotonic clock."""
+        return max(float((self.times / str(victim)).read_text()) for victim in self.victims)
+
+
+@dataclass(kw_only=True)
+class Fate:
+    """How a rank fared: its error, if it had one, and what came after."""
+
+    peers: tuple[int, ...] = ()
+    text: str = ""
+    raised_at: float = 0.0
+    later_error: str = ""
+    closing_s: float = 0.0
+    still_held: list[str] = field(default_factory=list)
+
+    def note(self, error: fusco.PeerFailureError) -> None:
+        """Take down an error that was just caught."""
+        self.peers, self.text, self.raised_at = error.peers, str(error), time.monotonic()
+
+
+def between_calls() -> None:
+    """Where a rank computes, outside any call: a place for faults."""
+
+
+def live_through(group: dist.ProcessGroup, ranks_per_node: int, fault: Fault) -> Fate:
+    """Make a communicator, work with it until a rank fails, close it."""
+    fate, rank = Fate(), dist.get_rank(group)
+    if fault.when == "making":
+        fault.plant(rank)
+    try:
+        with _open(group, ranks_per_node) as communicator:
+            try:
+                _work(communicator, fault)
+            except fusco.PeerFailureError as error:
+                fate.note(error)
+                fate.later_error = _error_of(lambda: communicator.shuffle({}, {}))
+            began_to_close = time.monotonic()
+        fate.closing_s = time.monotonic() - began_to_close
+    except fusco.PeerFailureError as error:
+        fate.note(error)
+    gc.collect()  # the error's traceback held tensors in shared memory
+    fate.still_held = _held()
+    return fate
+
+
+def hold_open(group: dist.ProcessGroup, ranks_per_node: int, sign: Path) -> list[str]:
+    """Keep a communicator open for others to look at until the file ``sign`` goes; returns what it held."""
+    with _open(group, ranks_per_node):
+        while sign.exists():
+            time.sleep(0.01)
+        return _held()
+
+
+def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
+    return fusco.Communicator(
+        group,
+        num_experts=_NUM_EXPERTS,
+        num_topk=_NUM_TOPK,
+        max_tokens_per_rank=_NUM_TOKENS,
+        max_bytes_per_token=_HIDDEN * 4,
+        ranks_per_node=ranks_per_node,
+        # Slices of two rows, so that a fault finds every step half done.
+        settings=fusco.Settings(timeout_s=TIMEOUT_S, slice_bytes=1, ring_depth=2),
+    )
+
+
+def _work(communicator: fusco.Communicator, fault: Fault) -> None:
+    _round(communicator)
+    if fault.when == "making":
+        return
+    fault.plant(communicator.rank)
+    if fault.when == "working":
+        for _ in range(_MAX_ROUNDS):
+            _round(communicator)
+
+
+def _round(communicator: fusco.Communicator) -> None:
+    """Every collective once: dispatch, combine, the same backward, shuffle."""
+    x = torch.ones(_NUM_TOKENS, _HIDDEN, requires_grad=True)
+    topk_idx = (torch.arange(_NUM_TOKENS)[:, None] + torch.arange(_NUM_TOPK)) % _NUM_EXPERTS
+    dispatched = communicator.dispatch(x, topk_idx, torch.ones(_NUM_TOKENS, _NUM_TOPK))
+    between_calls()
+    communicator.combine(dispatched.rows, dispatched.handle).sum().backward()
+
+    everyone = range(communicator.topology.world_size)
+    whole = torch.tensor([0]), torch.tensor([_SHUFFLED_BYTES])
+    payloads = [torch.ones(len(everyone), _SHUFFLED_BYTES, dtype=torch.uint8) for _ in ("send", "receive")]
+    send, receive = ({rank: fusco.Segments(rows[rank], *whole) for rank in everyone} for rows in payloads)
+    communicator.shuffle(send, receive)
+
+
+def _error_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except fusco.FuscoError as error:
+        return type(error).__name__
+    return ""
+
+
+def _held() -> list[str]:
+    """Shared memory that this process has mapped or open, and processes that it watches."""
+    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [name for name in links + maps if name.startswith("/dev/shm/") or "pidfd" in name]

@@ -1,0 +1,184 @@
+"""Functions on ranks: a layer of experts, its gradients, and the same layer without any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rank_setup import Setup, poison_recycler
+
+import fusco
+from generator import Case, values
+
+HIDDEN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer to differentiate.
+
+    Attributes:
+        who_weights: ``"combine"``, the ``"experts"`` (which are given the weights of their rows), or ``"nobody"``.
+        wants: which inputs require gradients, of ``"x"`` and ``"weights"``.
+        alignment: padding of each expert's block.
+        dtype: of rows and weights.
+
+    """
+
+    who_weights: str = "combine"
+    wants: tuple[str, ...] = ("x", "weights")
+    alignment: int = 1
+    dtype: torch.dtype = torch.float64
+
+
+def expert_function(expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What experts do to rows, differently each: nothing linear, and no two columns alike."""
+    slope = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)
+    return torch.tanh(rows * slope + 0.1 * expert[:, None].to(rows.dtype)) + rows.flip(1) * 0.3
+
+
+def inputs_of(case: Case, layer: Layer, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's ``x`` and ``weights``; leaves."""
+    tensors = {
+        "x": values((case.num_tokens(rank), HIDDEN), layer.dtype, case.seed, "x", rank),
+        "weights": case.topk_weights(rank, layer.dtype),
+    }
+    return {name: tensor.requires_grad_(name in layer.wants) for name, tensor in tensors.items()}
+
+
+def cotangent_of(case: Case, layer: Layer, rank: int) -> torch.Tensor:
+    """What a rank multiplies its outputs with to get its loss."""
+    return values((case.num_tokens(rank), HIDDEN), layer.dtype, case.seed, "cotangent", rank)
+
+
+def forward(comm: fusco.Communicator, case: Case, layer: Layer, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """This rank's outputs of the layer."""
+    is_given = layer.who_weights != "nobody"
+    dispatched = comm.dispatch(
+        inputs["x"],
+        case.topk_idx(comm.rank),
+        inputs["weights"] if is_given else None,
+        expert_alignment=layer.alignment,
+        with_weights=layer.who_weights == "experts",
+    )
+    rows_of_each = dispatched.num_rows_per_expert + (-dispatched.num_rows_per_expert % layer.alignment)
+    experts = torch.tensor(comm.placement.rank_to_experts[comm.rank], dtype=torch.int64)
+    y = expert_function(experts.repeat_interleave(rows_of_each), dispatched.rows)
+    if layer.who_weights != "experts":
+        return comm.combine(y, dispatched.handle)
+    assert dispatched.weights is not None
+    return comm.combine(y * dispatched.weights[:, None], dispatched.handle.unweighted())
+
+
+def forward_alone(case: Case, layer: Layer, rank: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same without fusco: every token meets its experts where it is."""
+    out = torch.zeros(case.num_tokens(rank), HIDDEN, dtype=layer.dtype)
+    ids = case.topk_idx(rank)
+    for k in range(case.num_topk):
+        has_expert = (ids[:, k] >= 0).to(layer.dtype)[:, None]
+        weight = 1.0 if layer.who_weights == "nobody" else inputs["weights"][:, k, None]
+        out = out + has_expert * weight * expert_function(ids[:, k], inputs["x"])
+    return out
+
+
+def grads_of(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    return {name: tensor.grad for name, tensor in inputs.items()}
+
+
+def differences_from_numeric_gradients(
+    group: dist.ProcessGroup, setup: Setup, layer: Layer, cases: Sequence[Case]
+) -> float:
+    """Largest difference between this rank's gradients and central differences of the sum of all ranks' losses.
+
+    Every rank takes part in every forward and backward pass; one entry of one rank is shifted at a time.
+    """
+    worst = 0.0
+    with setup.open(group) as comm:
+        poison_recycler(comm, setup)
+        for case in cases:
+            inputs = inputs_of(case, layer, comm.rank)
+            cotangent = cotangent_of(case, layer, comm.rank)
+            (forward(comm, case, layer, inputs) * cotangent).sum().backward()
+            for name in layer.wants:
+                for rank in range(comm.topology.world_size):
+                    grad = inputs[name].grad
+                    for i in range(inputs_of(case, layer, rank)[name].numel()):
+                        slope = _slope(group, comm, case, layer, (rank, name, i))
+                        if rank == comm.rank:
+                            worst = max(worst, abs(slope - grad.view(-1)[i].item()))
+    return worst
+
+
+def _slope(group, comm, case, layer, place, step=1e-5):
+    rank, name, i = place
+    losses = []
+    for shift in (step, -step):
+        inputs = {key: tensor.detach() for key, tensor in inputs_of(case, layer, comm.rank).items()}
+        if rank == comm.rank:
+            inputs[name].view(-1)[i] += shift
+        loss = (forward(comm, case, layer, inputs) * cotangent_of(case, layer, comm.rank)).sum()
+        dist.all_reduce(loss, group=group)
+        losses.append(loss.item())
+    return (losses[0] - losses[1]) / (2 * step)
+
+
+def differences_from_a_layer_alone(
+    group: dist.ProcessGroup, setup: Setup, layer: Layer, kinds: Sequence[str]
+) -> dict[str, float]:
+    """Largest relative difference of outputs and gradients from those of the same layer without communication."""
+    worst = dict.fromkeys(("out", *layer.wants), 0.0)
+    with setup.open(group) as comm:
+        poison_recycler(comm, setup)
+        for seed, kind in enumerate(kinds):
+            case = setup.case(kind, seed, comm.topology.world_size)
+            layers = (
+                lambda inputs, case=case: forward(comm, case, layer, inputs),
+                lambda inputs, case=case: forward_alone(case, layer, comm.rank, inputs),
+            )
+            results = []
+            for run in layers:
+                inputs = inputs_of(case, layer, comm.rank)
+                out = run(inputs)
+                assert out.requires_grad
+                (out * cotangent_of(case, layer, comm.rank)).sum().backward()
+                results.append({"out": out.detach(), **grads_of(inputs)})
+            assert results[0].keys() == results[1].keys()
+            for name in ("x", "weights"):
+                assert name in layer.wants or results[0][name] is None
+            for name in worst:
+                ours, expected = results[0][name], results[1][name]
+                assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+                if ours.numel():
+                    scale = max(1.0, expected.double().abs().max().item())
+                    worst[name] = max(worst[name], (ours.double() - expected.double()).abs().max().item() / scale)
+    return worst
+
+
+def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
+    """No graph where none is wanted; two layers in a row; a backward pass twice; rows of several dimensions."""
+    with setup.open(group) as comm:
+        case, layer = setup.case("ragged", 3, comm.topology.world_size), Layer()
+
+        inputs = inputs_of(case, layer, comm.rank)
+        with torch.no_grad():
+            assert not forward(comm, case, layer, inputs).requires_grad
+        assert not forward(comm, case, layer, {name: t.detach() for name, t in inputs.items()}).requires_grad
+
+        alone = inputs_of(case, layer, comm.rank)
+        twice = forward(comm, case, layer, {**inputs, "x": forward(comm, case, layer, inputs)})
+        twice_alone = forward_alone(
+            case, layer, comm.rank, {**alone, "x": forward_alone(case, layer, comm.rank, alone)}
+        )
+        for _ in range(2):
+            twice.sum().backward(retain_graph=True)
+            twice_alone.sum().backward(retain_graph=True)
+        for name in layer.wants:
+            torch.testing.assert_close(inputs[name].grad, alone[name].grad)
+
+        x = values((case.num_tokens(comm.rank), 2, 3), torch.float64, "x", comm.rank).requires_grad_()
+        rows = comm.dispatch(x, case.topk_idx(comm.rank)).rows
+        (rows * 2).sum().backward()
+        copies = (case.topk_idx(comm.rank) >= 0).sum(1).double()
+        torch.testing.assert_close(x.grad, 2 * copies[:, None, None].expand_as(x))

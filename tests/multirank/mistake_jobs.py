@@ -1,0 +1,342 @@
+"""Functions on ranks: one rank makes a mistake, the others do not; then all go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_setup import Setup, assert_same_bits, check_combine, law_of, world_rows
+
+import fusco
+from generator import any_bits
+
+HIDDEN = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to on a rank: the error's type and text (``""`` for none), and how long it took."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+@dataclass
+class Scene:
+    """A communicator with a dispatch behind it, and good arguments for the next calls."""
+
+    comm: fusco.Communicator
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    handle: fusco.Handle
+    y: torch.Tensor
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  whatever it is, the test compares it
+        return Outcome(type(error).__name__, str(error), time.monotonic() - start)
+    return Outcome("", "", time.monotonic() - start)
+
+
+def make_mistake(
+    group: dist.ProcessGroup,
+    setup: Setup,
+    mistaken_rank: int,
+    mistake: Callable[[Scene], Any],
+    good_call: Callable[[Scene], Any],
+) -> Outcome:
+    """The mistaken rank calls one function, all others another; afterwards everything works for all of them."""
+    with setup.open(group) as comm:
+        case = setup.case("ragged", 5, comm.topology.world_size, setup.num_topk)
+        ids, weights = case.topk_idx(comm.rank), case.topk_weights(comm.rank)
+        x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
+        dispatched = comm.dispatch(x, ids, weights)
+        scene = Scene(comm, x, ids, weights, dispatched.handle, dispatched.rows.clone())
+        outcome = attempt(lambda: (mistake if comm.rank == mistaken_rank else good_call)(scene))
+        check_that_it_works(comm, setup)
+    return outcome
+
+
+def check_that_it_works(comm: fusco.Communicator, setup: Setup) -> None:
+    case = setup.case("ragged with holes", 8, comm.topology.world_size)
+    law = law_of(comm, case)
+    x = [any_bits((case.num_tokens(rank), HIDDEN), torch.float32, "x", rank) for rank in law.ranks]
+    dispatched = comm.dispatch(x[comm.rank], case.topk_idx(comm.rank), case.topk_weights(comm.rank))
+    assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch after a mistake")
+    y = world_rows(law, HIDDEN, torch.float32, 1)
+    check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y)
+
+
+# Good calls.
+
+
+def dispatch(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+
+
+def dispatch_again(scene: Scene) -> None:
+    scene.comm.dispatch_again(scene.x, scene.handle)
+
+
+def combine(scene: Scene) -> None:
+    scene.comm.combine(scene.y, scene.handle)
+
+
+def shuffle(scene: Scene) -> None:
+    scene.comm.shuffle({}, {})
+
+
+# Mistakes in dispatch.
+
+
+def ids_of_wrong_dtype(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids.float(), scene.weights)
+
+
+def ids_of_wrong_shape(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids[:, 0])
+
+
+def ids_as_list(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids.tolist(), scene.weights)  # type: ignore[arg-type]
+
+
+def id_too_large(scene: Scene) -> None:
+    ids = scene.ids.clone()
+    ids[0, 1] = scene.comm.placement.num_experts
+    scene.comm.dispatch(scene.x, ids, scene.weights)
+
+
+def id_below_minus_one(scene: Scene) -> None:
+    ids = scene.ids.clone()
+    ids[0, 0] = -2
+    scene.comm.dispatch(scene.x, ids, scene.weights)
+
+
+def ids_on_another_device(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids.to("meta"))
+
+
+def too_many_slots(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids.repeat(1, 2))
+
+
+def too_many_tokens(scene: Scene) -> None:
+    scene.comm.dispatch(torch.ones(100, HIDDEN), torch.zeros(100, scene.ids.shape[1], dtype=torch.int64))
+
+
+def rows_too_wide(scene: Scene) -> None:
+    scene.comm.dispatch(torch.ones(len(scene.ids), 65), scene.ids, scene.weights)
+
+
+def rows_too_wide_together(scene: Scene) -> None:
+    scene.comm.dispatch([torch.ones(len(scene.ids), 33)] * 2, scene.ids, scene.weights)
+
+
+def rows_without_elements(scene: Scene) -> None:
+    scene.comm.dispatch(torch.ones(len(scene.ids), 0), scene.ids, scene.weights)
+
+
+def too_few_rows(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x[1:], scene.ids, scene.weights)
+
+
+def no_payload(scene: Scene) -> None:
+    scene.comm.dispatch([], scene.ids, scene.weights)
+
+
+def nine_payloads(scene: Scene) -> None:
+    scene.comm.dispatch([scene.x] * 9, scene.ids, scene.weights)
+
+
+def rows_of_no_tensor(scene: Scene) -> None:
+    scene.comm.dispatch(None, scene.ids, scene.weights)  # type: ignore[arg-type]
+
+
+def rows_on_another_device(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x.to("meta"), scene.ids, scene.weights)
+
+
+def sparse_rows(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x.to_sparse(), scene.ids, scene.weights)
+
+
+def weights_of_wrong_shape(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights[:, :1])
+
+
+def weights_of_wrong_dtype(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.ids)
+
+
+def weights_wanted_but_not_given(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, with_weights=True)
+
+
+def alignment_of_zero(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=0)
+
+
+def alignment_of_no_integer(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=1.5)  # type: ignore[arg-type]
+
+
+def gradients_of_two_payloads(scene: Scene) -> None:
+    scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
+
+
+# Mistakes in dispatch_again and combine.
+
+
+def again_with_other_tokens(scene: Scene) -> None:
+    scene.comm.dispatch_again(torch.ones(len(scene.x) + 1, HIDDEN), scene.handle)
+
+
+def again_along_no_handle(scene: Scene) -> None:
+    scene.comm.dispatch_again(scene.x, scene.handle.plan)  # type: ignore[arg-type]
+
+
+def y_of_wrong_length(scene: Scene) -> None:
+    scene.comm.combine(torch.ones(len(scene.y) + 1, HIDDEN), scene.handle)
+
+
+def y_of_three_dimensions(scene: Scene) -> None:
+    scene.comm.combine(scene.y[:, :, None], scene.handle)
+
+
+def y_of_wrong_dtype(scene: Scene) -> None:
+    scene.comm.combine(scene.y.long(), scene.handle)
+
+
+def y_too_wide(scene: Scene) -> None:
+    scene.comm.combine(torch.ones(len(scene.y), 65), scene.handle)
+
+
+def y_of_no_tensor(scene: Scene) -> None:
+    scene.comm.combine(scene.y.tolist(), scene.handle)  # type: ignore[arg-type]
+
+
+# Mistakes in shuffle.
+
+
+def shuffle_with_a_stranger(scene: Scene) -> None:
+    scene.comm.shuffle({17: whole(torch.zeros(2))}, {})
+
+
+def shuffle_of_no_segments(scene: Scene) -> None:
+    scene.comm.shuffle({0: torch.zeros(2)}, {})  # type: ignore[dict-item]
+
+
+def shuffle_of_no_mapping(scene: Scene) -> None:
+    scene.comm.shuffle(None, {})  # type: ignore[arg-type]
+
+
+def whole(base: torch.Tensor) -> fusco.Segments:
+    return fusco.Segments(base, torch.tensor([0]), torch.tensor([base.nbytes]))
+
+
+# Calls that do not go together.
+
+
+def dispatch_other_width(scene: Scene) -> None:
+    scene.comm.dispatch(torch.ones(len(scene.x), HIDDEN + 1), scene.ids, scene.weights)
+
+
+def dispatch_other_dtype(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x.half(), scene.ids, scene.weights)
+
+
+def dispatch_other_num_topk(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids[:, 1:], scene.weights[:, 1:])
+
+
+def dispatch_without_weights(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids)
+
+
+def dispatch_other_weights(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights.double())
+
+
+def dispatch_with_gradients(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x.clone().requires_grad_(), scene.ids, scene.weights)
+
+
+def dispatch_more_payloads(scene: Scene) -> None:
+    scene.comm.dispatch([scene.x, scene.x], scene.ids, scene.weights)
+
+
+def combine_other_dtype(scene: Scene) -> None:
+    scene.comm.combine(scene.y.bfloat16(), scene.handle)
+
+
+def combine_unweighted(scene: Scene) -> None:
+    scene.comm.combine(scene.y, scene.handle.unweighted())
+
+
+def shuffle_to_all(scene: Scene) -> None:
+    everyone = range(scene.comm.topology.world_size)
+    scene.comm.shuffle({rank: whole(torch.zeros(2)) for rank in everyone}, {})
+
+
+# Communicators that are closed, another, or cannot be made.
+
+
+def use_foreign_handle(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
+    """All ranks use a handle of one communicator with another one of the same kind."""
+    with setup.open(group) as comm, setup.open(group) as stranger:
+        case = setup.case("ragged", 5, comm.topology.world_size)
+        x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
+        dispatched = comm.dispatch(x, case.topk_idx(comm.rank))
+        outcomes = [
+            attempt(lambda: stranger.combine(dispatched.rows, dispatched.handle)),
+            attempt(lambda: stranger.dispatch_again(x, dispatched.handle)),
+        ]
+        check_that_it_works(stranger, setup)
+        return outcomes
+
+
+def use_after_close(group: dist.ProcessGroup, setup: Setup) -> dict[str, Outcome]:
+    """Every verb on a communicator that is closed."""
+    comm = setup.open(group)
+    case = setup.case("ragged", 5, comm.topology.world_size)
+    x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
+    first = comm.dispatch(x, case.topk_idx(comm.rank))
+    comm.close()
+    other = (comm.rank + 1) % comm.topology.world_size
+    return {
+        "dispatch": attempt(lambda: comm.dispatch(x, case.topk_idx(comm.rank))),
+        "dispatch_again": attempt(lambda: comm.dispatch_again(x, first.handle)),
+        "combine": attempt(lambda: comm.combine(first.rows, first.handle)),
+        "shuffle": attempt(lambda: comm.shuffle({}, {})),
+        "gather_send": attempt(lambda: comm.gather_send(whole(x), other)),
+        "scatter_recv": attempt(lambda: comm.scatter_recv(whole(x), other)),
+        "close": attempt(comm.close),
+    }
+
+
+def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: dict[str, Any]) -> Outcome:
+    """One rank makes its communicator with other arguments; afterwards all make one together."""
+    arguments = {
+        "num_experts": setup.num_experts,
+        "num_topk": setup.num_topk,
+        "max_tokens_per_rank": setup.max_tokens,
+        "max_bytes_per_token": setup.max_bytes_per_token,
+        "ranks_per_node": setup.ranks_per_node,
+        "settings": setup.settings,
+    }
+    if mistaken_rank in (-1, dist.get_rank(group)):
+        arguments.update(changes)
+    outcome = attempt(lambda: fusco.Communicator(group, **arguments).close())
+    with setup.open(group) as comm:
+        check_that_it_works(comm, setup)
+    return outcome

@@ -1,0 +1,57 @@
+"""Functions on ranks: routings of all kinds, dispatched and combined."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from rank_setup import (
+    Setup,
+    assert_same_bits,
+    check_combine,
+    dawdle,
+    digest,
+    law_of,
+    poison,
+    poison_recycler,
+    world_rows,
+)
+
+from generator import KINDS, any_bits
+
+HIDDEN = 5
+
+
+def check_routings(
+    group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, longest_pause_ms: int = 0
+) -> list[str]:
+    """Dispatch and combine a case for each seed, kinds in turn; returns fingerprints of all outputs of this rank."""
+    digests = []
+    with setup.open(group) as comm:
+        poison_recycler(comm, setup)
+        for seed in seeds:
+            case = setup.case(KINDS[seed % len(KINDS)], seed, comm.topology.world_size)
+            try:
+                digests.append(_check_case(comm, setup, case, dtype, longest_pause_ms))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+    return digests
+
+
+def _check_case(comm, setup, case, dtype, longest_pause_ms):
+    law = law_of(comm, case)
+    x = [any_bits((case.num_tokens(rank), HIDDEN), dtype, case.seed, "x", rank) for rank in law.ranks]
+    ids = case.topk_idx(comm.rank).to(torch.int32 if case.seed % 2 else torch.int64)
+
+    dawdle(comm.rank, case.seed, longest_pause_ms)
+    dispatched = comm.dispatch(x[comm.rank], ids, case.topk_weights(comm.rank))
+    assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch")
+    assert dispatched.num_rows_per_expert.tolist() == law.counts(comm.rank)
+    assert dispatched.weights is None
+    assert dispatched.more_rows == ()
+
+    dawdle(comm.rank, -case.seed, longest_pause_ms)
+    y = world_rows(law, HIDDEN, dtype, case.seed)
+    out = check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y, setup.settings.wire_dtype)
+    fingerprint = digest(dispatched.rows, out)
+    poison(dispatched.rows, out)
+    return fingerprint

@@ -1,0 +1,171 @@
+"""Functions on ranks: scattered segments of all sizes, among all ranks or between two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from mistake_jobs import Outcome, attempt, check_that_it_works
+from rank_setup import Setup, assert_same_bits, dawdle
+
+import fusco
+from generator import any_bits, number_of, random_of
+
+GUARD_BYTES = 3
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Segments of random memory, and the bytes that they hold in order."""
+
+    segments: fusco.Segments
+
+    @property
+    def stream(self) -> torch.Tensor:
+        offsets, sizes = self.segments.offset_bytes.tolist(), self.segments.num_bytes.tolist()
+        pieces = [self.segments.memory[o : o + size] for o, size in zip(offsets, sizes, strict=True)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def scattered(total_bytes: int, largest: int, dtype: torch.dtype, *what: int | str) -> Payload:
+    """``total_bytes`` in segments of unequal sizes, some of none, in any order and with gaps between."""
+    sizes = []
+    while sum(sizes) < total_bytes or not sizes:
+        sizes.append(min(number_of(0, largest, *what, "size", len(sizes)), total_bytes - sum(sizes)))
+        if not total_bytes:
+            break
+    order = torch.randperm(len(sizes), generator=random_of(*what, "order"))
+    num_bytes = torch.tensor(sizes)
+    ends = (num_bytes[order] + GUARD_BYTES).cumsum(0)
+    offsets = torch.empty_like(num_bytes)
+    offsets[order] = ends - num_bytes[order]
+    num_elements = -(-(int(ends[-1]) + GUARD_BYTES) // dtype.itemsize)
+    return Payload(fusco.Segments(any_bits((num_elements,), dtype, *what, "memory"), offsets, num_bytes))
+
+
+def check_arrival(received: Payload, before: torch.Tensor, stream: torch.Tensor, what: str) -> None:
+    """The stream stands in the segments, and nothing else has changed."""
+    assert_same_bits(received.stream, stream, what)
+    offsets, sizes = received.segments.offset_bytes.tolist(), received.segments.num_bytes.tolist()
+    is_guard = torch.ones(len(before), dtype=torch.bool)
+    for offset, size in zip(offsets, sizes, strict=True):
+        is_guard[offset : offset + size] = False
+    assert_same_bits(received.segments.memory[is_guard], before[is_guard], f"{what}, between the segments")
+
+
+def check_shuffles(
+    group: dist.ProcessGroup, setup: Setup, sizes: Sequence[int], largest: int, longest_pause_ms: int = 0
+) -> int:
+    """Shuffle three times, each pair of ranks with one of ``sizes``; returns bytes that left for other nodes."""
+    num_sent = 0
+    with setup.open(group) as comm:
+        nodes, rank, everyone = comm.topology.rank_to_node, comm.rank, range(comm.topology.world_size)
+        for seed in range(3):
+            totals = {(s, d): sizes[number_of(0, len(sizes) - 1, seed, s, d)] for s in everyone for d in everyone}
+
+            def sent(src, dst, seed=seed, totals=totals):
+                dtype = (torch.uint8, torch.float32, torch.int16)[seed]
+                return scattered(totals[src, dst], largest, dtype, seed, "send", src, dst)
+
+            send = {dst: sent(rank, dst) for dst in everyone if totals[rank, dst] or dst % 2}
+            receive = {
+                src: scattered(totals[src, rank], largest // 2 + 1, torch.uint8, seed, "receive", src, rank)
+                for src in everyone
+                if totals[src, rank] or src % 2
+            }
+            before = {src: payload.segments.memory.clone() for src, payload in receive.items()}
+            dawdle(rank, seed, longest_pause_ms)
+            comm.shuffle(*({peer: p.segments for peer, p in part.items()} for part in (send, receive)))
+            for src, payload in receive.items():
+                check_arrival(payload, before[src], sent(src, rank).stream, f"from rank {src}")
+            for dst, payload in send.items():
+                assert_same_bits(payload.stream, sent(rank, dst).stream, "what was sent")
+            num_sent += sum(total for (s, d), total in totals.items() if s == rank and nodes[d] != nodes[s])
+    return num_sent
+
+
+def check_pairs(group: dist.ProcessGroup, setup: Setup, sizes: Sequence[int], largest: int) -> None:
+    """``gather_send`` and ``scatter_recv`` between every two ranks, both ways, with a dispatch now and then."""
+    with setup.open(group) as comm:
+        everyone = range(comm.topology.world_size)
+        pairs = [(src, dst) for src in everyone for dst in everyone if src != dst]
+        for seed, total in enumerate(sizes):
+            for src, dst in pairs:
+                sent = scattered(total, largest, torch.float16, seed, "send", src, dst)
+                if comm.rank == src:
+                    comm.gather_send(sent.segments, dst)
+                elif comm.rank == dst:
+                    received = scattered(total, largest, torch.uint8, seed, "receive", src, dst)
+                    before = received.segments.memory.clone()
+                    comm.scatter_recv(received.segments, src)
+                    check_arrival(received, before, sent.stream, f"from rank {src}")
+            check_that_it_works(comm, setup)
+
+
+def send_mismatched(group: dist.ProcessGroup, setup: Setup, src: int, dst: int) -> Outcome:
+    """Two ranks disagree on a size; afterwards they send as they should, and all dispatch."""
+    with setup.open(group) as comm:
+        payload = scattered(100 if comm.rank == src else 101, 40, torch.uint8, comm.rank)
+        before = payload.segments.memory.clone()
+        outcome = Outcome("", "", 0.0)
+        if comm.rank == src:
+            outcome = attempt(lambda: comm.gather_send(payload.segments, dst))
+        elif comm.rank == dst:
+            outcome = attempt(lambda: comm.scatter_recv(payload.segments, src))
+        assert_same_bits(payload.segments.memory, before, "memory after a mismatch")
+        if comm.rank == src:
+            comm.gather_send(scattered(50, 9, torch.uint8, "good").segments, dst)
+        elif comm.rank == dst:
+            received = scattered(50, 20, torch.uint8, "place")
+            comm.scatter_recv(received.segments, src)
+            assert_same_bits(received.stream, scattered(50, 9, torch.uint8, "good").stream, "after a mismatch")
+        check_that_it_works(comm, setup)
+    return outcome
+
+
+def shuffle_mismatched(group: dist.ProcessGroup, setup: Setup) -> tuple[Outcome, bool]:
+    """Rank 0 sends a byte more than rank 1 expects; returns also whether all memory is as before."""
+    with setup.open(group) as comm:
+        everyone = range(comm.topology.world_size)
+        send = {dst: scattered(10 + (comm.rank == 0 and dst == 1), 5, torch.uint8, dst).segments for dst in everyone}
+        receive = {src: scattered(10, 5, torch.uint8, src).segments for src in everyone}
+        before = [segments.memory.clone() for segments in receive.values()]
+        outcome = attempt(lambda: comm.shuffle(send, receive))
+        is_untouched = all(torch.equal(s.memory, b) for s, b in zip(receive.values(), before, strict=True))
+        check_that_it_works(comm, setup)
+    return outcome, is_untouched
+
+
+def name_wrong_peers(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
+    """Peers that are no other rank, and payloads that are none; nobody waits for anybody."""
+    with setup.open(group) as comm:
+        payload = scattered(4, 4, torch.uint8, "payload").segments
+        other = (comm.rank + 1) % comm.topology.world_size
+        outcomes = [
+            attempt(lambda: comm.gather_send(payload, comm.rank)),
+            attempt(lambda: comm.scatter_recv(payload, comm.rank)),
+            attempt(lambda: comm.gather_send(payload, comm.topology.world_size)),
+            attempt(lambda: comm.scatter_recv(payload, -1)),
+            attempt(lambda: comm.gather_send(torch.zeros(4), other)),  # type: ignore[arg-type]
+            attempt(lambda: comm.scatter_recv(None, other)),  # type: ignore[arg-type]
+        ]
+        check_that_it_works(comm, setup)
+    return outcomes
+
+
+def overlap_senders(group: dist.ProcessGroup, setup: Setup) -> None:
+    """All ranks but 0 send to rank 0 at once, which takes them in the opposite order."""
+    with setup.open(group) as comm:
+        senders = range(1, comm.topology.world_size)
+        if comm.rank:
+            comm.gather_send(scattered(3000, 500, torch.uint8, comm.rank).segments, 0)
+        else:
+            time.sleep(0.05)
+            for src in reversed(senders):
+                received = scattered(3000, 700, torch.uint8, "place", src)
+                comm.scatter_recv(received.segments, src)
+                assert_same_bits(received.stream, scattered(3000, 500, torch.uint8, src).stream, f"from rank {src}")
+        check_that_it_works(comm, setup)

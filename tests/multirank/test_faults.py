@@ -1,0 +1,250 @@
+"""Ranks that die, stop, do not come or fail, at every step: all others say who and where, in time, and go on living."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fault_jobs import TIMEOUT_S, Fate, Fault, die, fail, hold_open, live_through, nap, oversleep, stop
+
+from fusco.bench import local_world
+from fusco.bench.local_world import LocalWorld
+
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(60)]
+
+SLACK_S = 1.5  # more than a loaded machine takes to schedule everybody
+CLOSING_S = 3.0
+
+ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
+
+ROLL_CALL = "fusco.transport.roll_call:RollCall.gather"
+CONNECTING = "fusco.transport.gloo:GlooTransport.__init__"
+REUSE = "fusco.engine.cpu.exchange:Exchange.wait_for_peers_done"
+RECORDS = "fusco.engine.cpu.exchange:Exchange.exchange_records"
+ROUTING = "fusco.engine.cpu.exchange:Exchange.exchange_routing"
+SENDING = "fusco.engine.cpu.dispatch:SendRows.step"
+SCATTERING = "fusco.engine.cpu.dispatch:ScatterRows.step"
+PRODUCING = "fusco.engine.cpu.combine:ProducePartialSums.step"
+FOLDING = "fusco.engine.cpu.combine:FoldSums.step"
+DISPATCHING = "fusco.engine.cpu.engine:CpuEngine.dispatch_rows"
+SHUFFLING = "fusco.engine.cpu.stream:StreamOut.step"
+OUTSIDE = "fault_jobs:between_calls"
+
+# What strikes where: ranks and ranks of each node, victims, the method, its calls that go well first.
+PLACES = {
+    "between calls": (TWO_NODES, (0,), OUTSIDE, 0),
+    "before its record": (ONE_NODE, (0,), RECORDS, 1),
+    "sending rows": (TWO_NODES, (2,), SENDING, 3),
+    "producing partial sums": (ONE_NODE, (3,), PRODUCING, 2),
+    "backward": (TWO_NODES, (3,), DISPATCHING, 1),
+    "shuffling": (TWO_NODES, (0,), SHUFFLING, 2),
+    "two ranks of different nodes": (TWO_NODES, (1, 2), OUTSIDE, 0),
+}
+MORE_PLACES = {
+    "before reuse of shared memory": (ONE_NODE, (2,), REUSE, 1),
+    "before its record, on another node": (TWO_NODES, (3,), RECORDS, 0),
+    "before its routing": (TWO_NODES, (1,), ROUTING, 0),
+    "sending rows, one rank a node": ((2, 1), (0,), SENDING, 3),
+    "scattering rows": (TWO_NODES, (0,), SCATTERING, 3),
+    "folding sums": (TWO_NODES, (1,), FOLDING, 3),
+    "two ranks of one node": (TWO_NODES, (0, 1), SCATTERING, 2),
+}
+STAGES = {
+    "before anything": (ROLL_CALL, 0),
+    "before it connects": (CONNECTING, 0),
+    "before it has memory": (ROLL_CALL, 3),
+    "before it has mapped its peers' memory": (ROLL_CALL, 4),
+}
+
+
+@pytest.fixture
+def quick_start(monkeypatch):
+    """Rank processes forked from one that has imported torch: a world starts in half a second, not five."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fusco.communicator", "fusco.bench.local_world"])
+    monkeypatch.setattr(local_world, "mp", SimpleNamespace(get_context=lambda _: context))
+
+
+@contextmanager
+def doomed_world(num_ranks, victims=()):
+    """A world whose victims are killed in the end, while all others must leave by themselves."""
+    names_before = set(os.listdir("/dev/shm"))
+    world = LocalWorld(num_ranks)
+    try:
+        yield world
+    finally:
+        for victim in victims:
+            world.processes[victim].kill()
+        world.close()
+    exit_codes = {rank: process.exitcode for rank, process in enumerate(world.processes) if rank not in victims}
+    assert set(exit_codes.values()) <= {0}, exit_codes
+    assert set(os.listdir("/dev/shm")) <= names_before
+
+
+def survivors_of(fault, num_ranks):
+    return [rank for rank in range(num_ranks) if rank not in fault.victims]
+
+
+def collect(world, ranks) -> dict[int, Fate]:
+    outcomes = dict(zip(ranks, world.collect(ranks, timeout_s=3 * TIMEOUT_S + 10), strict=True))
+    failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
+    assert not failures, failures
+    return {rank: fate for rank, (_, fate) in outcomes.items()}
+
+
+def assert_all_blame_the_victims(fates, fault, within_s):
+    for rank, fate in fates.items():
+        report = f"rank {rank}: {fate}, {fate.raised_at - fault.struck_at:.2f} s after the fault"
+        assert fate.peers == fault.victims, report
+        assert fate.text.startswith(f"rank {rank} gave up in "), report
+        what, _, why = fate.text.partition(" Cause: ")
+        assert re.search(r"phase '[^']+', waiting for rank\(s\) .+: expected .+, saw .+\.$", what), report
+        assert all(re.search(rf"\brank(\(s\))? [\d, ]*\b{victim}\b", why) for victim in fault.victims), report
+        assert fate.raised_at - fault.struck_at < within_s, report
+        assert fate.closing_s < CLOSING_S, report
+        assert fate.still_held == [], report
+
+
+def assert_broken(fates):
+    assert {fate.later_error for fate in fates.values()} == {"ClosedError"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "victims", "where", "num_calls_before"),
+    [*PLACES.values(), *MORE_PLACES.values()],
+    ids=[*PLACES, *MORE_PLACES],
+)
+def test_death_is_noticed_at_once(quick_start, tmp_path, topology, victims, where, num_calls_before):
+    fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
+    with doomed_world(topology[0], victims) as world:
+        world.start(live_through, *topology, fault)
+        fates = collect(world, survivors_of(fault, topology[0]))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_broken(fates)
+
+
+@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), PLACES.values(), ids=PLACES)
+def test_a_stopped_rank_is_noticed_within_the_limit(quick_start, tmp_path, topology, victims, where, num_calls_before):
+    fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
+    with doomed_world(topology[0], victims) as world:
+        world.start(live_through, *topology, fault)
+        fates = collect(world, survivors_of(fault, topology[0]))
+        for victim in victims:
+            os.kill(world.processes[victim].pid, signal.SIGCONT)
+        continued_at = time.monotonic()
+        continued = collect(world, list(victims))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_broken(fates)
+    for fate in continued.values():  # it finds out too, in its next wait, as the others have told it
+        assert fate.peers == victims
+        assert fate.raised_at - continued_at < TIMEOUT_S / 2
+        assert fate.still_held == []
+
+
+@pytest.mark.parametrize("how", [die, stop])
+@pytest.mark.parametrize(("where", "num_calls_before"), STAGES.values(), ids=STAGES)
+def test_a_rank_fails_while_the_communicator_is_made(quick_start, tmp_path, how, where, num_calls_before):
+    fault = Fault(how=how, victims=(2,), where=where, num_calls_before=num_calls_before, when="making", times=tmp_path)
+    with doomed_world(4, fault.victims) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, survivors_of(fault, 4))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_a_rank_that_dies_while_closing_is_not_waited_for(quick_start, tmp_path):
+    fault = Fault(how=die, victims=(0,), where=RECORDS, when="closing", times=tmp_path)
+    with doomed_world(4, fault.victims) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, survivors_of(fault, 4))
+    for fate in fates.values():
+        assert not fate.text
+        assert fate.closing_s < CLOSING_S
+        assert fate.still_held == []
+
+
+def test_a_rank_that_stops_while_closing_is_named(quick_start, tmp_path):
+    fault = Fault(how=stop, victims=(3,), where=RECORDS, when="closing", times=tmp_path)
+    with doomed_world(4, fault.victims) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, survivors_of(fault, 4))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_a_rank_that_does_not_come_is_named_and_told(quick_start, tmp_path):
+    fault = Fault(how=oversleep, victims=(1,), where=OUTSIDE, times=tmp_path)
+    with doomed_world(4) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, range(4))
+    assert_all_blame_the_victims({rank: fates[rank] for rank in (0, 2, 3)}, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_broken(fates)
+    assert all("rank 1 has been outside any fusco call" in fate.text for fate in fates.values())
+
+
+def test_a_rank_that_comes_late_but_within_the_limit_is_waited_for(quick_start, tmp_path):
+    fault = Fault(how=nap, victims=(1,), where=OUTSIDE, times=tmp_path)
+    with doomed_world(4) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, range(4))
+    assert [fate.text for fate in fates.values()] == [""] * 4
+
+
+def test_a_rank_that_raises_tells_the_others_at_once(quick_start, tmp_path):
+    fault = Fault(how=fail, victims=(2,), where=OUTSIDE, times=tmp_path)
+    with doomed_world(4) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        [(is_ok, trace)] = world.collect([2])
+        fates = collect(world, survivors_of(fault, 4))
+    assert not is_ok
+    assert trace.rstrip().endswith("ZeroDivisionError: a bug of the caller")
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_broken(fates)
+    assert all("ZeroDivisionError: a bug of the caller" in fate.text for fate in fates.values())
+
+
+@pytest.mark.parametrize("how", [die, stop])
+def test_survivors_end_as_processes_should(tmp_path, how):
+    """Without ``quick_start``: forked processes skip most of the interpreter's end."""
+    fault = Fault(how=how, victims=(1,), where=SENDING, num_calls_before=3, times=tmp_path)
+    with doomed_world(4, fault.victims) as world:
+        world.start(live_through, *TWO_NODES, fault)
+        fates = collect(world, survivors_of(fault, 4))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_shared_memory_has_no_name_and_only_its_owner_reads_it(quick_start, tmp_path):
+    sign = tmp_path / "keep open"
+    sign.touch()
+    names_before = set(os.listdir("/dev/shm"))
+    with doomed_world(2) as world:
+        world.start(hold_open, 2, 2, sign)
+        entries = []
+        while not entries:
+            time.sleep(0.05)
+            entries = [entry for process in world.processes for entry in shared_memory_of(process.pid)]
+        states = [entry.stat() for entry in entries]
+        others_can_read = [can_another_user_read(entry) for entry in entries]
+        assert set(os.listdir("/dev/shm")) <= names_before
+        sign.unlink()
+        assert all(held for _, held in world.collect(range(2)))
+    assert {state.st_nlink for state in states} == {0}
+    assert {state.st_uid for state in states} == {os.getuid()}
+    assert {state.st_mode & 0o777 for state in states} == {0o600}
+    assert not any(others_can_read)
+
+
+def shared_memory_of(pid) -> list[Path]:
+    descriptors = Path(f"/proc/{pid}/fd").iterdir()
+    return [entry for entry in descriptors if os.readlink(entry).startswith("/dev/shm/")]
+
+
+def can_another_user_read(path) -> bool:
+    if os.getuid() != 0:
+        return False  # it takes root to become another user; the mode was compared anyway
+    read = subprocess.run(["head", "-c1", path], check=False, user=65534, group=65534, extra_groups=[])
+    return read.returncode == 0

@@ -1,0 +1,178 @@
+"""Mistakes of one rank: it learns what was wrong, all others that it was not them, at once, and everybody goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import mistake_jobs as jobs
+import pytest
+from mistake_jobs import Outcome
+from rank_setup import Setup
+
+from fusco import Settings, balancer
+
+pytestmark = pytest.mark.multirank
+
+TIMEOUT_S = 40.0
+PROMPTLY_S = 5.0  # a loaded machine's milliseconds; far from the limit in any case
+SETUP = Setup(
+    ranks_per_node=2, num_experts=8, num_topk=3, max_tokens=20, settings=Settings(timeout_s=TIMEOUT_S, slice_bytes=64)
+)
+MISTAKEN = 2
+
+
+def kinds(outcomes: list[Outcome]) -> list[str]:
+    assert all(outcome.seconds < PROMPTLY_S for outcome in outcomes), [outcome.seconds for outcome in outcomes]
+    return [outcome.kind for outcome in outcomes]
+
+
+def make(world, mistake, good_call, setup=SETUP) -> list[Outcome]:
+    return world.run(jobs.make_mistake, 4, setup, MISTAKEN, mistake, good_call)
+
+
+# The mistake, what the others call, and the mistaken rank's error: its type and what its text must name.
+BAD_INPUTS = [
+    (jobs.ids_of_wrong_dtype, jobs.dispatch, "TypeError", ["int32 or int64", "torch.float32"]),
+    (jobs.ids_of_wrong_shape, jobs.dispatch, "ValueError", ["topk_idx"]),
+    (jobs.ids_as_list, jobs.dispatch, "TypeError", ["topk_idx", "list"]),
+    (jobs.id_too_large, jobs.dispatch, "ValueError", ["topk_idx[0, 1] = 8", "0 to 7"]),
+    (jobs.id_below_minus_one, jobs.dispatch, "ValueError", ["topk_idx[0, 0] = -2", "0 to 7"]),
+    (jobs.ids_on_another_device, jobs.dispatch, "ValueError", ["topk_idx", "meta", "cpu"]),
+    (jobs.too_many_slots, jobs.dispatch, "ValueError", ["6 slots", "3"]),
+    (jobs.too_many_tokens, jobs.dispatch, "ValueError", ["100 tokens", "max_tokens_per_rank=20"]),
+    (jobs.rows_too_wide, jobs.dispatch, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
+    (jobs.rows_too_wide_together, jobs.dispatch, "ValueError", ["264 bytes", "max_bytes_per_token=256"]),
+    (jobs.rows_without_elements, jobs.dispatch, "ValueError", ["without elements"]),
+    (jobs.too_few_rows, jobs.dispatch, "ValueError", ["payload 0", "tokens"]),
+    (jobs.no_payload, jobs.dispatch, "ValueError", ["1 to 8 payloads", "got 0"]),
+    (jobs.nine_payloads, jobs.dispatch, "ValueError", ["1 to 8 payloads", "got 9"]),
+    (jobs.rows_of_no_tensor, jobs.dispatch, "TypeError", ["payload 0", "NoneType"]),
+    (jobs.rows_on_another_device, jobs.dispatch, "ValueError", ["payload 0", "meta", "cpu"]),
+    (jobs.sparse_rows, jobs.dispatch, "TypeError", ["payload 0", "sparse"]),
+    (jobs.weights_of_wrong_shape, jobs.dispatch, "ValueError", ["topk_weights has shape"]),
+    (jobs.weights_of_wrong_dtype, jobs.dispatch, "TypeError", ["topk_weights", "torch.int64"]),
+    (jobs.weights_wanted_but_not_given, jobs.dispatch, "ValueError", ["with_weights"]),
+    (jobs.alignment_of_zero, jobs.dispatch, "ValueError", ["expert_alignment", "0"]),
+    (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "float"]),
+    (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
+    (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
+    (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "DispatchPlan"]),
+    (jobs.y_of_wrong_length, jobs.combine, "ValueError", ["y must be"]),
+    (jobs.y_of_three_dimensions, jobs.combine, "ValueError", ["y must be"]),
+    (jobs.y_of_wrong_dtype, jobs.combine, "TypeError", ["torch.int64"]),
+    (jobs.y_too_wide, jobs.combine, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
+    (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
+    (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
+    (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
+    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", []),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "good_call", "kind", "words"), BAD_INPUTS, ids=[mistake.__name__ for mistake, *_ in BAD_INPUTS]
+)
+def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_others(
+    world, mistake, good_call, kind, words
+):
+    outcomes = make(world, mistake, good_call)
+    assert kinds(outcomes) == [kind if rank == MISTAKEN else "RejectedInputError" for rank in range(4)], outcomes
+    assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
+    for rank in set(range(4)) - {MISTAKEN}:
+        assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
+
+
+def test_a_handle_of_another_communicator(world):
+    for outcomes in world.run(jobs.use_foreign_handle, 4, SETUP):
+        assert kinds(outcomes) == ["ValueError"] * 2
+        assert all("another communicator" in outcome.text for outcome in outcomes)
+
+
+# What does not go together, and what everybody's error must name.
+MISMATCHES = [
+    (jobs.dispatch_other_width, jobs.dispatch, ["['float32[3]'] on ranks 0, 1, 3", "['float32[4]'] on rank 2"]),
+    (jobs.dispatch_other_dtype, jobs.dispatch, ["float32[3]", "float16[3]"]),
+    (jobs.dispatch_other_num_topk, jobs.dispatch, ["num_topk is 3 on ranks 0, 1, 3, 2 on rank 2"]),
+    (jobs.dispatch_without_weights, jobs.dispatch, ["topk_weights", "none on rank 2"]),
+    (jobs.dispatch_other_weights, jobs.dispatch, ["topk_weights", "torch.float64 on rank 2"]),
+    (jobs.dispatch_with_gradients, jobs.dispatch, ["requires_grad"]),
+    (jobs.dispatch_more_payloads, jobs.dispatch, ["payloads"]),
+    (jobs.combine_other_dtype, jobs.combine, ["float32[3]", "bfloat16[3] on rank 2"]),
+    (jobs.combine_unweighted, jobs.combine, ["is_weighted"]),
+    (jobs.combine, jobs.dispatch, ["different collectives", "dispatch on ranks 0, 1, 3", "combine on rank 2"]),
+    (jobs.dispatch, jobs.combine, ["combine on ranks 0, 1, 3", "dispatch on rank 2"]),
+    (jobs.dispatch_again, jobs.dispatch, ["dispatch on ranks 0, 1, 3", "dispatch_again on rank 2"]),
+    (jobs.shuffle, jobs.combine, ["shuffle on rank 2"]),
+    (jobs.shuffle_to_all, jobs.shuffle, ["rank 2 sends 8 bytes to rank 0, which expects 0"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "others_call", "words"),
+    MISMATCHES,
+    ids=[f"{call.__name__}-{other.__name__}" for call, other, _ in MISMATCHES],
+)
+def test_calls_that_do_not_go_together_fail_on_all_ranks_alike(world, call, others_call, words):
+    outcomes = make(world, call, others_call)
+    assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
+    assert len({outcome.text for outcome in outcomes}) == 1
+    assert all(word in outcomes[0].text for word in words), outcomes[0].text
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per_node):
+    setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
+    refused = make(world, jobs.id_too_large, jobs.dispatch, setup)
+    assert kinds(refused) == ["RejectedInputError", "RejectedInputError", "ValueError", "RejectedInputError"]
+    assert kinds(make(world, jobs.combine, jobs.dispatch, setup)) == ["MismatchError"] * 4
+
+
+def test_a_closed_communicator_says_so(world):
+    for outcomes in world.run(jobs.use_after_close, 4, SETUP):
+        assert outcomes.pop("close").kind == ""  # closing again is allowed
+        assert {outcome.kind for outcome in outcomes.values()} == {"ClosedError"}, outcomes
+        assert all(verb in outcome.text and "closed" in outcome.text for verb, outcome in outcomes.items())
+
+
+# What one rank gives differently, that rank's error, and a word that all texts contain.
+DIFFERENCES = [
+    ({"settings": Settings(timeout_s=TIMEOUT_S, slice_bytes=65)}, "MismatchError", "slice_bytes"),
+    ({"settings": Settings(timeout_s=TIMEOUT_S + 1, slice_bytes=64)}, "MismatchError", "timeout_s"),
+    ({"num_topk": 4}, "MismatchError", "num_topk"),
+    ({"num_experts": 16}, "MismatchError", "num_experts"),
+    ({"max_tokens_per_rank": 21}, "MismatchError", "max_tokens_per_rank"),
+    ({"max_bytes_per_token": 512}, "MismatchError", "max_bytes_per_token"),
+    ({"ranks_per_node": 1}, "MismatchError", "ranks_per_node"),
+    ({"balancer": balancer.balance_static}, "MismatchError", "balance"),
+    ({"expert_placement": [0, 0, 1, 1, 2, 2, 3, 3]}, "MismatchError", "expert_placement"),
+    ({"num_experts": 7}, "ValueError", "7 experts do not divide evenly among 4 ranks"),
+    ({"max_tokens_per_rank": 0}, "ValueError", "max_tokens_per_rank must be positive, got 0"),
+    ({"num_topk": -1}, "ValueError", "num_topk must be positive, got -1"),
+    ({"expert_placement": [0, 1, 2]}, "ValueError", "places 3 experts, but num_experts=8"),
+    ({"expert_placement": [0, 1, 2, 3, 0, 1, 2, 4]}, "ValueError", "expert 7 is placed on rank 4"),
+    ({"expert_placement": 3}, "TypeError", ""),
+    ({"device": "cuda"}, "ValueError", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "word"), DIFFERENCES, ids=[str(changes) for changes, *_ in DIFFERENCES])
+def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
+    outcomes = world.run(jobs.make_differently, 4, SETUP, MISTAKEN, changes)
+    others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"
+    assert kinds(outcomes) == [kind if rank == MISTAKEN else others for rank in range(4)], outcomes
+    assert all(word in outcome.text for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "word"),
+    [
+        ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
+        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node=0"),
+        ({"num_experts": 6}, "ValueError", "6 experts"),
+        ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
+    ],
+    ids=str,
+)
+def test_what_all_ranks_get_wrong_they_all_learn(world, changes, kind, word):
+    outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
+    assert kinds(outcomes) == [kind] * 4, outcomes
+    assert all(word in outcome.text for outcome in outcomes), outcomes

@@ -1,0 +1,69 @@
+"""Routings of all kinds on all topologies: what arrives is the law, whoever forwards and however it is sliced."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from rank_setup import Setup
+from routing_jobs import check_routings
+
+from fusco import BALANCERS, Settings
+from generator import KINDS
+
+pytestmark = pytest.mark.multirank
+
+TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (2, 1), (4, 2), (3, 2)]  # nodes, ranks of each
+TINY, DEFAULT, HUGE = 1, 1 << 20, 8 << 20
+
+
+def setup_of(ranks_per_node, balancer="send-and-receive", slice_bytes=DEFAULT, ring_depth=4, **rest):
+    settings = Settings(timeout_s=60.0, slice_bytes=slice_bytes, ring_depth=ring_depth)
+    # Rows of 5 float32 in slots made for 64 bytes: with tiny slices six rows make one.
+    return Setup(ranks_per_node=ranks_per_node, balancer=balancer, settings=settings, max_bytes_per_token=64, **rest)
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), TOPOLOGIES)
+def test_every_kind_of_routing_whatever_the_balancer_the_slices_and_the_rings(world, num_nodes, ranks_per_node):
+    num_ranks = num_nodes * ranks_per_node
+    setups = [setup_of(ranks_per_node, balancer, TINY, 2) for balancer in BALANCERS]
+    setups += [setup_of(ranks_per_node, slice_bytes=200, ring_depth=7), setup_of(ranks_per_node, slice_bytes=HUGE)]
+    seeds = range(2 * len(KINDS) if num_ranks <= 4 else len(KINDS))
+    outputs = [world.run(check_routings, num_ranks, setup, torch.float32, seeds) for setup in setups]
+    assert all(output == outputs[0] for output in outputs[1:])
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (3, 2)])
+def test_ranks_that_come_late_change_nothing(world, num_nodes, ranks_per_node):
+    setup = setup_of(ranks_per_node, slice_bytes=TINY, ring_depth=2)
+    seeds = range(100, 100 + 2 * len(KINDS))
+    prompt, late = (
+        world.run(check_routings, num_nodes * ranks_per_node, setup, torch.float32, seeds, pause_ms)
+        for pause_ms in (0, 15)
+    )
+    assert prompt == late
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("wire_dtype", [None, torch.float32, torch.float64], ids=str)
+def test_sums_of_every_dtype_stay_within_their_rounding(world, dtype, wire_dtype):
+    setup = setup_of(2, slice_bytes=TINY)
+    settings = dataclasses.replace(setup.settings, wire_dtype=wire_dtype)
+    world.run(check_routings, 4, dataclasses.replace(setup, settings=settings), dtype, range(200, 200 + len(KINDS)))
+
+
+@pytest.mark.parametrize(
+    "expert_placement",
+    [
+        (3, 3, 3, 0, 0, 3, 3, 0, 3, 3),  # ranks 1 and 2 own nothing
+        (2,) * 5,  # one rank owns all
+        (0, 1, 2, 3, 2, 1, 0),  # uneven and out of order
+        (1,),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_uneven_placements(world, expert_placement, ranks_per_node):
+    setup = setup_of(ranks_per_node, num_experts=len(expert_placement), expert_placement=expert_placement)
+    world.run(check_routings, 4, setup, torch.float32, range(300, 300 + len(KINDS)))

@@ -1,0 +1,208 @@
+"""Ten thousand routings: executed row by row, the plans of all ranks do what the law says, and cost what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusco.balancer import BALANCERS
+from fusco.placement import ExpertPlacement
+from fusco.planner.cost import PlanCost, plan_cost
+from fusco.planner.plan import DispatchPlan
+from fusco.planner.routing import Routing
+from fusco.planner.world import plan_world
+from fusco.topology import Topology
+from generator import KINDS, Case, number_of
+from law import Law, Pair
+
+TOPOLOGIES = {
+    "1x1": (0,),
+    "1x4": (0, 0, 0, 0),
+    "2x1": (0, 1),
+    "4x1": (0, 1, 2, 3),
+    "2x2": (0, 0, 1, 1),
+    "2x2 interleaved": (0, 1, 0, 1),
+    "3x2": (0, 0, 1, 1, 2, 2),
+    "3x2 shuffled": (0, 1, 2, 2, 0, 1),
+    "2x3": (0, 0, 0, 1, 1, 1),
+}
+ROUTINGS_PER_TOPOLOGY = 1120  # 10,080 in all
+BYTES_PER_TOKEN = 14
+BALANCER_NAMES = tuple(BALANCERS)
+
+
+def case_number(number: int, kind: str, world_size: int) -> tuple[Case, ExpertPlacement, int]:
+    """A case, a placement and an alignment, all following from the number."""
+    num_experts = world_size * number_of(1, 3, number, "experts")
+    case = Case(
+        kind=kind,
+        seed=number,
+        world_size=world_size,
+        num_experts=num_experts,
+        num_topk=number_of(1, 8, number, "topk"),
+        max_tokens=number_of(1, 5, number, "tokens"),
+    )
+    placement = ExpertPlacement.contiguous(num_experts, world_size)
+    if number % 3 == 0:  # uneven: every other expert is on one of two ranks, so that ranks are left without any
+        random_ranks = [number_of(0, world_size - 1, number, "owner", expert) for expert in range(num_experts)]
+        crowded = [rank if expert % 2 else number % world_size for expert, rank in enumerate(random_ranks)]
+        placement = ExpertPlacement.explicit(crowded, world_size)
+    return case, placement, (1, 1, 2, 4, 7)[number % 5]
+
+
+def routings_of(case: Case) -> list[Routing]:
+    weights = case.world_topk_weights() if case.seed % 2 else [None] * case.world_size
+    dtype = torch.int32 if case.seed % 4 < 2 else torch.int64
+    return [Routing(ids.to(dtype), w) for ids, w in zip(case.world_topk_idx, weights, strict=True)]
+
+
+def pool_rows(plans: Sequence[DispatchPlan], node: int, topology: Topology) -> list[tuple[int, int]]:
+    """The (source, token) of every row that stands on a node after forwarding, by source."""
+    rows = []
+    for src, plan in enumerate(plans):
+        if topology.rank_to_node[src] == node:
+            rows += [(src, token) for token in range(plan.num_rows_from(src))]
+        else:
+            rows += [(src, token) for token in plan.forwarding.node_to_tokens[node].tolist()]
+    return rows
+
+
+def execute(plan: DispatchPlan, pool: Sequence[tuple[int, int]]) -> list[Pair | None]:
+    """Carry out a rank's distribution on the rows of its node's pool."""
+    slots: list[Pair | None] = [None] * plan.distribution.num_slots
+    pairs = plan.distribution
+    arrays = (pairs.pair_to_row, pairs.pair_to_k, pairs.pair_to_slot)
+    for row, k, slot in zip(*(array.tolist() for array in arrays), strict=True):
+        assert slots[slot] is None, f"slot {slot} is filled twice"
+        slots[slot] = Pair(*pool[row], k)
+    assert [slot for slot, pair in enumerate(slots) if pair is None] == pairs.padding_slots.tolist()
+    return slots
+
+
+def check_world(plans: Sequence[DispatchPlan], law: Law, topology: Topology) -> None:
+    nodes = topology.rank_to_node
+    for node in range(topology.num_nodes):
+        pool = pool_rows(plans, node, topology)
+        crossed = [(src, token) for src, token in pool if nodes[src] != node]
+        wanted = [
+            (src, token)
+            for src in law.ranks
+            for token in range(len(law.topk_idx[src]))
+            if nodes[src] != node and node in law.nodes_of(src, token, nodes)
+        ]
+        assert crossed == wanted  # one copy of each wanted token, none of any other
+        for rank in topology.node_to_ranks[node]:
+            plan = plans[rank]
+            assert plan.routing.topk_idx.tolist() == [law.topk_idx[src][token] for src, token in pool]
+            assert execute(plan, pool) == law.slots(rank)
+            assert plan.distribution.num_rows_per_expert.tolist() == law.counts(rank)
+            check_holders(plan, plans, topology)
+
+
+def check_holders(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: Topology) -> None:
+    """All ranks agree where rows stand: at their source, or at its forwarder; one source of each node a forwarder."""
+    neighbours = topology.node_to_ranks[plan.node]
+    held = {rank: plan.sources_held_by(rank) for rank in neighbours}
+    assert sorted(src for sources in held.values() for src in sources) == list(range(topology.world_size))
+    for rank, sources in held.items():
+        assert sources[-1] == rank
+        assert len({topology.rank_to_node[src] for src in sources}) == len(sources) == topology.num_nodes
+        for src in sources:
+            assert plan.src_to_holder[src] == rank
+            assert src == rank or plans[src].groups.forwarder(src, plan.node) == rank
+
+
+def brute_force_cost(law: Law, plan: DispatchPlan, topology: Topology, weight_bytes: int) -> PlanCost:
+    nodes, rank = topology.rank_to_node, plan.rank
+    tokens = [(src, token) for src in law.ranks for token in range(len(law.topk_idx[src]))]
+    sent = sum(len(law.nodes_of(src, token, nodes) - {plan.node}) for src, token in tokens if src == rank)
+    received = [
+        1
+        for src, token in tokens
+        if nodes[src] != plan.node and plan.node in law.nodes_of(src, token, nodes) and plan.src_to_holder[src] == rank
+    ]
+    filled = [pair for pair in law.slots(rank) if pair]
+    read = {(pair.src, pair.token) for pair in filled}
+    local = [row for row in read if plan.src_to_holder[row[0]] == rank]
+    remote_pairs = [
+        1
+        for experts in law.topk_idx[rank]
+        for expert in experts
+        if expert >= 0 and nodes[law.expert_to_rank[expert]] != plan.node
+    ]
+    return PlanCost(
+        internode_send_bytes=sent * BYTES_PER_TOKEN,
+        internode_recv_bytes=len(received) * BYTES_PER_TOKEN,
+        intranode_bytes=(len(read) - len(local)) * BYTES_PER_TOKEN,
+        local_bytes=len(local) * BYTES_PER_TOKEN,
+        output_bytes=len(filled) * BYTES_PER_TOKEN,
+        metadata_bytes=sent * plan.routing.topk_idx.shape[1] * (4 + weight_bytes),
+        internode_bytes_avoided=(len(remote_pairs) - sent) * BYTES_PER_TOKEN,
+    )
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_plans_do_what_the_law_says(name):
+    topology = Topology(TOPOLOGIES[name])
+    for number in range(ROUTINGS_PER_TOPOLOGY):
+        case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
+        balancer = BALANCERS[BALANCER_NAMES[number % 3]]
+        routings = routings_of(case)
+        plans = plan_world(routings, placement, topology, balancer, alignment)
+        law = Law([routing.topk_idx for routing in routings], placement.expert_to_rank, alignment)
+        try:
+            check_world(plans, law, topology)
+            weight_bytes = 0 if routings[0].topk_weights is None else 4
+            for plan in plans:
+                assert plan_cost(plan, BYTES_PER_TOKEN) == brute_force_cost(law, plan, topology, weight_bytes)
+        except AssertionError as error:
+            raise AssertionError(f"{case}, {placement}, alignment {alignment}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["2x2", "3x2", "2x3"])
+@pytest.mark.parametrize("number", range(33))
+def test_who_forwards_changes_nothing_that_arrives(name, number):
+    topology = Topology(TOPOLOGIES[name])
+    case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
+    worlds = [plan_world(routings_of(case), placement, topology, b, alignment) for b in BALANCERS.values()]
+    for plans in zip(*worlds, strict=True):
+        first, *others = [[*vars(plan.distribution).values(), plan.routing.topk_idx] for plan in plans]
+        for other in others:
+            assert len(first) == len(other)
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, other, strict=True))
+
+
+def test_weights_travel_with_their_ids():
+    topology = Topology(TOPOLOGIES["2x2"])
+    case = dataclasses.replace(case_number(1, "ragged with holes", 4)[0], max_tokens=9)
+    routings = routings_of(case)
+    for plan in plan_world(routings, ExpertPlacement.contiguous(case.num_experts, 4), topology, BALANCERS["static"]):
+        law = Law([routing.topk_idx for routing in routings], plan.placement.expert_to_rank)
+        pairs = plan.distribution
+        routed = torch.empty(pairs.num_slots)
+        routed[pairs.pair_to_slot] = plan.routing.topk_weights[pairs.pair_to_row, pairs.pair_to_k]
+        assert torch.equal(routed, law.row_weights(plan.rank, [routing.topk_weights for routing in routings]))
+
+
+@st.composite
+def worlds(draw):
+    """Any routing at all, shrunk by hypothesis to the least that fails."""
+    nodes = draw(st.sampled_from(list(TOPOLOGIES.values())))
+    num_experts, num_topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    owners = draw(st.lists(st.integers(0, len(nodes) - 1), min_size=num_experts, max_size=num_experts))
+    token = st.lists(st.integers(-1, num_experts - 1), min_size=num_topk, max_size=num_topk)
+    ids = [draw(st.lists(token, max_size=3)) for _ in nodes]
+    topk_idx = [torch.tensor(rows, dtype=torch.int64).view(-1, num_topk) for rows in ids]
+    return Topology(nodes), ExpertPlacement.explicit(owners, len(nodes)), topk_idx
+
+
+@given(worlds(), st.sampled_from(BALANCER_NAMES), st.integers(1, 9))
+def test_plans_of_any_routing(world, balancer, alignment):
+    topology, placement, topk_idx = world
+    plans = plan_world(list(map(Routing, topk_idx)), placement, topology, BALANCERS[balancer], alignment)
+    check_world(plans, Law(topk_idx, placement.expert_to_rank, alignment), topology)

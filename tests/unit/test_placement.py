@@ -1,0 +1,50 @@
+"""Which rank owns which expert."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusco import ExpertPlacement
+
+CPU = torch.device("cpu")
+
+
+def test_contiguous_runs():
+    placement = ExpertPlacement.contiguous(num_experts=6, world_size=3)
+    assert placement.expert_to_rank == (0, 0, 1, 1, 2, 2)
+    assert placement.expert_to_local == (0, 1, 0, 1, 0, 1)
+
+
+def test_uneven_placement_with_a_rank_that_owns_nothing():
+    placement = ExpertPlacement.explicit([2, 0, 2, 2], world_size=3)
+    assert placement.rank_to_experts == ((1,), (), (0, 2, 3))
+    assert placement.expert_to_local == (0, 0, 1, 2)
+    assert placement.local_index_table(2, CPU).tolist() == [0, -1, 1, 2, -1]
+    assert placement.local_index_table(1, CPU).tolist() == [-1] * 5
+    assert placement.membership_table((7, 8, -1), CPU).tolist() == [-1, 7, -1, -1, -1]
+
+
+@pytest.mark.parametrize("num_experts", [0, 5, -4])
+def test_experts_that_do_not_divide_evenly(num_experts):
+    with pytest.raises(ValueError, match=f"{num_experts} experts .* 4 ranks"):
+        ExpertPlacement.contiguous(num_experts, world_size=4)
+
+
+def test_ranks_outside_the_group_and_no_experts():
+    with pytest.raises(ValueError, match="expert 1 is placed on rank 2, outside a group of 2"):
+        ExpertPlacement.explicit([0, 2], world_size=2)
+    with pytest.raises(ValueError, match="rank -1"):
+        ExpertPlacement.explicit([-1], world_size=2)
+    with pytest.raises(ValueError, match="at least one expert"):
+        ExpertPlacement.explicit([], world_size=2)
+
+
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), min_size=1))))
+def test_every_expert_stands_once_among_its_ranks_experts(sizes):
+    world_size, owners = sizes
+    placement = ExpertPlacement.explicit(owners, world_size)
+    for expert, rank in enumerate(owners):
+        assert placement.rank_to_experts[rank][placement.expert_to_local[expert]] == expert
+        assert placement.local_index_table(rank, CPU)[expert] == placement.expert_to_local[expert]
+    assert sorted(e for experts in placement.rank_to_experts for e in experts) == list(range(len(owners)))
