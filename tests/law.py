@@ -125,9 +125,9 @@ class Law:
 
         All terms are weighted and added in float32 (float64 for float64 rows): at most one rounding for each product
         and one for each of fewer than ``num_topk`` + 2 * world size additions. What comes from another node is rounded
-        once more to the wire's dtype, by default that of the rows, and the result to the dtype of the rows.
+        once more to the dtype of the rows, or the wire's if that is wider, and the result to the dtype of the rows.
         """
-        wire_dtype = wire_dtype or dtype
+        wire_dtype = torch.promote_types(dtype, wire_dtype or dtype)
         accumulation = torch.float64 if dtype == torch.float64 else torch.float32
         num_roundings = self._num_topk + 2 * len(self.ranks) + 1
         if accumulation == torch.float64:

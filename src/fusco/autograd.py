@@ -40,7 +40,9 @@ class DispatchRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """An unweighted combine."""
-        grad_x = ctx.verbs.combine(grad_rows.reshape(len(grad_rows), -1), ctx.handle)
+        # With the width spelled out, as -1 means nothing for a rank without rows.
+        flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
+        grad_x = ctx.verbs.combine(flat, ctx.handle)
         return grad_x.view(ctx.shape), None, None, None
 
 

@@ -62,7 +62,7 @@ class Checks:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_slots:
             raise ValueError(f"y must be ({handle.num_slots}, hidden), as dispatch gave, got {tuple(y.shape)}")
-        self._row_bytes(y.shape[1] * max(y.dtype.itemsize, (self.wire_dtype or y.dtype).itemsize))
+        self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def handle(self, handle: Handle) -> None:
         """A handle comes from this very communicator."""
@@ -71,15 +71,20 @@ class Checks:
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
 
-    def peer(self, rank: int) -> None:
-        """Another rank of the group."""
+    def stream(self, segments: Segments, rank: int) -> None:
+        """What goes to or comes from another rank of the group."""
+        if not isinstance(segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
             raise ValueError(
                 f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
             )
 
     def partners(self, *payloads: Mapping[int, Segments]) -> None:
-        """The ranks that a shuffle names."""
+        """What a shuffle names: ranks of the group, and segments."""
+        for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
+            if not isinstance(segments, Segments):
+                raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
         strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
@@ -107,5 +112,7 @@ def wants_grad(tensor: torch.Tensor | None) -> bool:
 def _check_device(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}, the communicator on cpu")

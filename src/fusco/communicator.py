@@ -104,7 +104,7 @@ class Communicator:
             "num_topk": num_topk,
             "max_tokens_per_rank": max_tokens_per_rank,
             "max_bytes_per_token": max_bytes_per_token,
-            "expert_placement": "contiguous" if expert_placement is None else str(expert_placement),
+            "expert_placement": str(checked[1].expert_to_rank) if checked and expert_placement else "contiguous",
             "balancer": getattr(balancer, "__name__", type(balancer).__name__),
             "device": device,
         }
@@ -167,6 +167,8 @@ class Communicator:
         payloads = _as_list(x)
 
         def check() -> Routing:
+            if not isinstance(expert_alignment, int):
+                raise TypeError(f"expert_alignment must be an integer, got {expert_alignment!r}")
             if expert_alignment < 1:
                 raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
             if with_weights and topk_weights is None:
@@ -259,7 +261,7 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
-        self._checks.peer(dst)
+        self._checks.stream(segments, dst)
         self._engine.gather_send(segments, dst)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
@@ -267,7 +269,7 @@ class Communicator:
 
         Raises as ``gather_send``.
         """
-        self._checks.peer(src)
+        self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)
 
     def close(self) -> None:

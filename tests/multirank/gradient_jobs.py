@@ -23,7 +23,8 @@ class Layer:
         who_weights: ``"combine"``, the ``"experts"`` (which are given the weights of their rows), or ``"nobody"``.
         wants: which inputs require gradients, of ``"x"`` and ``"weights"``.
         alignment: padding of each expert's block.
-        dtype: of rows and weights.
+        dtype: of rows.
+        weights_dtype: of weights; ``None`` means that of rows.
 
     """
 
@@ -31,6 +32,7 @@ class Layer:
     wants: tuple[str, ...] = ("x", "weights")
     alignment: int = 1
     dtype: torch.dtype = torch.float64
+    weights_dtype: torch.dtype | None = None
 
 
 def expert_function(expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ def inputs_of(case: Case, layer: Layer, rank: int) -> dict[str, torch.Tensor]:
     """A rank's ``x`` and ``weights``; leaves."""
     tensors = {
         "x": values((case.num_tokens(rank), HIDDEN), layer.dtype, case.seed, "x", rank),
-        "weights": case.topk_weights(rank, layer.dtype),
+        "weights": case.topk_weights(rank, layer.weights_dtype or layer.dtype),
     }
     return {name: tensor.requires_grad_(name in layer.wants) for name, tensor in tensors.items()}
 
@@ -69,7 +71,7 @@ def forward(comm: fusco.Communicator, case: Case, layer: Layer, inputs: dict[str
     if layer.who_weights != "experts":
         return comm.combine(y, dispatched.handle)
     assert dispatched.weights is not None
-    return comm.combine(y * dispatched.weights[:, None], dispatched.handle.unweighted())
+    return comm.combine((y * dispatched.weights[:, None]).to(y.dtype), dispatched.handle.unweighted())
 
 
 def forward_alone(case: Case, layer: Layer, rank: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -79,7 +81,7 @@ def forward_alone(case: Case, layer: Layer, rank: int, inputs: dict[str, torch.T
     for k in range(case.num_topk):
         has_expert = (ids[:, k] >= 0).to(layer.dtype)[:, None]
         weight = 1.0 if layer.who_weights == "nobody" else inputs["weights"][:, k, None]
-        out = out + has_expert * weight * expert_function(ids[:, k], inputs["x"])
+        out = out + (has_expert * weight * expert_function(ids[:, k], inputs["x"])).to(layer.dtype)
     return out
 
 

@@ -332,6 +332,7 @@ def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int,
         "max_tokens_per_rank": setup.max_tokens,
         "max_bytes_per_token": setup.max_bytes_per_token,
         "ranks_per_node": setup.ranks_per_node,
+        "expert_placement": setup.expert_placement,
         "settings": setup.settings,
     }
     if mistaken_rank in (-1, dist.get_rank(group)):

@@ -19,7 +19,7 @@ from law import Law
 class Setup:
     """A communicator to be made on every rank."""
 
-    ranks_per_node: int
+    ranks_per_node: int | None
     num_experts: int = 24
     num_topk: int = 8
     max_tokens: int = 24

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from rank_setup import (
@@ -35,6 +37,16 @@ def check_routings(
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
     return digests
+
+
+def check_routings_on_hosts(
+    group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, hosts: list[str]
+) -> tuple[int, ...]:
+    """The same where each rank is told to be on a host of its own choice; returns the nodes that come of it."""
+    with mock.patch("fusco.introduction.host_identity", return_value=hosts[dist.get_rank(group)]):
+        check_routings(group, setup, dtype, seeds)
+        with setup.open(group) as comm:
+            return comm.topology.rank_to_node
 
 
 def _check_case(comm, setup, case, dtype, longest_pause_ms):

@@ -56,5 +56,16 @@ def test_gradients_of_narrow_dtypes(world, name, dtype, tolerance):
     assert all(difference < tolerance for rank in differences for difference in rank.values())
 
 
+@pytest.mark.parametrize("name", ["weights in combine", "weights at the experts"])
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype", "tolerance"),
+    [(torch.bfloat16, torch.float32, 0.02), (torch.float32, torch.float64, 5e-7), (torch.float64, torch.float32, 5e-7)],
+)
+def test_gradients_where_weights_have_another_dtype(world, name, dtype, weights_dtype, tolerance):
+    layer = dataclasses.replace(LAYERS[name], dtype=dtype, weights_dtype=weights_dtype)
+    differences = world.run(jobs.differences_from_a_layer_alone, 4, SETUP, layer, KINDS)
+    assert all(difference < tolerance for rank in differences for difference in rank.values())
+
+
 def test_graphs(world):
     world.run(jobs.check_graphs, 4, SETUP)

@@ -53,7 +53,7 @@ BAD_INPUTS = [
     (jobs.weights_of_wrong_dtype, jobs.dispatch, "TypeError", ["topk_weights", "torch.int64"]),
     (jobs.weights_wanted_but_not_given, jobs.dispatch, "ValueError", ["with_weights"]),
     (jobs.alignment_of_zero, jobs.dispatch, "ValueError", ["expert_alignment", "0"]),
-    (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "float"]),
+    (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "1.5"]),
     (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
     (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
     (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "DispatchPlan"]),
@@ -150,6 +150,8 @@ DIFFERENCES = [
     ({"expert_placement": [0, 1, 2]}, "ValueError", "places 3 experts, but num_experts=8"),
     ({"expert_placement": [0, 1, 2, 3, 0, 1, 2, 4]}, "ValueError", "expert 7 is placed on rank 4"),
     ({"expert_placement": 3}, "TypeError", ""),
+    ({"max_tokens_per_rank": 20.5}, "TypeError", "max_tokens_per_rank"),
+    ({"num_experts": "8"}, "TypeError", ""),
     ({"device": "cuda"}, "ValueError", "cuda"),
 ]
 
@@ -176,3 +178,12 @@ def test_what_all_ranks_get_wrong_they_all_learn(world, changes, kind, word):
     outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
     assert kinds(outcomes) == [kind] * 4, outcomes
     assert all(word in outcome.text for outcome in outcomes), outcomes
+
+
+def test_a_placement_may_be_any_sequence(world):
+    changes = {"expert_placement": range(4), "num_experts": 4}
+    outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
+    assert kinds(outcomes) == [""] * 4, outcomes
+    setup = dataclasses.replace(SETUP, expert_placement=(0, 1, 2, 3, 3, 2, 1, 0))
+    outcomes = world.run(jobs.make_differently, 4, setup, MISTAKEN, {"expert_placement": [0, 1, 2, 3, 3, 2, 1, 0]})
+    assert kinds(outcomes) == [""] * 4, outcomes

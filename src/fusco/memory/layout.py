@@ -29,7 +29,7 @@ class Capacity:
         num_topk: most expert slots of a token.
 
     Raises:
-        ValueError: for a capacity that is not positive.
+        TypeError, ValueError: for a capacity that is no positive integer.
 
     """
 
@@ -39,6 +39,8 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
 

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager
 
 import torch
 
 from fusco.balancer import Balancer, Traffic
-from fusco.engine.cpu.channel import GlooIn, GlooOut, Incoming, Outgoing, RingIn, RingOut, SendRing
+from fusco.engine.cpu.channel import SendRing
 from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
+from fusco.engine.cpu.connect import connect
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.engine.cpu.exchange import Exchange
-from fusco.engine.cpu.node_memory import NodeMemory
-from fusco.engine.cpu.stream import StreamIn, StreamOut, slice_sizes, word
+from fusco.engine.cpu.stream import Streams, word
 from fusco.engine.cpu.tasks import Task, run
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record, check_agreement
-from fusco.errors import (
-    ClosedError,
-    MismatchError,
-    PeerFailureError,
-    RejectedInputError,
-    SharedMemoryError,
-    Stall,
-    TransportError,
-)
+from fusco.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError
 from fusco.kernels.warm_up import warm_up_cpu
-from fusco.liveness.sentinel import Sentinel, SentinelAddress
-from fusco.liveness.watch import Peer, Watch
 from fusco.memory.layout import ArenaLayout
 from fusco.memory.recycler import OutputRecycler
-from fusco.memory.segment import SegmentAddress, SharedSegment
 from fusco.placement import ExpertPlacement
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.routing import Routing
 from fusco.segments import Segments
 from fusco.topology import Topology
-from fusco.transport.gloo import GlooTransport
 from fusco.transport.roll_call import RollCall
 
 
@@ -50,54 +35,18 @@ class CpuEngine:
     """See ``fusco.engine.base.Engine``."""
 
     def __init__(self, roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> None:
-        """Make the rank's memory and connections, together with all other ranks.
-
-        Args:
-            roll: finds the other ranks.
-            layout: topology, capacity and settings, equal on all ranks.
-            hosts: the machine of each rank, as in ``Topology.from_hosts``.
-            listen_on: address at which other ranks reach this one.
-
-        """
+        """Connect to all other ranks; for the arguments see ``connect``."""
         warm_up_cpu()
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
         self.profile = CallProfile()
         self._collective, self._broken = 0, ""
         self._recycler = OutputRecycler()
-
-        secret = roll.gather("secret", secrets.token_hex(16))[0]
-        with ExitStack() as undo:
-            self._sentinel = Sentinel(secret, listen_on)
-            undo.callback(self._sentinel.close)
-            self._connect(roll, hosts, undo)
-            undo.pop_all()
-        self._exchange = Exchange(self._memory, self._transport, self._watch)
-
-    def _connect(self, roll: RollCall, hosts: Sequence[str], undo: ExitStack) -> None:
-        layout = self._layout
-        found = roll.gather("sentinel", {"address": asdict(self._sentinel.address), "pid": os.getpid()})
-        peers = {
-            rank: Peer(SentinelAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[self._rank])
-            for rank, entry in enumerate(found)
-            if rank != self._rank
-        }
-        self._watch = Watch(self._rank, peers, self._sentinel, self._settings.timeout_s)
-        undo.callback(self._watch.close)
-        self._watch.begin(0, "Communicator")
-        roll.wait_until = self._watch.wait_until
-        try:
-            self._transport = GlooTransport(roll.store, roll.rank, roll.world_size, self._settings.timeout_s)
-        except RuntimeError as error:
-            symptom = f"the ranks could not be connected over gloo: {str(error).splitlines()[0]}"
-            self._watch.ask_everybody(Stall("connecting", tuple(peers), "a connection to each", "too few"), symptom)
-            raise TransportError(symptom) from error  # though all ranks live
-        undo.callback(self._transport.close)
-        self._watch.network_failure = lambda: self._transport.failure
-        num_neighbours = sum(host == hosts[self._rank] for host in hosts)
-        self._memory = NodeMemory(layout, self._rank, _map_segments(roll, layout, num_neighbours))
         self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
-        self._watch.end()
+        self._connections = connect(roll, layout, hosts, listen_on)
+        self._watch, self._memory = self._connections.watch, self._connections.memory
+        self._transport = self._connections.transport
+        self._exchange = Exchange(self._memory, self._transport, self._watch)
 
     @property
     def topology(self) -> Topology:
@@ -168,7 +117,8 @@ class CpuEngine:
         with self.profile.spend("staging"):
             rows = memory.pool(memory.local, memory.node, (num_tokens, row_bytes), torch.uint8)
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                as_bytes = payload.detach().contiguous().view(-1).view(torch.uint8)
+                plain = payload.detach().resolve_conj().resolve_neg().contiguous()
+                as_bytes = plain.view(-1).view(torch.uint8)
                 rows[:, end - size : end].copy_(as_bytes.view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, self._collective)
         with self.profile.spend("wire"):
@@ -198,7 +148,7 @@ class CpuEngine:
         """See ``Engine``."""
         with self.profile.spend("wire"):
             partials = PartialSums(plan, rows.detach().contiguous(), pair_weights)
-            wire_dtype = self._settings.wire_dtype or rows.dtype
+            wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
             sum_bytes = partials.hidden * partials.dtype.itemsize
             rows_per_chunk = self._layout.rows_per_slot(sum_bytes)
             to_nodes = {
@@ -239,38 +189,22 @@ class CpuEngine:
         if differing:
             raise MismatchError(f"ranks disagree in shuffle: {'; '.join(differing)}")
         with self.profile.spend("wire"):
-            ring = self._send_ring()
+            streams = self._streams()
             # Each rank starts with the next one, so that receivers take turns.
             order = [(self._rank + step) % len(everyone) for step in everyone]
-            tasks: list[Task] = [
-                StreamOut(send[r], self._outgoing(r, ring), r, self._slice) for r in order if r in send
-            ]
-            tasks += [self._stream_in(receive[r], r) for r in order if r in receive]
+            tasks: list[Task] = [streams.outgoing(send[rank], rank) for rank in order if rank in send]
+            tasks += [streams.incoming(receive[rank], rank) for rank in order if rank in receive]
             run(tasks, self._watch)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``."""
-        with self._operation(f"gather_send to rank {dst}"):
-            self._watch.begin(self._collective, f"gather_send to rank {dst}")
-            expected = self._trade_sizes(dst, segments.total_bytes)
-            if expected != segments.total_bytes:
-                self._watch.end()
-                raise MismatchError(
-                    f"this rank sends {segments.total_bytes} bytes to rank {dst}, which expects {expected}"
-                )
-            run([StreamOut(segments, self._outgoing(dst, self._send_ring()), dst, self._slice)], self._watch)
-            self._watch.end()
+        with self._stream_with(dst, f"gather_send to rank {dst}", segments) as streams:
+            run([streams.outgoing(segments, dst)], self._watch)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """See ``Engine``."""
-        with self._operation(f"scatter_recv from rank {src}"):
-            self._watch.begin(self._collective, f"scatter_recv from rank {src}")
-            sent = self._trade_sizes(src, segments.total_bytes)
-            if sent != segments.total_bytes:
-                self._watch.end()
-                raise MismatchError(f"rank {src} sends {sent} bytes to this rank, which expects {segments.total_bytes}")
-            run([self._stream_in(segments, src)], self._watch)
-            self._watch.end()
+        with self._stream_with(src, f"scatter_recv from rank {src}", segments) as streams:
+            run([streams.incoming(segments, src)], self._watch)
 
     def abandon(self, reason: str) -> None:
         """Tell all other ranks that this one will not come back."""
@@ -281,15 +215,8 @@ class CpuEngine:
     def close(self) -> None:
         """See ``Engine``."""
         self._broken = "it is closed"
-        self._watch.close()
-        self._sentinel.close()
-        self._transport.close()
-        self._memory.close()
+        self._connections.close()
         self._recycler.close()
-
-    @property
-    def _slice(self) -> int:
-        return self._layout.slot_bytes
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
@@ -322,60 +249,20 @@ class CpuEngine:
         rows_per_slice = self._layout.rows_per_slot(slot_row_bytes)
         return ReceiveRows(self._memory, self._transport, self._collective, src_to_rows, row_bytes, rows_per_slice)
 
-    def _outgoing(self, dst: int, ring: SendRing) -> Outgoing:
-        if dst in self._memory.ranks:
-            return RingOut(self._memory, self._memory.ranks.index(dst))
-        return GlooOut(ring, dst)
+    def _streams(self) -> Streams:
+        return Streams(self._memory, self._transport, self._private)
 
-    def _incoming(self, src: int, num_bytes: int) -> Incoming:
-        if src in self._memory.ranks:
-            return RingIn(self._memory, self._memory.ranks.index(src))
-        remote = [rank for rank in range(self._topology.world_size) if rank not in self._memory.ranks]
-        first = self._settings.ring_depth + 2 * remote.index(src)
-        slots = list(self._private[first : first + 2])
-        return GlooIn(self._transport, src, slots, slice_sizes(num_bytes, self._slice))
-
-    def _stream_in(self, segments: Segments, src: int) -> StreamIn:
-        return StreamIn(segments, self._incoming(src, segments.total_bytes), src, self._slice)
-
-    def _trade_sizes(self, peer: int, num_bytes: int) -> int:
-        """Tell a peer how many bytes this rank means to send or receive, and return what the peer says."""
-        theirs = word(0)
-        run(
-            [
-                StreamOut(word(num_bytes), self._outgoing(peer, self._send_ring()), peer, self._slice),
-                self._stream_in(theirs, peer),
-            ],
-            self._watch,
-        )
-        return int(theirs.base[0])
-
-
-def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
-    """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
-    with ExitStack() as undo:
-        own, error = None, ""
-        try:
-            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours))
-        except SharedMemoryError as failure:
-            error = str(failure)
-        addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
-        _raise_if_any([entry["error"] for entry in addresses])
-        assert own is not None
-
-        segments = []
-        try:
-            for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
-                address = SegmentAddress(**addresses[rank]["address"])
-                segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
-        except SharedMemoryError as failure:
-            error = str(failure)
-        _raise_if_any(roll.gather("mapped", error))
-        undo.pop_all()
-    return segments
-
-
-def _raise_if_any(errors: Sequence[str]) -> None:
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-    if failed:
-        raise SharedMemoryError("; ".join(failed))
+    @contextmanager
+    def _stream_with(self, peer: int, name: str, segments: Segments) -> Iterator[Streams]:
+        """A stream to or from one rank, which both sides enter with their number of bytes."""
+        with self._operation(name):
+            self._watch.begin(self._collective, name)
+            streams, ours, theirs = self._streams(), word(segments.total_bytes), word(0)
+            run([streams.outgoing(ours, peer), streams.incoming(theirs, peer)], self._watch)
+            if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
+                self._watch.end()
+                raise MismatchError(
+                    f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
+                )
+            yield streams
+            self._watch.end()

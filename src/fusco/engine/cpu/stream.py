@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from fusco.engine.cpu.channel import Incoming, Outgoing
+from fusco.engine.cpu.channel import GlooIn, GlooOut, Incoming, Outgoing, RingIn, RingOut, SendRing
+from fusco.engine.cpu.node_memory import NodeMemory
 from fusco.errors import Stall
 from fusco.kernels.copy_segments import copy_segments
 from fusco.segments import Segments
+from fusco.transport.gloo import GlooTransport
 
 
 class StreamOut:
@@ -73,6 +75,37 @@ class StreamIn:
     def stall(self) -> Stall:
         """The other side does not send."""
         return Stall("receiving and scattering", (self._src,), f"{self._num_slices} slices", f"{self._num_taken}")
+
+
+class Streams:
+    """Makes the two ends of streams to and from any rank, over shared memory or gloo as the rank's node demands."""
+
+    def __init__(self, memory: NodeMemory, transport: GlooTransport, private: torch.Tensor) -> None:
+        """``private`` are the rank's slots outside shared memory (``ArenaLayout.num_private_slots``)."""
+        self._memory, self._transport, self._private = memory, transport, private
+        self._slice_bytes, self._depth = memory.layout.slot_bytes, memory.layout.settings.ring_depth
+        self._send_ring = SendRing(transport, list(private[: self._depth]))
+
+    def outgoing(self, segments: Segments, dst: int) -> StreamOut:
+        """Segments to a rank."""
+        channel: Outgoing = (
+            RingOut(self._memory, self._memory.ranks.index(dst))
+            if dst in self._memory.ranks
+            else GlooOut(self._send_ring, dst)
+        )
+        return StreamOut(segments, channel, dst, self._slice_bytes)
+
+    def incoming(self, segments: Segments, src: int) -> StreamIn:
+        """Segments from a rank."""
+        channel: Incoming
+        if src in self._memory.ranks:
+            channel = RingIn(self._memory, self._memory.ranks.index(src))
+        else:
+            remote = [r for r in range(self._memory.layout.topology.world_size) if r not in self._memory.ranks]
+            first = self._depth + 2 * remote.index(src)
+            sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
+            channel = GlooIn(self._transport, src, list(self._private[first : first + 2]), sizes)
+        return StreamIn(segments, channel, src, self._slice_bytes)
 
 
 def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:

@@ -1,0 +1,113 @@
+"""How an engine comes by its memory and its connections, together with all other ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.errors import SharedMemoryError, Stall, TransportError
+from fusco.liveness.sentinel import Sentinel, SentinelAddress
+from fusco.liveness.watch import Peer, Watch
+from fusco.memory.layout import ArenaLayout
+from fusco.memory.segment import SegmentAddress, SharedSegment
+from fusco.transport.gloo import GlooTransport
+from fusco.transport.roll_call import RollCall
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody."""
+
+    watch: Watch
+    transport: GlooTransport
+    memory: NodeMemory
+    _resources: ExitStack
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._resources.close()
+
+
+def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> Connections:
+    """Connect to all other ranks and map the memory of those of the node.
+
+    Args:
+        roll: finds the other ranks.
+        layout: topology, capacity and settings, equal on all ranks.
+        hosts: the machine of each rank, as in ``Topology.from_hosts``.
+        listen_on: address at which other ranks reach this one.
+
+    Raises:
+        SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
+        PeerFailureError: naming a rank that dies or does not come. TransportError: where a network does not work.
+
+    """
+    with ExitStack() as resources:
+        secret = roll.gather("secret", secrets.token_hex(16))[0]
+        sentinel = Sentinel(secret, listen_on)
+        resources.callback(sentinel.close)
+        peers = _meet(roll, sentinel, hosts)
+        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s)
+        resources.callback(watch.close)
+        watch.begin(0, "Communicator")
+        roll.wait_until = watch.wait_until
+        transport = _connect_nodes(roll, layout, watch, tuple(peers))
+        resources.callback(transport.close)
+        watch.network_failure = lambda: transport.failure
+        num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
+        memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
+        resources.callback(memory.close)
+        watch.end()
+        return Connections(watch, transport, memory, resources.pop_all())
+
+
+def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int, Peer]:
+    found = roll.gather("sentinel", {"address": asdict(sentinel.address), "pid": os.getpid()})
+    return {
+        rank: Peer(SentinelAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[roll.rank])
+        for rank, entry in enumerate(found)
+        if rank != roll.rank
+    }
+
+
+def _connect_nodes(roll: RollCall, layout: ArenaLayout, watch: Watch, others: tuple[int, ...]) -> GlooTransport:
+    try:
+        return GlooTransport(roll.store, roll.rank, roll.world_size, layout.settings.timeout_s)
+    except RuntimeError as error:
+        symptom = f"the ranks could not be connected over gloo: {str(error).splitlines()[0]}"
+        watch.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        raise TransportError(symptom) from error  # though all ranks live
+
+
+def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
+    """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
+    with ExitStack() as undo:
+        own, error = None, ""
+        try:
+            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
+        _raise_if_any([entry["error"] for entry in addresses])
+        assert own is not None
+
+        segments = []
+        try:
+            for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
+                address = SegmentAddress(**addresses[rank]["address"])
+                segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        _raise_if_any(roll.gather("mapped", error))
+        undo.pop_all()
+    return segments
+
+
+def _raise_if_any(errors: Sequence[str]) -> None:
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if failed:
+        raise SharedMemoryError("; ".join(failed))
