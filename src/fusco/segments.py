@@ -42,7 +42,9 @@ class Segments:
         if len(self.offset_bytes) != len(self.num_bytes):
             raise ValueError(f"{len(self.offset_bytes)} offsets but {len(self.num_bytes)} sizes of segments")
         room = self.base.numel() * self.base.element_size()
-        is_outside = (self.offset_bytes < 0) | (self.num_bytes < 0) | (self.offset_bytes + self.num_bytes > room)
+        # Compared without a sum, which could overflow.
+        is_outside = (self.offset_bytes < 0) | (self.num_bytes < 0) | (self.num_bytes > room)
+        is_outside |= self.offset_bytes > room - self.num_bytes.clamp(max=room)
         if bool(is_outside.any()):
             i = int(is_outside.nonzero()[0])
             raise ValueError(

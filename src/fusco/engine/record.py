@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from fusco.errors import MismatchError, RejectedInputError
+from fusco.memory.layout import RECORD_TEXT_BYTES
 
 Terms: TypeAlias = Mapping[str, int | float | str | list[str]]
-
-_MAX_REJECTION_CHARS = 400  # keeps a record's text within its fixed room, whatever an error quotes
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,12 @@ class Agreement:
 
     def encode(self) -> bytes:
         """As JSON text."""
-        rejection = self.rejection[:_MAX_REJECTION_CHARS]
+        rejection = self.rejection
+        while len(text := self._to_json(rejection)) > RECORD_TEXT_BYTES:
+            rejection = rejection[: len(rejection) * 3 // 4]  # an error may quote anything at any length
+        return text
+
+    def _to_json(self, rejection: str) -> bytes:
         return json.dumps({"operation": self.operation, "terms": self.terms, "rejection": rejection}).encode()
 
     @classmethod

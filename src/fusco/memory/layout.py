@@ -9,7 +9,7 @@ from fusco.settings import Settings
 from fusco.topology import Topology
 
 _ALIGNMENT = 64  # a cache line: no two writers share one, and every dtype's view is aligned
-_RECORD_TEXT_BYTES = 1024
+RECORD_TEXT_BYTES = 1024
 _RECORD_HEADER_INTS = 4
 _NUM_KINDS_OF_FLAGS_PER_NODE = 3
 _NUM_KINDS_OF_FLAGS_PER_LOCAL = 2
@@ -103,7 +103,7 @@ class ArenaLayout:
     @property
     def record_bytes(self) -> int:
         """One record: its integers, then text."""
-        return _align(self.record_ints * 8 + _RECORD_TEXT_BYTES)
+        return _align(self.record_ints * 8 + RECORD_TEXT_BYTES)
 
     # Flags, by index into the int64 array at offset 0.
 
