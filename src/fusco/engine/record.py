@@ -28,7 +28,7 @@ class Agreement:
     def encode(self) -> bytes:
         """As JSON text."""
         rejection = self.rejection
-        while len(text := self._to_json(rejection)) > RECORD_TEXT_BYTES:
+        while len(text := self._to_json(rejection)) > RECORD_TEXT_BYTES and rejection:
             rejection = rejection[: len(rejection) * 3 // 4]  # an error may quote anything at any length
         return text
 

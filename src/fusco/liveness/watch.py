@@ -21,7 +21,8 @@ _TELLING = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
-# Ranks tend to die together (of memory, of their node), and an error should name them all.
+# Ranks tend to die together (of memory, of their node), and an error should name them all. And those that seem to have
+# left may have given this one up, and their verdict be on its way.
 _SETTLING_S = 0.1
 
 
@@ -104,6 +105,7 @@ class Watch:
         )
         silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
         if dead or silent:
+            time.sleep(_SETTLING_S)
             reasons = [self._describe_death(rank) for rank in dead]
             reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()]
             has_left = all(answer.has_left for answer in silent.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-# What connecting may take of the limit, so that there is time left to find out who does not answer.
-_CONNECTING = 0.7
+# What connecting may take of the limit: less than it takes to give ranks up, so that gloo can say what is wrong.
+_CONNECTING = 0.6
 # In closing: how long threads may take to end, which they do at once; and a tag that no message has.
 _ENDING_S = 1.0
 _NO_MESSAGES_TAG = 1 << 30
@@ -34,12 +35,32 @@ class Ticket:
 class GlooTransport:
     """Messages among the ranks of one gloo group of its own."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        """Connect all ranks; ``store`` must not have served another transport."""
-        # Errors of ours come first; gloo's limit only ends threads that would otherwise wait on.
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        wait_until: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        """Connect all ranks.
+
+        Args:
+            store: where ranks leave their addresses; it must not have served another transport.
+            rank: this rank.
+            world_size: number of ranks.
+            timeout_s: when gloo gives a message up. Errors of ours come first; this only ends threads.
+            wait_until: waits for a condition, and raises if a rank fails meanwhile.
+
+        Raises:
+            RuntimeError: of gloo, if the ranks cannot be connected.
+
+        """
         self._limit = timedelta(seconds=timeout_s)
-        # The type stub knows only the constructor.
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit)
+        # Where a rank dies while others connect to it, gloo takes several times its limit.
+        connecting = _in_thread(lambda: dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit))
+        wait_until(connecting.done)
+        self._group = connecting.result()
         self._waiters: dict[tuple[str, int], _Waiter] = {}
         self._under_way: set[Ticket] = set()
         self.failure = ""  # why the first message failed, if one did
@@ -126,6 +147,20 @@ class GlooTransport:
         if (direction, peer) not in self._waiters:
             self._waiters[direction, peer] = _Waiter(f"fusco-{direction}-{peer}")
         return self._waiters[direction, peer]
+
+
+def _in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call a function in a thread that nobody need wait for, not even the interpreter's end."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fusco-connect", daemon=True).start()
+    return future
 
 
 class _Waiter:

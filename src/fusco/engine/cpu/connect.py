@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from fusco.engine.cpu.node_memory import NodeMemory
-from fusco.errors import SharedMemoryError, Stall, TransportError
+from fusco.errors import PeerFailureError, SharedMemoryError, Stall, TransportError
 from fusco.liveness.sentinel import Sentinel, SentinelAddress
 from fusco.liveness.watch import Peer, Watch
 from fusco.memory.layout import ArenaLayout
@@ -55,12 +55,12 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         resources.callback(watch.close)
         watch.begin(0, "Communicator")
         roll.wait_until = watch.wait_until
-        transport = _connect_nodes(roll, layout, watch, tuple(peers))
-        resources.callback(transport.close)
-        watch.network_failure = lambda: transport.failure
         num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
         memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
         resources.callback(memory.close)
+        transport = _connect_nodes(roll, layout, watch, tuple(peers))
+        resources.callback(transport.close)  # before the memory, into which messages may still come
+        watch.network_failure = lambda: transport.failure
         watch.end()
         return Connections(watch, transport, memory, resources.pop_all())
 
@@ -75,11 +75,18 @@ def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int,
 
 
 def _connect_nodes(roll: RollCall, layout: ArenaLayout, watch: Watch, others: tuple[int, ...]) -> GlooTransport:
+    stall = Stall("connecting", others, "a connection to each", "too few")
+
+    def wait_until(is_connected: Callable[[], bool]) -> None:
+        watch.wait_until(is_connected, lambda: stall)
+
     try:
-        return GlooTransport(roll.store, roll.rank, roll.world_size, layout.settings.timeout_s)
+        return GlooTransport(roll.store, roll.rank, roll.world_size, layout.settings.timeout_s, wait_until)
+    except PeerFailureError:
+        raise
     except RuntimeError as error:
         symptom = f"the ranks could not be connected over gloo: {str(error).splitlines()[0]}"
-        watch.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        watch.ask_everybody(stall, symptom)
         raise TransportError(symptom) from error  # though all ranks live
 
 
