@@ -110,6 +110,10 @@ def between_calls() -> None:
     """Where a rank computes, outside any call: a place for faults."""
 
 
+def arrive(group: dist.ProcessGroup) -> None:
+    """Do nothing: whoever waits for it knows that all processes have started."""
+
+
 def live_through(group: dist.ProcessGroup, ranks_per_node: int, fault: Fault) -> Fate:
     """Make a communicator, work with it until a rank fails, close it."""
     fate, rank = Fate(), dist.get_rank(group)

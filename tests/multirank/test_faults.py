@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fault_jobs import TIMEOUT_S, Fate, Fault, die, fail, hold_open, live_through, nap, oversleep, stop
+from fault_jobs import TIMEOUT_S, Fate, Fault, arrive, die, fail, hold_open, live_through, nap, oversleep, stop
 
 from fusco.bench import local_world
 from fusco.bench.local_world import LocalWorld
@@ -77,6 +77,7 @@ def doomed_world(num_ranks, victims=()):
     names_before = set(os.listdir("/dev/shm"))
     world = LocalWorld(num_ranks)
     try:
+        world.run(arrive, num_ranks)
         yield world
     finally:
         for victim in victims:
@@ -92,7 +93,7 @@ def survivors_of(fault, num_ranks):
 
 
 def collect(world, ranks) -> dict[int, Fate]:
-    outcomes = dict(zip(ranks, world.collect(ranks, timeout_s=3 * TIMEOUT_S + 10), strict=True))
+    outcomes = dict(zip(ranks, world.collect(ranks, timeout_s=4 * TIMEOUT_S + 10), strict=True))
     failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
     assert not failures, failures
     return {rank: fate for rank, (_, fate) in outcomes.items()}
