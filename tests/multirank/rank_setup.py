@@ -26,7 +26,7 @@ class Setup:
     max_bytes_per_token: int = 256
     balancer: str = "send-and-receive"
     expert_placement: tuple[int, ...] | None = None
-    settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0))
+    settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 
     def open(self, group: dist.ProcessGroup) -> fusco.Communicator:
         """Make it."""

@@ -110,6 +110,7 @@ class Sentinel:
 
     def close(self) -> None:
         """Stop listening."""
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the server, which else looks up every half second
         self._server.shutdown()
         self._server.server_close()
 

@@ -12,9 +12,10 @@ from typing import NoReturn
 from fusco.errors import PeerFailureError, Stall
 from fusco.liveness.sentinel import Sentinel, SentinelAddress, Silence, Status, Verdict
 
-# Shares of the limit: wait without progress, then ask everybody, then tell everybody; the rest is slack.
+# Shares of the limit: wait without progress, then ask everybody, settle, then tell everybody; the rest is slack.
 _PATIENCE = 0.7
 _ASKING = 0.15
+_SETTLING = 0.05
 _TELLING = 0.05
 
 # Pauses grow from a yield to half a millisecond: ranks may share cores, so nobody may spin.
@@ -22,8 +23,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
 # Ranks tend to die together (of memory, of their node), and an error should name them all. And those that seem to have
-# left may have given this one up, and their verdict be on its way.
-_SETTLING_S = 0.1
+# left may have given this one up, and their verdict be on its way. A tenth of a second is enough for both.
+_LONGEST_SETTLING_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Watch:
 
     def __init__(self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float) -> None:
         self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
+        self._settling_s = min(_SETTLING * timeout_s, _LONGEST_SETTLING_S)
         self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
         self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
         self._collective, self._operation = 0, ""
@@ -82,7 +84,7 @@ class Watch:
             raise self._failure(waiting_for, self._sentinel.verdict)
         has_died, failure = any(map(self._is_dead, waiting_for.on_ranks)), self.network_failure()
         if has_died or failure:
-            time.sleep(_SETTLING_S)
+            time.sleep(self._settling_s)
             if dead := self._dead():
                 self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
@@ -105,7 +107,7 @@ class Watch:
         )
         silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
         if dead or silent:
-            time.sleep(_SETTLING_S)
+            time.sleep(self._settling_s)
             reasons = [self._describe_death(rank) for rank in dead]
             reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()]
             has_left = all(answer.has_left for answer in silent.values())
