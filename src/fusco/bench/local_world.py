@@ -18,6 +18,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
+# How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
+_LEAVING_S = 20.0
+
 
 class RankFailedError(RuntimeError):
     """A function raised on some rank, or its process died; the text has each rank's traceback."""
@@ -116,7 +119,7 @@ class LocalWorld:
                 pass  # that process is gone
             pipe.close()
         for process in self.processes:
-            process.join(timeout=5)
+            process.join(timeout=_LEAVING_S)
             if process.is_alive():
                 process.kill()
                 process.join()
