@@ -90,6 +90,8 @@ class Communicator:
         def check() -> tuple[Capacity, ExpertPlacement]:
             if device != "cpu":
                 raise ValueError(f"device must be 'cpu', got {device!r}")
+            if not isinstance(num_experts, int):
+                raise TypeError(f"num_experts must be an integer, got {num_experts!r}")
             capacity = Capacity(
                 max_tokens_per_rank=max_tokens_per_rank, max_bytes_per_token=max_bytes_per_token, num_topk=num_topk
             )
@@ -104,7 +106,9 @@ class Communicator:
             "num_topk": num_topk,
             "max_tokens_per_rank": max_tokens_per_rank,
             "max_bytes_per_token": max_bytes_per_token,
-            "expert_placement": str(checked[1].expert_to_rank) if checked and expert_placement else "contiguous",
+            "expert_placement": str(checked[1].expert_to_rank)
+            if checked and expert_placement is not None
+            else "contiguous",
             "balancer": getattr(balancer, "__name__", type(balancer).__name__),
             "device": device,
         }

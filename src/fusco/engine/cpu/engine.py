@@ -147,7 +147,7 @@ class CpuEngine:
     def combine_rows(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> torch.Tensor:
         """See ``Engine``."""
         with self.profile.spend("wire"):
-            partials = PartialSums(plan, rows.detach().contiguous(), pair_weights)
+            partials = PartialSums(plan, rows.detach().resolve_neg().contiguous(), pair_weights)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
             sum_bytes = partials.hidden * partials.dtype.itemsize
             rows_per_chunk = self._layout.rows_per_slot(sum_bytes)
