@@ -9,7 +9,7 @@ Layers, each importing only those below it::
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
     balancer                                    traffic -> communication groups
-    groups  topology  placement  segments  settings  hosts  errors      plain values
+    groups  topology  placement  segments  settings  launch  hosts  errors      plain values
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
 """
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
     from fusco.balancer import Traffic as Traffic
     from fusco.communicator import Communicator as Communicator
     from fusco.errors import ClosedError as ClosedError
+    from fusco.errors import CompileError as CompileError
     from fusco.errors import FuscoError as FuscoError
     from fusco.errors import MismatchError as MismatchError
     from fusco.errors import PeerFailureError as PeerFailureError
     from fusco.errors import RejectedInputError as RejectedInputError
     from fusco.errors import SharedMemoryError as SharedMemoryError
+    from fusco.errors import SlotOverflowError as SlotOverflowError
     from fusco.errors import TransportError as TransportError
     from fusco.groups import Groups as Groups
     from fusco.handle import Dispatched as Dispatched
     from fusco.handle import Handle as Handle
+    from fusco.launch import Launch as Launch
+    from fusco.launch import StaticSlots as StaticSlots
     from fusco.memory.layout import Capacity as Capacity
     from fusco.memory.layout import MemorySize as MemorySize
     from fusco.memory.layout import memory_size_hint as memory_size_hint
@@ -51,14 +55,18 @@ _NAME_TO_MODULE = {
     "Communicator": "communicator",
     "Dispatched": "handle",
     "ClosedError": "errors",
+    "CompileError": "errors",
     "FuscoError": "errors",
     "MismatchError": "errors",
     "PeerFailureError": "errors",
     "RejectedInputError": "errors",
     "SharedMemoryError": "errors",
+    "SlotOverflowError": "errors",
     "TransportError": "errors",
     "Groups": "groups",
     "Handle": "handle",
+    "Launch": "launch",
+    "StaticSlots": "launch",
     "Capacity": "memory.layout",
     "MemorySize": "memory.layout",
     "memory_size_hint": "memory.layout",

@@ -53,18 +53,13 @@ class RouteWeights(torch.autograd.Function):
     def forward(ctx: Any, topk_weights: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
         """Padding rows have weight zero."""
         ctx.handle, ctx.verbs, ctx.dtype = handle.unweighted(), verbs, topk_weights.dtype
-        weights = handle.pair_weights
-        assert weights is not None
-        routed = torch.zeros(handle.num_slots, dtype=weights.dtype)
-        routed[handle.plan.distribution.pair_to_slot] = weights
-        return routed.to(topk_weights.dtype)
+        return handle.plan.slot_weights.to(topk_weights.dtype, copy=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_routed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Each row's gradient goes home to its token and k."""
-        pairs = ctx.handle.plan.distribution
-        return _weights_home(grad_routed[pairs.pair_to_slot], ctx.handle, ctx.verbs).to(ctx.dtype), None, None
+        return _weights_home(grad_routed, ctx.handle, ctx.verbs).to(ctx.dtype), None, None
 
 
 class CombineRows(torch.autograd.Function):
@@ -83,24 +78,24 @@ class CombineRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``."""
-        handle, pairs = ctx.handle, ctx.handle.plan.distribution
+        handle = ctx.handle
         grad_y = ctx.verbs.dispatch(grad_out.contiguous(), handle)
         grad_weights = None
         (y,) = ctx.saved_tensors
         if y is not None:
             wide = torch.promote_types(y.dtype, torch.float32)
             dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
-            home = _weights_home(dots[pairs.pair_to_slot], handle.unweighted(), ctx.verbs)
+            home = _weights_home(dots, handle.unweighted(), ctx.verbs)
             grad_weights = home.to(handle.topk_weights.dtype)
-        if handle.pair_weights is not None:
-            grad_y[pairs.pair_to_slot] *= handle.pair_weights[:, None].to(grad_y.dtype)
+        if handle.is_weighted:
+            # Multiplied in the wider dtype, so that weights are not rounded to 16 bits first.
+            grad_y = (grad_y * handle.plan.slot_weights[:, None]).to(grad_y.dtype)
         return grad_y, grad_weights, None, None, None
 
 
-def _weights_home(pair_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
-    """Send one value of each pair to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
-    pairs = handle.plan.distribution
-    dtype = torch.float64 if pair_values.dtype == torch.float64 else torch.float32
-    rows = torch.zeros(handle.num_slots, handle.num_topk, dtype=dtype)
-    rows[pairs.pair_to_slot, pairs.pair_to_k] = pair_values.to(dtype)
+def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+    """Send one value of each slot to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
+    dtype = torch.float64 if slot_values.dtype == torch.float64 else torch.float32
+    rows = slot_values.new_zeros(handle.num_slots, handle.num_topk, dtype=dtype)
+    rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])
     return verbs.combine(rows, handle)

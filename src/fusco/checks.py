@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.segments import Segments
 
-_MAX_PAYLOADS = 8  # as many as fit into a record's text with room to spare
+_MAX_PAYLOADS, _MAX_DIMS = 8, 6  # as many as fit into a record's text, whatever the sizes
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class Checks:
     placement: ExpertPlacement
     capacity: Capacity
     wire_dtype: torch.dtype | None
+    device: torch.device
 
     def routing(self, routing: Routing) -> None:
         """The routing of a dispatch."""
         for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
             if tensor is not None:
-                _check_device(name, tensor)
-        routing.check_expert_ids(self.placement.num_experts)
+                self._tensor(name, tensor)
+        if self.device.type == "cpu":  # on CUDA the plan finds out, as looking here would wait for the device
+            routing.check_expert_ids(self.placement.num_experts)
         if routing.num_topk > self.capacity.num_topk:
             raise ValueError(
                 f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
@@ -42,9 +45,11 @@ class Checks:
         if not 1 <= len(payloads) <= _MAX_PAYLOADS:
             raise ValueError(f"dispatch takes 1 to {_MAX_PAYLOADS} payloads, got {len(payloads)}")
         for i, payload in enumerate(payloads):
-            _check_device(f"payload {i}", payload)
+            self._tensor(f"payload {i}", payload)
             if payload.ndim < 1 or len(payload) != num_tokens:
                 raise ValueError(f"payload {i} has shape {tuple(payload.shape)}, the routing {num_tokens} tokens")
+            if payload.ndim > _MAX_DIMS:
+                raise ValueError(f"payload {i} has {payload.ndim} dimensions, at most {_MAX_DIMS} are supported")
         if len(payloads) > 1 and any(map(wants_grad, payloads)):
             raise ValueError("gradients flow through a single payload only; detach these, or dispatch them apart")
         if num_tokens > self.capacity.max_tokens_per_rank:
@@ -57,7 +62,7 @@ class Checks:
     def rows(self, y: torch.Tensor, handle: Handle) -> None:
         """The expert-major rows of a combine."""
         self.handle(handle)
-        _check_device("y", y)
+        self._tensor("y", y)
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_slots:
@@ -75,6 +80,7 @@ class Checks:
         """What goes to or comes from another rank of the group."""
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+        self._tensor("the base of segments", segments.base)
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
             raise ValueError(
                 f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
@@ -85,9 +91,18 @@ class Checks:
         for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
+            self._tensor(f"the base of segments for rank {rank}", segments.base)
         strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:
@@ -109,10 +124,18 @@ def wants_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _check_device(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}, the communicator on cpu")
+def check_device(device: str | torch.device) -> torch.device:
+    """The device of a communicator, by index; ``ValueError`` for one that is not there or cannot be used."""
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this torch ({torch.__version__}) finds no CUDA device")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")
+    return torch.device("cuda", index)

@@ -12,14 +12,15 @@ import torch.distributed as dist
 
 from fusco.autograd import CombineRows, DispatchRows, Made, RouteWeights, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
-from fusco.checks import Checks, wants_grad
-from fusco.engine.base import Engine
+from fusco.checks import Checks, check_device, wants_grad
+from fusco.engine.base import Delivery, DispatchOrder, Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Terms
 from fusco.errors import ClosedError, PeerFailureError
 from fusco.handle import Dispatched, Handle
 from fusco.introduction import introduce
+from fusco.launch import Launch, StaticSlots
 from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
@@ -57,7 +58,7 @@ class Communicator:
         ranks_per_node: int | None = None,
         balancer: Balancer = balance_send_and_receive,
         settings: Settings | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         """Make the communicator, together with all other ranks of the group.
 
@@ -71,10 +72,11 @@ class Communicator:
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
             balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
             settings: slices, rings, limits; ``None`` means the defaults.
-            device: ``"cpu"``.
+            device: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:i"``. On CUDA each rank has a device of its
+                own, and all ranks reach each other over NVLink.
 
         Raises:
-            ValueError: for sizes, a placement or a topology that do not fit together.
+            ValueError: for sizes, a placement, a topology or a device that do not fit together.
             MismatchError: if ranks give different values; RejectedInputError: if another rank's were refused.
             SharedMemoryError: if there is no room; see ``memory_size_hint``.
             PeerFailureError: if a rank does not come within ``settings.timeout_s``.
@@ -87,15 +89,14 @@ class Communicator:
         assert group is not None
         roll = RollCall(group, settings.timeout_s)
 
-        def check() -> tuple[Capacity, ExpertPlacement]:
-            if device != "cpu":
-                raise ValueError(f"device must be 'cpu', got {device!r}")
+        def check() -> tuple[Capacity, ExpertPlacement, torch.device]:
             if not isinstance(num_experts, int):
                 raise TypeError(f"num_experts must be an integer, got {num_experts!r}")
             capacity = Capacity(
                 max_tokens_per_rank=max_tokens_per_rank, max_bytes_per_token=max_bytes_per_token, num_topk=num_topk
             )
-            return capacity, ExpertPlacement.of(num_experts, expert_placement, roll.world_size)
+            placement = ExpertPlacement.of(num_experts, expert_placement, roll.world_size)
+            return capacity, placement, check_device(device)
 
         checked, rejection = _attempt(check)
         terms: Terms = {
@@ -110,18 +111,24 @@ class Communicator:
             if checked and expert_placement is not None
             else "contiguous",
             "balancer": getattr(balancer, "__name__", type(balancer).__name__),
-            "device": device,
+            "device": torch.device(device).type if checked else "",
         }
         met = introduce(roll, Agreement("Communicator", {} if rejection else terms, str(rejection or "")))
         if rejection:
             raise rejection
         assert checked is not None
-        capacity, self._placement = checked
+        capacity, self._placement, self._device = checked
 
-        self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype)
+        self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype, self._device)
         self._balancer, self._is_closed = balancer, False
         layout = ArenaLayout(Topology.from_hosts(met.hosts, ranks_per_node), capacity, settings)
-        self._engine: Engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
+        self._engine: Engine
+        if self._device.type == "cuda":
+            from fusco.engine.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
+
+            self._engine = CudaEngine(roll, group, layout, met.hosts, met.listen_on, self._placement, self._device)
+        else:
+            self._engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
         self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
 
     @property
@@ -152,6 +159,8 @@ class Communicator:
         *,
         expert_alignment: int = 1,
         with_weights: bool = False,
+        static: StaticSlots | None = None,
+        launch: Launch | None = None,
     ) -> Dispatched:
         """Send every token to the experts it is routed to; rows land expert-major on the ranks that own them.
 
@@ -163,9 +172,17 @@ class Communicator:
                 float32, float64 as float64.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this.
             with_weights: return the weight of every row, too.
+            static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
+                wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
+                the call can be captured in a CUDA graph (by all ranks, and replayed by all in the same order).
+            launch: how to use the device.
 
         Returns:
             Rows, counts, weights if asked for, and the handle.
+
+        Raises:
+            SlotOverflowError: on a rank whose static output is too small: here on the CPU; on CUDA from
+                ``synchronize``, ``close``, or the next collective, which is then called off on all ranks.
 
         """
         payloads = _as_list(x)
@@ -192,53 +209,68 @@ class Communicator:
                 "requires_grad": str([wants_grad(payloads[0]), wants_grad(topk_weights), with_weights]),
             }
 
-        def work(agreement: Agreement, routing: Routing | None) -> tuple[Handle, list[torch.Tensor]] | None:
-            routing = routing or Routing(torch.empty(0, 0, dtype=torch.int64))
-            plan = self._engine.plan(agreement, routing, self._placement, self._balancer, expert_alignment)
-            if plan is None:
-                return None
-            handle = Handle(plan, topk_weights, self._engine.num_collectives)
-            return handle, self._engine.dispatch_rows(plan, payloads)
+        def work(agreement: Agreement, routing: Routing | None) -> Delivery | None:
+            order = (
+                None
+                if routing is None
+                else DispatchOrder(
+                    routing=routing,
+                    payloads=payloads,
+                    placement=self._placement,
+                    balancer=self._balancer,
+                    expert_alignment=expert_alignment,
+                    static=static,
+                    launch=launch or Launch(),
+                )
+            )
+            return self._engine.dispatch(agreement, order)
 
-        handle, rows = self._collective("dispatch", check, terms, work)
+        delivery = self._collective("dispatch", check, terms, work)
+        if delivery.rejection:
+            raise delivery.rejection
+        handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
         weights = None
         if with_weights:
             weights = RouteWeights.apply(topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
         first, *more = self._in_graph(payloads, rows, handle)
-        return Dispatched(first, handle.plan.distribution.num_rows_per_expert, weights, handle, tuple(more))
+        return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
-    def dispatch_again(self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle) -> tuple[torch.Tensor, ...]:
+    def dispatch_again(
+        self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Send other rows along the routing of a handle, without planning again.
 
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from a ``dispatch`` of this communicator, of the same one on all ranks.
+            launch: how to use the device.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
 
         """
         payloads = _as_list(x)
-        return tuple(self._in_graph(payloads, self._dispatch_along(payloads, handle), handle))
+        return tuple(self._in_graph(payloads, self._dispatch_along(payloads, handle, launch), handle))
 
-    def combine(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
         """Bring expert-major rows home: ``out[t]`` is the sum over k of ``topk_weights[t, k] * y[row of (t, k)]``.
 
-        Sums are accumulated in float32 (float64 for float64 rows). Between nodes, partial sums travel in
-        ``settings.wire_dtype``, by default the dtype of ``y``, so that each node's part of a 16-bit row is rounded
-        once more.
+        Sums are accumulated in float32 (float64 for float64 rows). Between nodes, and on CUDA between ranks, partial
+        sums travel in ``settings.wire_dtype``, by default the dtype of ``y``, so that each part of a 16-bit row is
+        rounded once more.
 
         Args:
             y: float16, bfloat16, float32 or float64 (num_slots, hidden), laid out as the rows of ``dispatch``; padding
                 rows are ignored.
             handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
                 up as they are.
+            launch: how to use the device.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
 
         """
-        out = self._combine(y, handle)
+        out = self._combine(y, handle, launch)
         if wants_grad(y) or wants_grad(handle.topk_weights):
             out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs)  # type: ignore[no-untyped-call]
         return out
@@ -276,17 +308,57 @@ class Communicator:
         self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that peers can read: rows that stand in it leave from there, without being copied first.
+
+        A collective; ranks give the same dtype and the same shape, that of the rank that needs most. The memory lives
+        until the communicator is closed. On the CPU it is plain memory, since there rows are copied in any case.
+
+        Args:
+            shape: of the tensor; for ``dispatch``, (num_tokens, ...). A slice of its first tokens is in place, too.
+            dtype: of the tensor.
+
+        """
+        shape = tuple(shape)
+
+        def check() -> None:
+            if not all(isinstance(size, int) and size >= 0 for size in shape):
+                raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
+
+        def work(agreement: Agreement, _: None) -> torch.Tensor | None:
+            self._engine.agree(agreement)
+            return None if agreement.rejection else self._engine.empty(shape, dtype)
+
+        return self._collective("empty", check, lambda: {"shape": str(shape), "dtype": str(dtype)}, work)
+
+    def wait(self) -> None:
+        """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""
+        self._engine.wait()
+
+    def synchronize(self) -> None:
+        """Wait until everything that this communicator has launched is done; not a collective.
+
+        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile, and
+        ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
+        """
+        self._engine.synchronize()
+        if error := self._engine.pending_error():
+            raise error
+
     def close(self) -> None:
         """Wait until every rank closes, then give everything back; a second call does nothing.
 
         Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
-        waited for.
+        waited for. Raises ``SlotOverflowError`` as ``synchronize`` does.
         """
         if self._is_closed:
             return
+        overflow: Exception | None = None
         try:
             with self._engine.collective("close"):
                 self._engine.agree(Agreement("close"))
+                self._engine.synchronize()
+                overflow = self._engine.pending_error()
         except ClosedError:
             pass  # it broke before, so there is nobody to wait for
         except PeerFailureError as error:
@@ -295,6 +367,8 @@ class Communicator:
         finally:
             self._is_closed = True
             self._engine.close()
+        if overflow:
+            raise overflow
 
     def __enter__(self) -> Communicator:
         return self
@@ -306,7 +380,9 @@ class Communicator:
             self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         self.close()
 
-    def _dispatch_along(self, payloads: list[torch.Tensor], handle: Handle) -> list[torch.Tensor]:
+    def _dispatch_along(
+        self, payloads: list[torch.Tensor], handle: Handle, launch: Launch | None = None
+    ) -> list[torch.Tensor]:
         def check() -> None:
             self._checks.handle(handle)
             self._checks.payloads(payloads, handle.num_tokens)
@@ -315,24 +391,24 @@ class Communicator:
             grad = str(wants_grad(payloads[0]))
             return {"payloads": list(map(_describe, payloads)), "handle": handle.number, "requires_grad": grad}
 
-        def work(agreement: Agreement, _: None) -> list[torch.Tensor]:
-            self._engine.agree(agreement)
-            return [] if agreement.rejection else self._engine.dispatch_rows(handle.plan, payloads)
+        def work(agreement: Agreement, _: None) -> list[torch.Tensor] | None:
+            plan = None if agreement.rejection else handle.plan
+            return self._engine.dispatch_along(agreement, plan, payloads, launch or Launch())
 
         return self._collective("dispatch_again", check, terms, work)
 
-    def _combine(self, y: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def _combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> torch.Tensor:
         def terms() -> Terms:
             return {
                 "row": _describe(y),
                 "handle": handle.number,
-                "is_weighted": str(handle.topk_weights is not None),
+                "is_weighted": str(handle.is_weighted),
                 "requires_grad": str([wants_grad(y), wants_grad(handle.topk_weights)]),
             }
 
         def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            self._engine.agree(agreement)
-            return None if agreement.rejection else self._engine.combine_rows(handle.plan, y, handle.pair_weights)
+            plan, weights = (None, None) if agreement.rejection else (handle.plan, handle.weights)
+            return self._engine.combine(agreement, plan, y, weights, launch or Launch())
 
         return self._collective("combine", lambda: self._checks.rows(y, handle), terms, work)
 
@@ -345,6 +421,7 @@ class Communicator:
     ) -> _Result:
         """Check, agree, work. A rank whose check fails takes part just far enough for the others to learn of it."""
         checked, rejection = _attempt(check)
+        rejection = self._engine.pending_error() or rejection
         agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
         with self._engine.collective(operation):
             result = work(agreement, checked)

@@ -21,6 +21,27 @@ class TransportError(FuscoError):
     """The process group's store or the network between nodes could not be reached."""
 
 
+class CompileError(FuscoError):
+    """A kernel could not be compiled or loaded."""
+
+
+class SlotOverflowError(FuscoError):
+    """A routing needed more slots than a static output has; rows that did not fit are missing.
+
+    Attributes:
+        num_slots: rows of the output.
+        num_slots_needed: what the routing needed, padding counted.
+
+    """
+
+    def __init__(self, rank: int, num_slots: int, num_slots_needed: int) -> None:
+        self.num_slots, self.num_slots_needed = num_slots, num_slots_needed
+        super().__init__(
+            f"rank {rank} needed {num_slots_needed} expert-major rows in a dispatch into static slots, but had "
+            f"StaticSlots({num_slots}); rows that did not fit are missing. Give it more, or pass on_overflow='drop'"
+        )
+
+
 class MismatchError(ValueError):
     """Ranks disagree on something they must agree on. Every rank of the group raises it."""
 

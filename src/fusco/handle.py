@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
-from fusco.planner.plan import DispatchPlan
+from fusco.engine.base import Plan
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Handle:
 
     """
 
-    plan: DispatchPlan
+    plan: Plan
     topk_weights: torch.Tensor | None
     number: int
 
@@ -33,25 +32,27 @@ class Handle:
     @property
     def num_tokens(self) -> int:
         """Tokens of this rank."""
-        return self.plan.num_rows_from(self.plan.rank)
+        return self.plan.num_tokens
 
     @property
     def num_topk(self) -> int:
         """Expert slots of a token."""
-        return self.plan.routing.topk_idx.shape[1]
+        return self.plan.num_topk
 
     @property
     def num_slots(self) -> int:
         """Expert-major rows of this rank, padding counted."""
-        return self.plan.distribution.num_slots
+        return self.plan.num_slots
 
-    @cached_property
-    def pair_weights(self) -> torch.Tensor | None:
-        """The weight of each pair of ``plan.distribution``, as it travelled: float32, or float64 (num_pairs,)."""
-        if self.topk_weights is None or self.plan.routing.topk_weights is None:
-            return None
-        pairs = self.plan.distribution
-        return self.plan.routing.topk_weights[pairs.pair_to_row, pairs.pair_to_k]
+    @property
+    def is_weighted(self) -> bool:
+        """Whether ``combine`` applies weights."""
+        return self.topk_weights is not None
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """The weights that ``combine`` applies, in the plan's order."""
+        return self.plan.weights if self.is_weighted else None
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Dispatched:
     Attributes:
         rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
             inside in order of (source rank, token). Padding is zero.
-        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
+        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, padding not counted.
         weights: the weight of each row (num_slots,), if asked for.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         more_rows: likewise the rows of the second payload and of those after it.

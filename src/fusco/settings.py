@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ class Settings:
             raise ValueError(f"slice_bytes must be positive, got {self.slice_bytes}")
         if self.ring_depth < 2:
             raise ValueError(f"ring_depth must be at least 2, got {self.ring_depth}")
-        if not self.timeout_s > 0:  # not a number is not positive either
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
         if self.wire_dtype not in (None, torch.float32):
             raise ValueError(f"wire_dtype must be None or torch.float32, got {self.wire_dtype}")

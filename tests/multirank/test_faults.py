@@ -25,15 +25,15 @@ ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 ROLL_CALL = "fusco.transport.roll_call:RollCall.gather"
 CONNECTING = "fusco.transport.gloo:GlooTransport.__init__"
-REUSE = "fusco.engine.cpu.exchange:Exchange.wait_for_peers_done"
-RECORDS = "fusco.engine.cpu.exchange:Exchange.exchange_records"
-ROUTING = "fusco.engine.cpu.exchange:Exchange.exchange_routing"
+REUSE = "fusco.engine.host.exchange:Exchange.wait_for_peers_done"
+RECORDS = "fusco.engine.host.exchange:Exchange.exchange_records"
+ROUTING = "fusco.engine.host.exchange:Exchange.exchange_routing"
 SENDING = "fusco.engine.cpu.dispatch:SendRows.step"
 SCATTERING = "fusco.engine.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.engine.cpu.combine:ProducePartialSums.step"
 FOLDING = "fusco.engine.cpu.combine:FoldSums.step"
-DISPATCHING = "fusco.engine.cpu.engine:CpuEngine.dispatch_rows"
-SHUFFLING = "fusco.engine.cpu.stream:StreamOut.step"
+DISPATCHING = "fusco.engine.cpu.engine:CpuEngine.dispatch_along"
+SHUFFLING = "fusco.engine.stream:StreamOut.step"
 OUTSIDE = "fault_jobs:between_calls"
 
 # What strikes where: ranks and ranks of each node, victims, the method, its calls that go well first.

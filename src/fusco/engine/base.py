@@ -4,28 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from fusco.balancer import Balancer
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
+from fusco.launch import Launch, StaticSlots
 from fusco.placement import ExpertPlacement
-from fusco.planner.plan import DispatchPlan
 from fusco.planner.routing import Routing
 from fusco.segments import Segments
 from fusco.topology import Topology
 
 
+class Plan(Protocol):
+    """What verbs, handles and gradients need to know of a backend's plan. Tensors are on the device of the rows."""
+
+    @property
+    def rank(self) -> int:
+        """The rank whose plan it is."""
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """Which rank owns which expert."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+
+    @property
+    def num_topk(self) -> int:
+        """Expert slots of a token."""
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the expert-major output."""
+
+    @property
+    def num_rows_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert's block, padding not counted, int64 (num_local_experts,)."""
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """The weights that travelled with the routing, float32 or float64, in the backend's own order."""
+
+    @property
+    def slot_weights(self) -> torch.Tensor:
+        """The same by slot (num_slots,); zero where no row stands."""
+
+    @property
+    def slot_to_k(self) -> torch.Tensor:
+        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where no row stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchOrder:
+    """What one rank wants dispatched, checked."""
+
+    routing: Routing
+    payloads: Sequence[torch.Tensor]
+    placement: ExpertPlacement
+    balancer: Balancer
+    expert_alignment: int
+    static: StaticSlots | None
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a dispatch gave.
+
+    Attributes:
+        plan: for combine and for other payloads.
+        rows: expert-major rows of each payload.
+        rejection: what turned out to be wrong with this rank's or another one's input after all; to be raised.
+
+    """
+
+    plan: Any
+    rows: list[torch.Tensor]
+    rejection: Exception | None = None
+
+
 class Engine(Protocol):
     """One rank's engine. All ranks call the same verbs in the same order, each inside ``collective``.
 
-    ``plan`` and ``agree`` compare the ranks' agreements first: where they differ, all ranks raise ``MismatchError``;
-    where one carries a rejection, all other ranks raise ``RejectedInputError`` and that rank returns without a plan.
+    Every verb compares the ranks' agreements first: where they differ, all ranks raise ``MismatchError``; where one
+    carries a rejection, all other ranks raise ``RejectedInputError`` and that rank gets ``None``, its other arguments
+    not looked at.
     """
 
-    profile: CallProfile
+    @property
+    def profile(self) -> CallProfile:
+        """Times and bytes of the latest collective."""
 
     @property
     def topology(self) -> Topology:
@@ -38,26 +111,26 @@ class Engine(Protocol):
     def collective(self, operation: str) -> AbstractContextManager[None]:
         """Everything a collective does happens inside this context; a failure inside it breaks the engine."""
 
-    def plan(
-        self,
-        agreement: Agreement,
-        routing: Routing,
-        placement: ExpertPlacement,
-        balancer: Balancer,
-        expert_alignment: int,
-    ) -> DispatchPlan | None:
-        """Exchange routing and plan."""
+    def pending_error(self) -> Exception | None:
+        """What went wrong with this rank's earlier calls and shows only now; told once."""
 
     def agree(self, agreement: Agreement) -> None:
-        """Compare agreements, for a collective that needs no new plan."""
+        """Compare agreements, and nothing else."""
 
-    def dispatch_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Move token-major rows (num_tokens, ...) to expert-major rows (num_slots, ...), each payload alike."""
+    def dispatch(self, agreement: Agreement, order: DispatchOrder | None) -> Delivery | None:
+        """Exchange routing, plan, and move token-major rows (num_tokens, ...) to expert-major ones (num_slots, ...)."""
 
-    def combine_rows(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> torch.Tensor:
+    def dispatch_along(
+        self, agreement: Agreement, plan: Any, payloads: Sequence[torch.Tensor], launch: Launch
+    ) -> list[torch.Tensor] | None:
+        """Move rows along an earlier plan."""
+
+    def combine(
+        self, agreement: Agreement, plan: Any, rows: torch.Tensor, weights: torch.Tensor | None, launch: Launch
+    ) -> torch.Tensor | None:
         """Sum expert-major rows (num_slots, hidden) into token-major rows (num_tokens, hidden).
 
-        ``pair_weights[i]`` is the weight of the i-th pair of ``plan.distribution``; ``None`` means one.
+        ``weights`` are those of ``plan``, or ``None``: all are one then.
         """
 
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -68,6 +141,15 @@ class Engine(Protocol):
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive into segments from one rank, which calls ``gather_send``; not a collective."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory from which rows leave without being copied first; all ranks ask for the same."""
+
+    def wait(self) -> None:
+        """Have the current stream wait for everything that was launched."""
+
+    def synchronize(self) -> None:
+        """Wait, within the limit, until everything that was launched is done."""
 
     def abandon(self, reason: str) -> None:
         """Tell all other ranks that this one will not come back, and refuse further calls."""

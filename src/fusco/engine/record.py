@@ -59,6 +59,9 @@ def check_agreement(agreements: Sequence[Agreement], rank: int) -> None:
     Traceback (most recent call last):
     fusco.errors.MismatchError: ranks disagree in dispatch: num_topk is 8 on rank 0, 4 on rank 1
     """
+    own = agreements[rank]
+    if not own.rejection and all(agreement is own or agreement == own for agreement in agreements):
+        return
     operations = _group_by([agreement.operation for agreement in agreements])
     if len(operations) > 1:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")

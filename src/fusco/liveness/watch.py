@@ -43,6 +43,9 @@ class Watch:
         self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
         self._settling_s = min(_SETTLING * timeout_s, _LONGEST_SETTLING_S)
         self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
+        # What a device waited for when its own limit ran out; whoever has a device sets it.
+        self.device_stall: Callable[[], Stall | None] = lambda: None
+        self.spin_s = 0.0  # how long to look without pause first; only where ranks do not share cores
         self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
@@ -72,9 +75,11 @@ class Watch:
 
     def pause(self, stall: Callable[[], Stall]) -> None:
         """Nothing moved: sleep a little, or raise ``PeerFailureError`` once it is clear that nothing will move."""
+        now = time.monotonic()
+        if now - self._since_progress < self.spin_s:
+            return
         time.sleep(self._pause_s)
         self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
-        now = time.monotonic()
         if now - self._last_check < _SECONDS_BETWEEN_CHECKS:
             return
         self._last_check = now
@@ -88,6 +93,8 @@ class Watch:
             if dead := self._dead():
                 self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
+        if stalled := self.device_stall():
+            self.find_fault(stalled, "the device waited in vain")
         if now - self._since_progress > _PATIENCE * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fusco.settings import Settings
@@ -85,6 +85,11 @@ class ArenaLayout:
     topology: Topology
     capacity: Capacity
     settings: Settings
+
+    def without_rows(self) -> ArenaLayout:
+        """A layout for ranks that only exchange records and words: the least capacity, and slots as small."""
+        least = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
+        return replace(self, capacity=least, settings=replace(self.settings, slice_bytes=_ALIGNMENT))
 
     @cached_property
     def slot_bytes(self) -> int:

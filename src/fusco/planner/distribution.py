@@ -39,6 +39,8 @@ class ExpertDistribution:
         pair_to_slot: int64 (num_pairs,), row of the expert-major output.
         num_rows_per_expert: int64 (num_local_experts,), rows of each block, padding not counted.
         block_to_first_slot: ``num_local_experts + 1`` entries; where each block begins, and where the last ends.
+        num_slots_needed: slots that all rows would fill, padding counted.
+        num_slots: rows of the expert-major output; fewer than needed if some pairs were dropped.
 
     """
 
@@ -47,27 +49,29 @@ class ExpertDistribution:
     pair_to_slot: torch.Tensor
     num_rows_per_expert: torch.Tensor
     block_to_first_slot: tuple[int, ...]
-
-    @property
-    def num_slots(self) -> int:
-        """Rows of the expert-major output, padding counted."""
-        return self.block_to_first_slot[-1]
+    num_slots_needed: int
+    num_slots: int
 
     @cached_property
     def padding_slots(self) -> torch.Tensor:
-        """The slots that no pair fills, int64."""
-        is_free = torch.ones(self.num_slots, dtype=torch.bool, device=self.pair_to_slot.device)
+        """The slots inside the blocks that no pair fills, int64."""
+        is_free = torch.ones(self.block_to_first_slot[-1], dtype=torch.bool, device=self.pair_to_slot.device)
         is_free[self.pair_to_slot] = False
         return is_free.nonzero().squeeze(1)
 
 
 def distribute(
-    routing: NodeRouting, placement: ExpertPlacement, rank: int, expert_alignment: int = 1
+    routing: NodeRouting,
+    placement: ExpertPlacement,
+    rank: int,
+    expert_alignment: int = 1,
+    static_slots: int | None = None,
 ) -> ExpertDistribution:
     """Give each (row, k) whose expert lives on ``rank`` its slot in the expert-major output.
 
     Blocks stand in order of local expert, each rounded up to ``expert_alignment`` rows; rows inside a block in order
-    of (source rank, token): a stable counting sort by expert over rows that already stand in that order.
+    of (source rank, token): a stable counting sort by expert over rows that already stand in that order. With
+    ``static_slots`` the output has that many rows, and pairs whose slot lies behind them are dropped.
 
     Example: rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
 
@@ -98,7 +102,25 @@ def distribute(
     sorted_expert = pair_to_expert[by_expert]
     pair_to_slot = torch.empty_like(pair_to_row)
     pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
-    return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot)
+    needed = block_to_first_slot[-1]
+    if static_slots is None or needed <= static_slots:
+        num_slots = static_slots if static_slots is not None else needed
+        return ExpertDistribution(
+            pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots
+        )
+
+    # Step 3: drop what does not fit.
+    is_kept = pair_to_slot < static_slots
+    firsts = torch.tensor(block_to_first_slot, device=topk_idx.device).clamp(max=static_slots)
+    return ExpertDistribution(
+        pair_to_row[is_kept],
+        pair_to_k[is_kept],
+        pair_to_slot[is_kept],
+        torch.minimum(num_rows, static_slots - firsts[:-1]),
+        tuple(firsts.tolist()),
+        needed,
+        static_slots,
+    )
 
 
 def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:

@@ -64,6 +64,46 @@ class DispatchPlan:
         rows = torch.arange(self.routing.src_to_first_row[-1] + 1, device=self.distribution.pair_to_row.device)
         return torch.searchsorted(self.distribution.pair_to_row, rows)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.num_rows_from(self.rank)
+
+    @property
+    def num_topk(self) -> int:
+        """Expert slots of a token."""
+        return self.routing.topk_idx.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the expert-major output."""
+        return self.distribution.num_slots
+
+    @property
+    def num_rows_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert's block, padding not counted, int64 (num_local_experts,)."""
+        return self.distribution.num_rows_per_expert
+
+    @cached_property
+    def weights(self) -> torch.Tensor | None:
+        """The weight of each pair of ``distribution``, as it travelled: float32, or float64 (num_pairs,)."""
+        if self.routing.topk_weights is None:
+            return None
+        return self.routing.topk_weights[self.distribution.pair_to_row, self.distribution.pair_to_k]
+
+    @cached_property
+    def slot_weights(self) -> torch.Tensor:
+        """The weight of the row in each slot (num_slots,); zero where none stands."""
+        weights = self.weights
+        assert weights is not None, "there are no weights by slot without weights"
+        return weights.new_zeros(self.num_slots).scatter_(0, self.distribution.pair_to_slot, weights)
+
+    @cached_property
+    def slot_to_k(self) -> torch.Tensor:
+        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where none stands."""
+        pairs = self.distribution
+        return pairs.pair_to_k.new_zeros(self.num_slots).scatter_(0, pairs.pair_to_slot, pairs.pair_to_k)
+
     def num_rows_from(self, src_rank: int) -> int:
         """How many rows of ``src_rank`` are on this node."""
         first = self.routing.src_to_first_row
@@ -78,6 +118,7 @@ def make_plan(
     forwarding: NodeForwarding,
     routing: NodeRouting,
     expert_alignment: int = 1,
+    static_slots: int | None = None,
 ) -> DispatchPlan:
     """Put a rank's plan together from its forwarding, its node's routing and the groups.
 
@@ -88,9 +129,10 @@ def make_plan(
         forwarding: what this rank sends to each node.
         routing: the routing of all rows on this rank's node.
         expert_alignment: each expert's block is rounded up to this many rows.
+        static_slots: rows of the expert-major output; ``None`` means as many as needed.
 
     """
-    distribution = distribute(routing, placement, rank, expert_alignment)
+    distribution = distribute(routing, placement, rank, expert_alignment, static_slots)
     return DispatchPlan(
         rank=rank,
         placement=placement,

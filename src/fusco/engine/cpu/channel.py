@@ -4,36 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
-from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.engine.host.node_memory import NodeMemory
 from fusco.transport.gloo import GlooTransport, Ticket
-
-
-class Outgoing(Protocol):
-    """The sending end. ``slot`` gives room for a message, or ``None`` for now; ``commit`` sends its first bytes."""
-
-    def slot(self) -> torch.Tensor | None:
-        """Room for the next message, uint8 (slot_bytes,), or ``None`` if all of it is in use."""
-
-    def commit(self, num_bytes: int) -> None:
-        """Send what was written into the slot."""
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether the other side has everything."""
-
-
-class Incoming(Protocol):
-    """The receiving end, in the order of sending."""
-
-    def message(self) -> torch.Tensor | None:
-        """The oldest message, or ``None`` if it is not there yet; it stays until ``release``."""
-
-    def release(self) -> None:
-        """Done with the oldest message."""
 
 
 class RingOut:
@@ -91,6 +66,11 @@ class RingIn:
         """See ``Incoming``."""
         self.num_consumed += 1
         self._memory.own.store(self._flag, self.num_consumed)
+
+    @property
+    def is_released(self) -> bool:
+        """See ``Incoming``."""
+        return True
 
 
 class SendRing:
@@ -165,3 +145,8 @@ class GlooIn:
         """See ``Incoming``."""
         self._arriving.pop(0)
         self._post()
+
+    @property
+    def is_released(self) -> bool:
+        """See ``Incoming``."""
+        return True

@@ -13,7 +13,7 @@ import torch
 
 from fusco.engine.cpu.channel import RingIn, RingOut, SendRing
 from fusco.engine.cpu.dispatch import ReceiveRows, cut
-from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.engine.host.node_memory import NodeMemory
 from fusco.engine.profile import CallProfile
 from fusco.errors import Stall
 from fusco.kernels.add_rows import add_rows

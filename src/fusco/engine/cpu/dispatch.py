@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fusco.engine.cpu.channel import SendRing
-from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.engine.host.node_memory import NodeMemory
 from fusco.engine.profile import CallProfile
 from fusco.errors import Stall
 from fusco.kernels.copy_segments import copy_segments

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from fusco.balancer import Balancer, Traffic
+from fusco.balancer import Traffic
+from fusco.engine.base import Delivery, DispatchOrder
 from fusco.engine.cpu.channel import SendRing
 from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
-from fusco.engine.cpu.connect import connect
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
-from fusco.engine.cpu.exchange import Exchange
-from fusco.engine.cpu.stream import Streams, word
-from fusco.engine.cpu.tasks import Task, run
+from fusco.engine.cpu.streams import Streams
+from fusco.engine.host.connect import connect
+from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
-from fusco.engine.record import Agreement, Record, check_agreement
-from fusco.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError
+from fusco.engine.record import Agreement
+from fusco.engine.stream import check_sizes, exchange_all, stream_sizes, stream_with
+from fusco.engine.tasks import run
+from fusco.errors import SlotOverflowError
 from fusco.kernels.warm_up import warm_up_cpu
+from fusco.launch import Launch
 from fusco.memory.layout import ArenaLayout
 from fusco.memory.recycler import OutputRecycler
-from fusco.placement import ExpertPlacement
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
-from fusco.planner.routing import Routing
 from fusco.segments import Segments
 from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
@@ -39,14 +40,17 @@ class CpuEngine:
         warm_up_cpu()
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
-        self.profile = CallProfile()
-        self._collective, self._broken = 0, ""
         self._recycler = OutputRecycler()
         self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
         self._connections = connect(roll, layout, hosts, listen_on)
         self._watch, self._memory = self._connections.watch, self._connections.memory
         self._transport = self._connections.transport
-        self._exchange = Exchange(self._memory, self._transport, self._watch)
+        self._rounds = Rounds(roll.rank, self._connections)
+
+    @property
+    def profile(self) -> CallProfile:
+        """See ``Engine``."""
+        return self._rounds.profile
 
     @property
     def topology(self) -> Topology:
@@ -56,49 +60,68 @@ class CpuEngine:
     @property
     def num_collectives(self) -> int:
         """See ``Engine``."""
-        return self._collective
+        return self._rounds.number
 
-    # What every collective begins and ends with.
-
-    @contextmanager
-    def collective(self, operation: str) -> Iterator[None]:
+    def collective(self, operation: str) -> AbstractContextManager[None]:
         """See ``Engine``."""
-        with self._operation(operation):
-            self._collective += 1
-            self._watch.begin(self._collective, f"{operation} #{self._collective}")
-            self.profile = CallProfile(f"{operation} #{self._collective}")
-            self._exchange.wait_for_peers_done(self._collective)
-            try:
-                yield
-            except (MismatchError, RejectedInputError):
-                self._finish()  # all ranks raise it, and go on
-                raise
-            self._finish()
+        return self._rounds.collective(operation)
+
+    def pending_error(self) -> Exception | None:
+        """See ``Engine``: here everything shows at once."""
+        return None
 
     def agree(self, agreement: Agreement) -> None:
         """See ``Engine``."""
-        self._publish(agreement, [])
+        self._rounds.publish(agreement, [])
 
-    def plan(
+    def dispatch(self, agreement: Agreement, order: DispatchOrder | None) -> Delivery | None:
+        """See ``Engine``."""
+        plan = self._plan(agreement, order)
+        if plan is None or order is None:
+            return None
+        rows, overflow = self._move_rows(plan, order.payloads), None
+        needed = plan.distribution.num_slots_needed
+        if order.static and order.static.on_overflow == "raise" and needed > order.static.num_slots:
+            overflow = SlotOverflowError(self._rank, order.static.num_slots, needed)
+        return Delivery(plan, rows, overflow)
+
+    def dispatch_along(
         self,
         agreement: Agreement,
-        routing: Routing,
-        placement: ExpertPlacement,
-        balancer: Balancer,
-        expert_alignment: int,
-    ) -> DispatchPlan | None:
+        plan: DispatchPlan,
+        payloads: Sequence[torch.Tensor],
+        launch: Launch,  # noqa: ARG002  there is nothing to choose
+    ) -> list[torch.Tensor] | None:
         """See ``Engine``."""
+        self._rounds.publish(agreement, [])
+        return None if agreement.rejection else self._move_rows(plan, payloads)
+
+    def combine(
+        self,
+        agreement: Agreement,
+        plan: DispatchPlan,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        launch: Launch,  # noqa: ARG002  there is nothing to choose
+    ) -> torch.Tensor | None:
+        """See ``Engine``."""
+        self._rounds.publish(agreement, [])
+        return None if agreement.rejection else self._sum_rows(plan, rows, weights)
+
+    def _plan(self, agreement: Agreement, order: DispatchOrder | None) -> DispatchPlan | None:
         with self.profile.spend("planning"):
-            forwarding = plan_forwarding(routing.topk_idx, placement, self._topology)
-            records = self._publish(agreement, [routing.num_tokens, *forwarding.num_tokens_to_node])
-            if agreement.rejection:
+            if order is None or agreement.rejection:
+                self._rounds.publish(agreement, [0] * (1 + self._topology.num_nodes))
                 return None
+            routing, placement = order.routing, order.placement
+            forwarding = plan_forwarding(routing.topk_idx, placement, self._topology)
+            records = self._rounds.publish(agreement, [routing.num_tokens, *forwarding.num_tokens_to_node])
             num_tokens_to_node = [list(record.counts[1:]) for record in records]
-            groups = balancer(Traffic.from_counts(self._topology, num_tokens_to_node))
+            groups = order.balancer(Traffic.from_counts(self._topology, num_tokens_to_node))
             for rank, node in enumerate(self._topology.rank_to_node):
                 num_tokens_to_node[rank][node] = records[rank].counts[0]
-            known = self._exchange.exchange_routing(
-                self._collective, routing, forwarding, num_tokens_to_node, self.profile
+            known = self._rounds.exchange.exchange_routing(
+                self._rounds.number, routing, forwarding, num_tokens_to_node, self.profile
             )
             return make_plan(
                 rank=self._rank,
@@ -106,11 +129,11 @@ class CpuEngine:
                 groups=groups,
                 forwarding=forwarding,
                 routing=known,
-                expert_alignment=expert_alignment,
+                expert_alignment=order.expert_alignment,
+                static_slots=order.static.num_slots if order.static else None,
             )
 
-    def dispatch_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See ``Engine``."""
+    def _move_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
         sizes = [shape.numel() * payload.dtype.itemsize for payload, shape in zip(payloads, shapes, strict=True)]
         row_bytes, num_tokens = sum(sizes), len(payloads[0])
@@ -120,7 +143,7 @@ class CpuEngine:
                 plain = payload.detach().resolve_conj().resolve_neg().contiguous()
                 as_bytes = plain.view(-1).view(torch.uint8)
                 rows[:, end - size : end].copy_(as_bytes.view(num_tokens, size))
-            memory.own.store(self._layout.rows_flag, self._collective)
+            memory.own.store(self._layout.rows_flag, self._rounds.number)
         with self.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
             outputs = [
@@ -138,14 +161,13 @@ class CpuEngine:
                 [
                     SendRows(plan, memory, self._send_ring(), row_bytes, self.profile),
                     self._receive_rows({src: plan.num_rows_from(src) for src in forwarded}, row_bytes, row_bytes),
-                    ScatterRows(plan, memory, self._collective, as_bytes_out, row_bytes, self.profile),
+                    ScatterRows(plan, memory, self._rounds.number, as_bytes_out, row_bytes, self.profile),
                 ],
                 self._watch,
             )
         return outputs
 
-    def combine_rows(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> torch.Tensor:
-        """See ``Engine``."""
+    def _sum_rows(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> torch.Tensor:
         with self.profile.spend("wire"):
             partials = PartialSums(plan, rows.detach().resolve_neg().contiguous(), pair_weights)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
@@ -175,26 +197,13 @@ class CpuEngine:
 
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """See ``Engine``."""
-        everyone = range(self._topology.world_size)
-        sizes = [[part[rank].total_bytes if rank in part else 0 for rank in everyone] for part in (send, receive)]
-        records = self._publish(agreement, sizes[0] + sizes[1])
+        world_size = self._topology.world_size
+        records = self._rounds.publish(agreement, stream_sizes(send, receive, world_size))
         if agreement.rejection:
             return
-        differing = [
-            f"rank {src} sends {sent} bytes to rank {dst}, which expects {expected}"
-            for src in everyone
-            for dst in everyone
-            if (sent := records[src].counts[dst]) != (expected := records[dst].counts[len(everyone) + src])
-        ]
-        if differing:
-            raise MismatchError(f"ranks disagree in shuffle: {'; '.join(differing)}")
+        check_sizes(records, world_size)
         with self.profile.spend("wire"):
-            streams = self._streams()
-            # Each rank starts with the next one, so that receivers take turns.
-            order = [(self._rank + step) % len(everyone) for step in everyone]
-            tasks: list[Task] = [streams.outgoing(send[rank], rank) for rank in order if rank in send]
-            tasks += [streams.incoming(receive[rank], rank) for rank in order if rank in receive]
-            run(tasks, self._watch)
+            exchange_all(self._streams(), self._rank, send, receive, self._watch)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``."""
@@ -206,63 +215,40 @@ class CpuEngine:
         with self._stream_with(src, f"scatter_recv from rank {src}", segments) as streams:
             run([streams.incoming(segments, src)], self._watch)
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""
+        return torch.empty(shape, dtype=dtype)
+
+    def wait(self) -> None:
+        """See ``Engine``: here nothing is ever under way."""
+
+    def synchronize(self) -> None:
+        """See ``Engine``: here nothing is ever under way."""
+
     def abandon(self, reason: str) -> None:
-        """Tell all other ranks that this one will not come back."""
-        if not self._broken:
-            self._broken = reason
-            self._watch.give_up(f"rank {self._rank} {reason}")
+        """See ``Engine``."""
+        self._rounds.abandon(reason)
 
     def close(self) -> None:
         """See ``Engine``."""
-        self._broken = "it is closed"
+        self._rounds.end("it is closed")
         self._connections.close()
         self._recycler.close()
-
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        if self._broken:
-            raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self._broken}")
-        try:
-            yield
-        except (MismatchError, RejectedInputError):
-            raise
-        except PeerFailureError as error:
-            self._broken = str(error)
-            raise
-        except BaseException as error:
-            self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
-            raise
-
-    def _finish(self) -> None:
-        self._memory.own.store(self._layout.done_flag, self._collective)
-        self._watch.end()
-
-    def _publish(self, agreement: Agreement, counts: list[int]) -> list[Record]:
-        records = self._exchange.exchange_records(self._collective, Record(agreement, tuple(counts)), self.profile)
-        check_agreement([record.agreement for record in records], self._rank)
-        return records
 
     def _send_ring(self) -> SendRing:
         return SendRing(self._transport, list(self._private[: self._settings.ring_depth]))
 
     def _receive_rows(self, src_to_rows: dict[int, int], row_bytes: int, slot_row_bytes: int) -> ReceiveRows:
         rows_per_slice = self._layout.rows_per_slot(slot_row_bytes)
-        return ReceiveRows(self._memory, self._transport, self._collective, src_to_rows, row_bytes, rows_per_slice)
+        return ReceiveRows(self._memory, self._transport, self._rounds.number, src_to_rows, row_bytes, rows_per_slice)
 
     def _streams(self) -> Streams:
         return Streams(self._memory, self._transport, self._private)
 
     @contextmanager
     def _stream_with(self, peer: int, name: str, segments: Segments) -> Iterator[Streams]:
-        """A stream to or from one rank, which both sides enter with their number of bytes."""
-        with self._operation(name):
-            self._watch.begin(self._collective, name)
-            streams, ours, theirs = self._streams(), word(segments.total_bytes), word(0)
-            run([streams.outgoing(ours, peer), streams.incoming(theirs, peer)], self._watch)
-            if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
-                self._watch.end()
-                raise MismatchError(
-                    f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
-                )
-            yield streams
-            self._watch.end()
+        with self._rounds.operation(name):
+            self._watch.begin(self._rounds.number, name)
+            streams = self._streams()
+            with stream_with(streams, peer, name, segments, self._watch):
+                yield streams

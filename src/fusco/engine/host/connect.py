@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.engine.host.node_memory import NodeMemory
 from fusco.errors import PeerFailureError, SharedMemoryError, Stall, TransportError
 from fusco.liveness.sentinel import Sentinel, SentinelAddress
 from fusco.liveness.watch import Peer, Watch

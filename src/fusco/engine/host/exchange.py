@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 
 import torch
 
-from fusco.engine.cpu.node_memory import NodeMemory
+from fusco.engine.host.node_memory import NodeMemory
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record
 from fusco.errors import Stall
@@ -36,8 +37,7 @@ class Exchange:
     def exchange_records(self, collective: int, record: Record, profile: CallProfile) -> list[Record]:
         """Publish a record and return those of all ranks, by rank."""
         memory = self._memory
-        own = memory.record(memory.local, memory.node)
-        self._write(own, record)
+        own_text = self._write(memory.record_bytes(memory.local, memory.node), record)
         memory.own.store(self._layout.record_flag(memory.node), collective)
 
         tickets = [
@@ -49,6 +49,7 @@ class Exchange:
             )
             for node in self._remote_nodes
         ]
+        own = memory.record(memory.local, memory.node)
         tickets += [self._transport.send(own, memory.counterpart(node), _METADATA_TAG) for node in self._remote_nodes]
         profile.internode_metadata_bytes += own.nbytes * len(self._remote_nodes)
         for node in range(self._topology.num_nodes):
@@ -57,7 +58,7 @@ class Exchange:
             )
         self._finish(tickets, "records")
         return [
-            self._read(memory.record(local, node))
+            self._read(memory.record_bytes(local, node), own_text, record.agreement)
             for local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True)
         ]
 
@@ -205,17 +206,20 @@ class Exchange:
             ),
         )
 
-    def _write(self, memory: torch.Tensor, record: Record) -> None:
+    def _write(self, memory: memoryview, record: Record) -> bytes:
         text = record.agreement.encode()
-        header = [len(text), len(record.counts), *record.counts]
+        header = (len(text), len(record.counts), *record.counts)
         assert len(header) <= self._layout.record_ints, (len(header), self._layout.record_ints)
         first_char = self._layout.record_ints * 8
         assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
-        memory[: len(header) * 8].view(torch.int64).copy_(torch.tensor(header))
-        memory[first_char : first_char + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        struct.pack_into(f"{len(header)}q", memory, 0, *header)
+        memory[first_char : first_char + len(text)] = text
+        return text
 
-    def _read(self, memory: torch.Tensor) -> Record:
+    def _read(self, memory: memoryview, own_text: bytes, own: Agreement) -> Record:
+        num_chars, num_counts = struct.unpack_from("2q", memory)
+        counts = struct.unpack_from(f"{num_counts}q", memory, 16)
         first_char = self._layout.record_ints * 8
-        num_chars, num_counts, *counts = memory[:first_char].view(torch.int64).tolist()
-        text = memory[first_char : first_char + num_chars].numpy().tobytes()
-        return Record(Agreement.decode(text), tuple(counts[:num_counts]))
+        text = memory[first_char : first_char + num_chars].tobytes()
+        # As a rule all ranks say the same, and need not spell it out to each other.
+        return Record(own if text == own_text else Agreement.decode(text), counts)

@@ -1,0 +1,131 @@
+"""One rank's device memory that peers see, and the words by which device and host tell each other of trouble."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from fusco.engine.cuda.layout import DeviceLayout
+from fusco.errors import SharedMemoryError
+from fusco.kernels.cuda.arguments import Failure, Report, comm_type
+
+_NUM_STATE_WORDS = 16  # more than State of comm.cuh has
+_Struct = TypeVar("_Struct", bound=ctypes.Structure)
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """Device memory of the same size on every rank; ``addresses[r]`` is where this rank sees that of rank ``r``."""
+
+    memory: torch.Tensor
+    addresses: tuple[int, ...]
+    handle: Any  # keeps the peers' memory mapped
+
+    @classmethod
+    def make(cls, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
+        """Allocate and clear, together with all ranks; ``SharedMemoryError`` if a peer is out of reach."""
+        try:
+            memory = symm_mem.empty(max(num_bytes, 16), dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            handle = symm_mem.rendezvous(memory, group)
+        except RuntimeError as error:
+            raise SharedMemoryError(
+                f"{num_bytes:,} bytes of peer-visible memory could not be had on {device}: "
+                f"{str(error).splitlines()[0]}. Ranks of a node must each have a GPU of their own and reach all "
+                f"others' directly (nvidia-smi topo -m)"
+            ) from error
+        return cls(memory, tuple(handle.buffer_ptrs), handle)
+
+
+class Arena:
+    """Peer-visible memory laid out by a ``DeviceLayout``, private words, and words in host memory."""
+
+    def __init__(self, layout: DeviceLayout, rank: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        """Make it, together with all ranks of the group."""
+        self._group, self._device, self.rank = group, device, rank
+        self.layout = layout
+        self.buffers = [SymmetricBuffer.make(layout.offsets["end"], device, group)]
+        size = (layout.offsets["end"],)
+        self._views: list[torch.Tensor] = [
+            self.buffers[0].handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
+        ]
+        self._state = torch.zeros(_NUM_STATE_WORDS, dtype=torch.int32, device=device)
+        self._pinned: list[torch.Tensor] = []
+        self.failure, failure_address = self._in_host_memory(Failure)
+        self.report, self.report_address = self._in_host_memory(Report)
+        self.report.bad_src = -1
+        self._abort, abort_address = self._in_host_memory(ctypes.c_uint32)
+        sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "end")}
+        self.comm = comm_type(layout.num_ranks)(
+            arena=self.buffers[0].addresses,
+            state=self._state.data_ptr(),
+            failure=failure_address,
+            abort=abort_address,
+            timeout_ns=int(layout.settings.timeout_s * 1e9),
+            rank=rank,
+            max_tokens=layout.capacity.max_tokens_per_rank,
+            max_chunks=layout.max_chunks,
+            max_topk=layout.capacity.num_topk,
+            **sections,
+        )
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Another buffer that peers can read, together with all ranks."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = SymmetricBuffer.make(num_bytes, self._device, self._group)
+        self.buffers.append(buffer)
+        return buffer.memory[:num_bytes].view(dtype).view(shape)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Which buffer a contiguous tensor stands in, and at which byte; (-1, 0) if in none."""
+        address, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        for i, buffer in enumerate(self.buffers[1:], start=1):
+            offset = address - buffer.addresses[self.rank]
+            if offset >= 0 and offset + num_bytes <= len(buffer.memory):
+                return i, offset
+        return -1, 0
+
+    def address(self, rank: int, buffer: int, offset: int) -> int:
+        """Where this rank sees a byte of a rank's buffer."""
+        return self.buffers[buffer].addresses[rank] + offset
+
+    def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
+        """The bytes of a message between two ranks, in the producer's arena."""
+        layout = self.layout
+        first = layout.ring_offset(consumer, message)
+        return self._views[producer][first : first + layout.slot_bytes]
+
+    def abort(self) -> None:
+        """Have every wait on this device end soon."""
+        self._abort.value = 1
+
+    def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
+        """A struct of zeros that both sides see, and its address, which is the same on both."""
+        memory = torch.zeros(ctypes.sizeof(kind), dtype=torch.uint8).pin_memory()
+        self._pinned.append(memory)
+        return kind.from_address(memory.data_ptr()), memory.data_ptr()
+
+    def close(self) -> None:
+        """Let go of all device memory; nothing may be under way."""
+        self._views.clear()
+        self.buffers.clear()
+        del self._state
+
+
+def first_rows(num_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Where each rank's rows begin among all ranks', and where the last end.
+
+    >>> first_rows([2, 0, 3])
+    (0, 2, 2, 5)
+    """
+    firsts = [0]
+    for num in num_tokens:
+        firsts.append(firsts[-1] + num)
+    return tuple(firsts)

@@ -1,0 +1,35 @@
+"""What a wait on the device was for, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusco.errors import Stall
+from fusco.kernels.cuda.arguments import Failure
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A kind of wait, by its index in ``Phase`` of comm.cuh; ``is_for_peer`` unless it is among blocks of one rank."""
+
+    name: str
+    expected: str
+    is_for_peer: bool = True
+
+
+PHASES = (
+    Phase("exchanging routing on the device", "its routing of epoch"),
+    Phase("reuse of the pool", "its release of rows of epoch"),
+    Phase("pulling rows", "a chunk of its rows of epoch"),
+    Phase("reuse of partial sums", "its release of sums of epoch"),
+    Phase("adding partial sums", "its partial sum of epoch"),
+    Phase("leaving", "its release of rows in place of epoch"),
+    Phase("blocks of the own grid meeting", "blocks arrived", is_for_peer=False),
+)
+
+
+def stall_of(failure: Failure) -> Stall:
+    """The words for a wait that ran out."""
+    phase = PHASES[failure.phase]
+    on_ranks = (int(failure.peer),) if phase.is_for_peer else ()
+    return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", f"{failure.seen}")

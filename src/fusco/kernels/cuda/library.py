@@ -1,0 +1,69 @@
+"""Kernels, loaded on one device and launched on torch's streams."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusco.errors import CompileError
+from fusco.kernels.cuda.compiler import Compiler
+
+_FREE_SHARED_BYTES = 48 << 10  # more than this must be asked for
+
+
+class Kernel:
+    """A kernel that takes one struct by value."""
+
+    def __init__(self, name: str, cubin: bytes) -> None:
+        from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
+        from cuda.core import ObjectCode  # noqa: PLC0415
+
+        self._driver, self.name = driver, name
+        self._code = ObjectCode.from_cubin(cubin)
+        self._function = driver.CUfunction(int(self._code.get_kernel(name).handle))
+        self._shared_bytes = _FREE_SHARED_BYTES
+
+    def launch(
+        self,
+        arguments: ctypes.Structure,
+        stream: int,
+        *,
+        grid: int,
+        num_threads: int,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch on a stream, given as its handle."""
+        if shared_bytes > self._shared_bytes:
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            self._shared_bytes = shared_bytes
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        shape = (grid, 1, 1, num_threads, 1, 1)
+        self._check(
+            self._driver.cuLaunchKernel(self._function, *shape, shared_bytes, stream, ctypes.addressof(pointers), 0)
+        )
+
+    def _check(self, result: tuple[Any, ...]) -> None:
+        if int(result[0]):
+            raise CompileError(f"kernel {self.name} could not be launched: {result[0].name}")
+
+
+class Library:
+    """The kernels of one device, each loaded when first used."""
+
+    def __init__(self, device: torch.device, cache_dir: Path | None = None) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.device, self.num_sms = device, properties.multi_processor_count
+        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}", cache_dir)
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+
+    def get(self, name: str, constants: Mapping[str, object]) -> Kernel:
+        """The kernel of this name and these compile-time constants."""
+        key = (name, *constants.items())
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(name, self._compiler.compile(name, constants))
+        return self._kernels[key]

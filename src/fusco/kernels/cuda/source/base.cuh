@@ -1,0 +1,96 @@
+// Integer names, memory accesses named by what they mean, and conversions of row elements.
+// NVRTC brings no headers along, and these few lines need none.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+constexpr u32 WARP_SIZE = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ u32 lane_index() { return threadIdx.x % WARP_SIZE; }
+
+// A run of bytes that one instruction moves. The largest that divides a row is used; 16 is the fast one.
+template <int BYTES> struct Vector;
+template <> struct Vector<16> { u32 words[4]; };
+template <> struct Vector<8> { u32 words[2]; };
+template <> struct Vector<4> { u32 words[1]; };
+template <> struct Vector<2> { u16 words[1]; };
+template <> struct Vector<1> { u8 words[1]; };
+
+// Loads of rows that a peer has written, or holds: never from this multiprocessor's L1, which nobody keeps coherent.
+__device__ __forceinline__ Vector<16> load_shared_row(const Vector<16>* at) {
+    Vector<16> v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ Vector<8> load_shared_row(const Vector<8>* at) {
+    Vector<8> v;
+    asm volatile("ld.relaxed.sys.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.words[0]), "=r"(v.words[1]) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ Vector<4> load_shared_row(const Vector<4>* at) {
+    Vector<4> v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v.words[0]) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ Vector<2> load_shared_row(const Vector<2>* at) {
+    Vector<2> v;
+    asm volatile("ld.relaxed.sys.global.u16 %0, [%1];" : "=h"(v.words[0]) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ Vector<1> load_shared_row(const Vector<1>* at) {
+    u16 wide;
+    asm volatile("ld.relaxed.sys.global.u8 %0, [%1];" : "=h"(wide) : "l"(at));
+    return {{static_cast<u8>(wide)}};
+}
+
+// Loads of rows that no one writes while the kernel runs; read once, so they need not stay in L1.
+__device__ __forceinline__ Vector<16> load_constant_row(const Vector<16>* at) {
+    Vector<16> v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3]) : "l"(at));
+    return v;
+}
+template <int BYTES> __device__ __forceinline__ Vector<BYTES> load_constant_row(const Vector<BYTES>* at) { return *at; }
+
+__device__ __forceinline__ void store_row(Vector<16>* at, const Vector<16>& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(at), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void store_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
+
+// Flags between ranks, and between blocks of one rank.
+__device__ __forceinline__ u32 load_acquire_system(const u32* at) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ u32 load_relaxed_system(const u32* at) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_release_system(u32* at, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire_device(const u32* at) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ u32 add_acquire_release_device(u32* at, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
+    return before;
+}
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}

@@ -1,0 +1,77 @@
+// Row elements: how each dtype is held, widened into a sum, and rounded back.
+#pragma once
+
+#include "base.cuh"
+
+enum ElementType { BF16, F16, F32, F64 };
+
+template <ElementType TYPE> struct Element;
+
+template <> struct Element<BF16> {
+    using Bits = u16;
+    using Sum = float;
+    static __device__ __forceinline__ Sum widen(Bits bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+    static __device__ __forceinline__ Bits round(Sum sum) {
+        Bits bits;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
+        return bits;
+    }
+};
+template <> struct Element<F16> {
+    using Bits = u16;
+    using Sum = float;
+    static __device__ __forceinline__ Sum widen(Bits bits) {
+        Sum sum;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(sum) : "h"(bits));
+        return sum;
+    }
+    static __device__ __forceinline__ Bits round(Sum sum) {
+        Bits bits;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
+        return bits;
+    }
+};
+template <> struct Element<F32> {
+    using Bits = float;
+    using Sum = float;
+    static __device__ __forceinline__ Sum widen(Bits value) { return value; }
+    static __device__ __forceinline__ Bits round(Sum sum) { return sum; }
+};
+template <> struct Element<F64> {
+    using Bits = double;
+    using Sum = double;
+    static __device__ __forceinline__ Sum widen(Bits value) { return value; }
+    static __device__ __forceinline__ Bits round(Sum sum) { return sum; }
+};
+
+// `NUM` elements that one lane moves: a power of two bytes, in accesses of at most 16.
+template <typename E, int NUM> struct Pack {
+    static constexpr int BYTES = sizeof(typename E::Bits) * NUM;
+    static constexpr int ACCESS_BYTES = BYTES < 16 ? BYTES : 16;
+    static constexpr int NUM_ACCESSES = BYTES / ACCESS_BYTES;
+    union {
+        typename E::Bits bits[NUM];
+        Vector<ACCESS_BYTES> vectors[NUM_ACCESSES];
+    };
+
+    __device__ __forceinline__ void load_constant(const void* at) {
+#pragma unroll
+        for (int i = 0; i < NUM_ACCESSES; ++i) vectors[i] = load_constant_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
+    }
+    __device__ __forceinline__ void load_shared(const void* at) {
+#pragma unroll
+        for (int i = 0; i < NUM_ACCESSES; ++i) vectors[i] = load_shared_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
+    }
+    __device__ __forceinline__ void store(void* at) const {
+#pragma unroll
+        for (int i = 0; i < NUM_ACCESSES; ++i) store_row(static_cast<Vector<ACCESS_BYTES>*>(at) + i, vectors[i]);
+    }
+    __device__ __forceinline__ void round_from(const typename E::Sum (&sums)[NUM]) {
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) bits[i] = E::round(sums[i]);
+    }
+    __device__ __forceinline__ void add_to(typename E::Sum (&sums)[NUM], typename E::Sum weight) const {
+#pragma unroll
+        for (int i = 0; i < NUM; ++i) sums[i] += weight * E::widen(bits[i]);
+    }
+};

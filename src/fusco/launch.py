@@ -1,0 +1,52 @@
+"""How one call is to run: values that a caller may pass to the verbs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a call uses its device. Ranks need not agree on it. On the CPU it changes nothing.
+
+    Attributes:
+        num_sms: most multiprocessors that a kernel may use; ``None`` means as many as are good for the call.
+        own_stream: run on the communicator's own stream instead of the caller's current one. The call's result must
+            then not be used before ``Communicator.wait``.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    """
+
+    num_sms: int | None = None
+    own_stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_sms is not None and self.num_sms < 1:
+            raise ValueError(f"num_sms must be positive, got {self.num_sms}")
+
+
+@dataclass(frozen=True)
+class StaticSlots:
+    """An output of ``num_slots`` expert-major rows, whatever the routing, so that nobody waits for its size.
+
+    Attributes:
+        num_slots: rows of the output, padding counted. Those behind the last block are not written.
+        on_overflow: ``"raise"`` has the next synchronisation raise ``SlotOverflowError`` if a routing needs more;
+            ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    """
+
+    num_slots: int
+    on_overflow: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_slots, int) or self.num_slots < 1:
+            raise ValueError(f"num_slots must be a positive integer, got {self.num_slots!r}")
+        if self.on_overflow not in ("raise", "drop"):
+            raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")
