@@ -8,6 +8,10 @@ FAST (Lei et al., NSDI 2026).
 
 from fusco.schedule.check import check_schedule as check_schedule
 from fusco.schedule.check import find_faults as find_faults
+from fusco.schedule.cost import Links as Links
+from fusco.schedule.cost import choose_mode as choose_mode
+from fusco.schedule.cost import schedule_us as schedule_us
+from fusco.schedule.cost import stages_us as stages_us
 from fusco.schedule.decomposition import decompose as decompose
 from fusco.schedule.schedule import Schedule as Schedule
 from fusco.schedule.schedule import make_schedule as make_schedule
