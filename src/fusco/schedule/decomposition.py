@@ -12,7 +12,7 @@ from fusco.schedule.stages import IntArray, Stages
 
 Mode = Literal["exact", "few"]
 
-_INT64 = np.dtype(np.int64)
+_ARRAY, _INT64 = np.ndarray, np.dtype(np.int64)
 _MODE_TO_KERNEL = {"exact": decompose_exactly, "few": decompose_in_few}
 
 
@@ -43,14 +43,18 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     [[1, 0, -1], [2, 0, 1], [2, -1, 0]]
 
     """
-    if mode not in _MODE_TO_KERNEL:
+    kernel = _MODE_TO_KERNEL.get(mode)
+    if kernel is None:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODE_TO_KERNEL))}, got {mode!r}")
-    if type(node_bytes) is not np.ndarray or node_bytes.dtype is not _INT64 or not _has_good_layout(node_bytes):
+    # Spelled out here, as each call counts where the whole takes three microseconds.
+    if not (
+        type(node_bytes) is _ARRAY and node_bytes.dtype is _INT64 and node_bytes.ndim == 2 and node_bytes.flags.carray
+    ):
         node_bytes = as_matrix(node_bytes, "node_bytes")
     try:
-        return Stages(*_MODE_TO_KERNEL[mode](node_bytes))
+        return Stages(*kernel(node_bytes))
     except ValueError:
-        _refuse(node_bytes)
+        _refuse(as_matrix(node_bytes, "node_bytes"))
         raise
 
 
@@ -64,11 +68,6 @@ def as_matrix(values: Any, name: str) -> IntArray:
     if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return np.array(array, dtype=np.int64, order="C")
-
-
-def _has_good_layout(array: IntArray) -> bool:
-    shape = array.shape
-    return len(shape) == 2 and shape[0] == shape[1] and array.flags.carray
 
 
 def _refuse(node_bytes: IntArray) -> None:

@@ -20,9 +20,11 @@ _MAX_BYTES = np.iinfo(np.int64).max
 def sum_up(node_bytes: Any, src_dst_sums: Any) -> int:
     """Write what each node sends and receives to (2, num_nodes), the diagonal apart; the largest of them, -1 if bad.
 
-    Bad is an entry below zero or a sum beyond int64.
+    Bad is a matrix that isn't square, an entry below zero, or a sum beyond int64.
     """
     num_nodes = node_bytes.shape[0]
+    if node_bytes.shape[1] != num_nodes:
+        return -1
     src_dst_sums[:] = 0
     lowest = 0
     for src in range(num_nodes):

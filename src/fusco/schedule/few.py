@@ -204,12 +204,34 @@ def _follow(rest: Any, sums: Any, rule: Any, dst_node: Any, num_bytes: Any, dura
 
 
 @numba.njit(cache=True)
+def _shift(node_bytes: Any, budget: int, dst_node: Any, num_bytes: Any, duration_bytes: Any) -> int:
+    """Stages of shifted diagonals, as ``spread_out``; how many, -1 if they take longer than the budget."""
+    num_nodes = node_bytes.shape[0]
+    stage = 0
+    for shift in range(1, num_nodes):
+        length = 0
+        for src in range(num_nodes):
+            dst = src + shift - (num_nodes if src + shift >= num_nodes else 0)
+            size = node_bytes[src, dst]
+            dst_node[stage, src] = dst if size > 0 else -1
+            num_bytes[stage, src] = size
+            length = max(length, size)
+        if length > budget:
+            return -1
+        budget -= length
+        duration_bytes[stage] = length
+        stage += 1 if length > 0 else 0
+    return stage
+
+
+@numba.njit(cache=True)
 def decompose_in_few(node_bytes: Any) -> Any:
     """``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages`` for an int64 matrix; ValueError if it is bad.
 
     Every stage is the longest there can be when nodes wait in it no longer than their share; among the matchings that
     allow it, one that uses up many entries is taken. The first rule that needs no more than three stages a node wins;
-    if none does, which no matrix is known for, the exact decomposition.
+    if none does, which no matrix is known for, the exact decomposition. Where shifted diagonals (SpreadOut) are short
+    enough, as for equal entries, they are taken: no more than a stage for each other node.
     """
     num_nodes = node_bytes.shape[0]
     limit = MAX_STAGES_PER_NODE * num_nodes
@@ -217,9 +239,14 @@ def decompose_in_few(node_bytes: Any) -> Any:
     dst_node = np.empty((limit, num_nodes), np.int64)
     num_bytes = np.empty((limit, num_nodes), np.int64)
     duration_bytes = np.empty(limit, np.int64)
+    lower_bound = sum_up(node_bytes, sums)
+    if lower_bound < 0:
+        raise ValueError
+    num_stages = _shift(node_bytes, budget_bytes(lower_bound), dst_node, num_bytes, duration_bytes)
+    if num_stages >= 0:
+        return dst_node[:num_stages], num_bytes[:num_stages], duration_bytes[:num_stages]
     for rule in _RULES:
-        if sum_up(node_bytes, sums) < 0:
-            raise ValueError
+        sum_up(node_bytes, sums)
         rest[:] = node_bytes
         for node in range(num_nodes):
             rest[node, node] = 0
