@@ -71,20 +71,13 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     [[0, 0, 6, 6], [6, 6, 0, 0]]
 
     """
-    if mode not in ("exact", "few", "spread-out"):
-        raise ValueError(f"mode must be one of 'exact', 'few', 'spread-out', got {mode!r}")
-    matrix = as_matrix(rank_bytes, "rank_bytes")
-    if len(matrix) != topology.world_size:
-        raise ValueError(f"rank_bytes is for {len(matrix)} ranks, the topology has {topology.world_size}")
-    if matrix.min() < 0:
-        src, dst = np.argwhere(matrix < 0)[0]
-        raise ValueError(f"rank_bytes must not be negative, got {matrix[src, dst]} from rank {src} to rank {dst}")
+    matrix = _checked(rank_bytes, topology, mode)
     node_to_ranks = np.array(topology.node_to_ranks)
     tiles = np.ascontiguousarray(matrix[node_to_ranks[:, None, :, None], node_to_ranks[None, :, None, :]])
     node_bytes = _sum_tiles(tiles)
     stages = spread_out(node_bytes) if mode == "spread-out" else decompose(node_bytes, mode=mode).shortest_first()
-    pieces = _sorted_pieces(lanes.cut_into_lanes(tiles))
     shape = (topology.num_nodes, topology.ranks_per_node)
+    pieces = _sorted_pieces(lanes.cut_into_lanes(tiles), *shape)
     crossing = _crossing(lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes), node_to_ranks)
     return Schedule(
         topology=topology,
@@ -96,6 +89,18 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
         crossing=crossing,
         redistribution=_redistribution(crossing),
     )
+
+
+def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
+    if mode not in ("exact", "few", "spread-out"):
+        raise ValueError(f"mode must be one of 'exact', 'few', 'spread-out', got {mode!r}")
+    matrix = as_matrix(rank_bytes, "rank_bytes")
+    if len(matrix) != topology.world_size:
+        raise ValueError(f"rank_bytes is for {len(matrix)} ranks, the topology has {topology.world_size}")
+    if matrix.min() < 0:
+        src, dst = np.argwhere(matrix < 0)[0]
+        raise ValueError(f"rank_bytes must not be negative, got {matrix[src, dst]} from rank {src} to rank {dst}")
+    return matrix
 
 
 def _sum_tiles(tiles: IntArray) -> IntArray:
@@ -112,11 +117,12 @@ def _sum_tiles(tiles: IntArray) -> IntArray:
     return node_bytes
 
 
-def _sorted_pieces(pieces: IntArray) -> IntArray:
+def _sorted_pieces(pieces: IntArray, num_nodes: int, num_lanes: int) -> IntArray:
     """By nodes and lane; on each lane, what needs no balancing comes first, so that it can leave at once."""
-    is_moved = pieces[:, lanes.LANE] != pieces[:, lanes.SRC_LOCAL]
-    order = np.lexsort((is_moved, pieces[:, lanes.LANE], pieces[:, lanes.DST_NODE], pieces[:, lanes.SRC_NODE]))
-    return pieces[order]
+    pair = pieces[:, lanes.SRC_NODE] * num_nodes + pieces[:, lanes.DST_NODE]
+    lane = pieces[:, lanes.LANE]
+    key = (pair * num_lanes + lane) * 2 + (lane != pieces[:, lanes.SRC_LOCAL])
+    return pieces[np.argsort(key, kind="stable")]
 
 
 def _local(rank_bytes: IntArray, topology: Topology) -> Transfers:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from fusco.schedule.decomposition import decompose
+from fusco.schedule.schedule import make_schedule
+from fusco.topology import Topology
 
 
 def warm_up() -> None:
-    """Compile both decompositions, or load them from the disk cache (seconds once, then milliseconds)."""
-    node_bytes = np.ones((2, 2), np.int64)
-    decompose(node_bytes, mode="exact")
-    decompose(node_bytes, mode="few")
+    """Compile all that schedules, or load it from the disk cache (seconds once, then milliseconds)."""
+    decompose(np.ones((2, 2), np.int64), mode="few")
+    make_schedule(np.ones((4, 4), np.int64), Topology.of_equal_nodes(4, 2), mode="exact")
