@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,8 +22,8 @@ FAST_US = {4: 3.4, 8: 50.0, 12: 330.0, 16: 1242.0, 24: 6685.0, 40: 56_000.0}
 NUM_NODES = (2, 4, 8, 12, 16, 24, 32, 40, 64, 128)
 
 _MODES: dict[str, Callable[[IntArray], Stages]] = {
-    "exact": lambda matrix: decompose(matrix, mode="exact"),
-    "few": lambda matrix: decompose(matrix, mode="few"),
+    "exact": decompose,
+    "few": partial(decompose, mode="few"),
     "spread-out": spread_out,
 }
 

@@ -17,7 +17,7 @@ from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
 from fusco.schedule.transfers import Transfers
 
 _BYTES_PER_US_AND_GBS = 1000.0
-# The usual number of stages a node of mode "few": 1.4 to 2.3 on the matrices of docs/performance/schedule.md.
+# The usual number of stages a node of mode "few": 1 to 2.5 on the matrices of docs/performance/schedule.md.
 _USUAL_FEW_STAGES_PER_NODE = 2
 
 

@@ -20,9 +20,9 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     """Split what nodes send each other into stages in which every node has one partner.
 
     ``"exact"`` takes as long as the busiest node needs (``lower_bound_bytes``) in at most ``N**2 - 2 * N + 2`` stages.
-    ``"few"`` takes at most 2 % longer in far fewer stages: at most ``3 * N`` for every matrix tried (1.4 to 2.3 ``N``
-    is usual); should it ever need more, it gives the exact stages instead. Both hold for any matrix. The result is the
-    same on every rank. The first call compiles, see ``warm_up``.
+    ``"few"`` takes at most 2 % longer in far fewer stages: at most ``3 * N`` for every matrix tried, twice ``N`` as a
+    rule; should it ever need more, it gives the exact stages instead. Both limits of time hold for any matrix. The
+    result is the same on every rank. The first call compiles, see ``warm_up``.
 
     Args:
         node_bytes: integers (num_nodes, num_nodes), what node ``i`` (row) sends node ``j``; int64 in C order is

@@ -19,6 +19,7 @@ from fusco.schedule.reach import find_longest, find_reach, limit_waiting, match_
 _MAX_BYTES = np.iinfo(np.int64).max
 _BUDGET_DIVISOR = 50  # the 2 %
 MAX_STAGES_PER_NODE = 3
+_MOST_NODES_FOR_EXACT = 6  # up to here, exact stages may be the fewer ones
 
 # (planned, common_share, own_share). A node's share of waiting in a stage is ``common_share / stages left`` of what
 # every node may still wait, with ``planned`` stages a node in all; and of what it may wait beyond that, ``own_share``
@@ -120,8 +121,9 @@ def decompose_in_few(node_bytes: Any) -> Any:
 
     Every stage is the longest there can be when nodes wait in it no longer than their share; among the matchings that
     allow it, one that uses up many entries is taken. The first rule that needs no more than three stages a node wins;
-    if none does, which no matrix is known for, the exact decomposition. Where shifted diagonals (SpreadOut) are short
-    enough, as for equal entries, they are taken: no more than a stage for each other node.
+    if none does, which no matrix is known for, the exact decomposition. Two cases come out shorter: where shifted
+    diagonals (SpreadOut) are within the budget, as for equal entries, they are taken, at most a stage for each other
+    node; and up to six nodes the exact stages, if they are no more.
     """
     num_nodes = node_bytes.shape[0]
     limit = MAX_STAGES_PER_NODE * num_nodes
@@ -142,5 +144,9 @@ def decompose_in_few(node_bytes: Any) -> Any:
             rest[node, node] = 0
         num_stages = _follow(rest, sums, rule, dst_node, num_bytes, duration_bytes)
         if num_stages >= 0:
-            return dst_node[:num_stages], num_bytes[:num_stages], duration_bytes[:num_stages]
-    return decompose_exactly(node_bytes)
+            break
+    if num_stages < 0 or num_nodes <= _MOST_NODES_FOR_EXACT:
+        exact = decompose_exactly(node_bytes)
+        if num_stages < 0 or len(exact[2]) <= num_stages:
+            return exact
+    return dst_node[:num_stages], num_bytes[:num_stages], duration_bytes[:num_stages]
