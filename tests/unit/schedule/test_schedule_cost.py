@@ -44,7 +44,7 @@ def test_little_to_send_few_stages_and_no_latency_exact():
     assert choose_mode(np.zeros((4, 4), np.int64), 8, Links()) in ("exact", "few")
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 4), (4, 8), (8, 8), (16, 8)])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 4), (3, 8), (4, 8), (8, 8), (16, 8)])
 @pytest.mark.parametrize("mode", ["exact", "few"])
 def test_theorem_3_on_its_adversarial_workload(num_nodes, ranks_per_node, mode):
     topology = Topology.of_equal_nodes(num_nodes * ranks_per_node, ranks_per_node)
