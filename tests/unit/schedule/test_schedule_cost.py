@@ -53,11 +53,14 @@ def test_theorem_3_on_its_adversarial_workload(num_nodes, ranks_per_node, mode):
     optimum = optimal_us(node_bytes, ranks_per_node, NO_LATENCY)
     worst = worst_case_us(node_bytes, ranks_per_node, NO_LATENCY)
     cost = schedule_us(schedule, NO_LATENCY)
-    assert optimum <= cost <= worst * (1 + 1e-9)
-    assert worst <= optimum * worst_case_ratio(topology, NO_LATENCY) * (1 + 1e-9)
+    limit = optimum * worst_case_ratio(topology, NO_LATENCY) * (1 + 1e-9)
+    assert optimum <= cost <= limit
+    assert worst <= limit
+    if num_nodes >= ranks_per_node / 2:  # fewer nodes: see the next test
+        assert cost <= worst * (1 + 1e-9)
 
 
-def test_theorem_3_misses_that_one_rank_may_receive_the_whole_last_stage():
+def test_the_proof_misses_that_one_rank_may_receive_the_whole_last_stage():
     topology = Topology.of_equal_nodes(16, 8)
     schedule = make_schedule(adversarial_bytes(topology, 10**9), topology)
     ratio = schedule_us(schedule, NO_LATENCY) / optimal_us(schedule.stages.node_bytes(), 8, NO_LATENCY)
