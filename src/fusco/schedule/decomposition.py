@@ -63,9 +63,10 @@ def as_matrix(values: Any, name: str) -> IntArray:
     array = np.asarray(values)
     if array.ndim != 2 or array.shape[0] != array.shape[1]:
         raise ValueError(f"{name} must be a square matrix, got shape {array.shape}")
-    if array.size and not np.issubdtype(array.dtype, np.integer):
+    is_large = array.dtype == object and all(isinstance(value, int) for value in array.flat)  # beyond any NumPy type
+    if array.size and not (is_large or np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name} must hold integers, got {array.dtype}")
-    if array.size and array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
+    if array.size and (is_large or array.dtype.kind == "u") and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
     return np.array(array, dtype=np.int64, order="C")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusco
-from fusco.schedule import decompose, lower_bound_bytes, spread_out, warm_up
+from fusco.schedule import decompose, exact, few, lanes, lower_bound_bytes, make_schedule, spread_out, warm_up
 from matrices import families
 
 MAX_INT64 = 2**63 - 1
@@ -156,10 +156,31 @@ def test_what_is_refused():
         decompose([1, 2, 3, 4])
     with pytest.raises(ValueError, match="fit into int64, got 18446744073709551615"):
         decompose(np.full((2, 2), 2**64 - 1, np.uint64))
+    with pytest.raises(ValueError, match="fit into int64, got 1180591620717411303424"):
+        decompose([[0, 2**70], [0, 0]])
     with pytest.raises(TypeError, match="must hold integers, got float64"):
         decompose(np.ones((2, 2)))
+    with pytest.raises(TypeError, match="must hold integers, got object"):
+        decompose([[0, None], [0, 0]])
     with pytest.raises(ValueError, match="mode must be one of 'exact', 'few', got 'best'"):
         decompose(FIG_9, mode="best")
+
+
+def test_nothing_is_compiled_after_warming_up():
+    warm_up()
+    kernels = (exact.decompose_exactly, few.decompose_in_few, lanes.cut_into_lanes, lanes.cut_into_stages)
+    before = [len(kernel.signatures) for kernel in kernels]
+    for num_nodes in (1, 3, 8):
+        for mode in ("exact", "few", "spread-out"):
+            topology = fusco.Topology.of_equal_nodes(num_nodes * 2, 2)
+            make_schedule(families(num_nodes * 2)["sparse"], topology, mode=mode)
+    assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+@pytest.mark.parametrize("mode", ["exact", "few"])
+def test_no_nodes_no_stages(mode):
+    stages = decompose(np.zeros((0, 0), np.int64), mode=mode)
+    assert (stages.num_stages, stages.num_nodes, stages.total_bytes) == (0, 0, 0)
 
 
 def test_the_module_is_there_without_importing_it():
