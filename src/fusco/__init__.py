@@ -8,7 +8,7 @@ Layers, each importing only those below it::
     engine                                      executes plans: slices, rings, overlap
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
-    balancer                                    traffic -> communication groups
+    balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
     groups  topology  placement  segments  settings  launch  hosts  errors      plain values
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
@@ -20,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusco import schedule as schedule
     from fusco.balancer import BALANCERS as BALANCERS
     from fusco.balancer import Balancer as Balancer
     from fusco.balancer import Traffic as Traffic
@@ -76,10 +77,14 @@ _NAME_TO_MODULE = {
     "Topology": "topology",
 }
 
-__all__ = [*_NAME_TO_MODULE, "__version__"]  # noqa: PLE0604  the keys are strings
+_MODULES = ("schedule",)  # public as modules, loaded when first used like the names above
+
+__all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the keys are strings
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fusco.{name}")
     if name not in _NAME_TO_MODULE:
         raise AttributeError(f"module 'fusco' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fusco.{_NAME_TO_MODULE[name]}"), name)

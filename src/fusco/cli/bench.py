@@ -1,4 +1,4 @@
-"""``fusco bench shuffle``: fusco beside the baseline, verified first."""
+"""``fusco bench``: shuffle beside the baseline, verified first; balancers; schedules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.bench_schedule import schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,9 @@ class Device(str, Enum):
     """Where rows are."""
 
     CPU = "cpu"
+
+
+app.command()(schedule)
 
 
 @app.callback()

@@ -10,6 +10,7 @@ from rich.console import Console
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
+from fusco.cli.schedule import schedule
 
 app = typer.Typer(
     name="fusco",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(plan)
+app.command()(schedule)
 app.command()(doctor)
 
 

@@ -20,8 +20,8 @@ _PLAN_THREADS, _PAIRS_PER_PLAN_BLOCK = 512, 1024
 _STAGE_THREADS = 512
 # Half of a multiprocessor, so that staging fits beside it.
 _SCATTER_THREADS, _SCATTER_UNROLL = 512, 8
-# Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps hide
-# latency; on many, fewer warps with more in flight each do so at less contention.
+# Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
+# hide latency; on many, fewer warps with more in flight each do so at less contention.
 _FEW_SMS = 40
 _COMBINE_ON_FEW_SMS, _COMBINE_ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
 # A warp should have about this many shares of work, so that all end at about the same time.

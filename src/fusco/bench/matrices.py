@@ -1,0 +1,55 @@
+"""Node-to-node matrices: made by name, or read from a file."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+
+from fusco.schedule.decomposition import as_matrix
+from fusco.schedule.stages import IntArray
+
+
+class MatrixKind(str, Enum):
+    """How the off-diagonal entries are drawn; ``fusco.cli.schedule`` has the same names, a test compares them."""
+
+    UNIFORM = "uniform"  # all alike
+    RANDOM = "random"  # uniformly distributed from 1 to the largest
+    ZIPF = "zipf"  # the k-th largest is proportional to k ** -skew, in random places
+
+
+def make_matrix(
+    kind: MatrixKind, num_nodes: int, *, largest: int = 100_000, skew: float = 0.8, seed: int = 0
+) -> IntArray:
+    """An int64 matrix (num_nodes, num_nodes) of entries from 1 to ``largest``, zero on the diagonal.
+
+    >>> make_matrix(MatrixKind.UNIFORM, 2, largest=7)
+    array([[0, 7],
+           [7, 0]])
+    """
+    random = np.random.default_rng(seed)
+    shape = (num_nodes, num_nodes)
+    matrix: IntArray
+    if kind is MatrixKind.UNIFORM:
+        matrix = np.full(shape, largest, np.int64)
+    elif kind is MatrixKind.RANDOM:
+        matrix = random.integers(1, largest + 1, shape)
+    else:
+        places = np.arange(1, num_nodes * num_nodes + 1, dtype=np.float64)
+        sizes = np.maximum(1, largest * places**-skew).astype(np.int64)
+        matrix = random.permutation(sizes).reshape(shape)
+    np.fill_diagonal(matrix, 0)
+    return matrix
+
+
+def load_matrix(path: Path) -> IntArray:
+    """A square matrix of integers from a ``.npy`` file or a ``.csv`` file without header; ``ValueError`` otherwise."""
+    if path.suffix not in (".npy", ".csv"):
+        raise ValueError(f"a matrix comes from a .npy or .csv file, got {path}")
+    try:
+        is_text = path.suffix == ".csv"
+        values = np.loadtxt(path, np.int64, delimiter=",", ndmin=2) if is_text else np.load(path, allow_pickle=False)
+        return as_matrix(values, "the matrix")
+    except (ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"{path}: {error}") from error

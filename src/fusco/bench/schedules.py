@@ -1,0 +1,110 @@
+"""How many stages each mode takes, how long they are, and how long it takes to find them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.matrices import MatrixKind, make_matrix
+from fusco.schedule import Stages, decompose, lower_bound_bytes, spread_out, warm_up
+from fusco.schedule.stages import IntArray
+
+# FAST's published C++ (github.com/MangoBoost/FAST), its decomposition alone, in us by number of nodes: measured on a
+# machine of the kind of docs/performance/schedule.md, on matrices like those here. The paper (section 4.4), with
+# scheduling within nodes of 8 GPUs, on a Xeon 8468: 25, 221, 805 and 77,000 us for 4, 8, 12 and 40 nodes.
+FAST_US = {4: 3.4, 8: 50.0, 12: 330.0, 16: 1242.0, 24: 6685.0, 40: 56_000.0}
+
+NUM_NODES = (2, 4, 8, 12, 16, 24, 32, 40, 64, 128)
+
+_MODES: dict[str, Callable[[IntArray], Stages]] = {
+    "exact": decompose,
+    "few": partial(decompose, mode="few"),
+    "spread-out": spread_out,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecord:
+    """One mode at one number of nodes.
+
+    Over all draws: the median and the most stages; the mean and the largest length over lower bound; the median time
+    in us, one call from Python each. ``fast_us`` is FAST's figure, None where there is none.
+    """
+
+    mode: str
+    num_nodes: int
+    num_draws: int
+    seed: int
+    num_stages: float
+    most_stages: int
+    mean_ratio: float
+    largest_ratio: float
+    microseconds: float
+    fast_us: float | None
+    versions: dict[str, str]
+    hardware: dict[str, str | int | float]
+    commit: str
+
+
+def num_steps(num_nodes: Sequence[int]) -> int:
+    """How many measurements ``measure_schedules`` makes."""
+    return len(num_nodes) * len(_MODES)
+
+
+def measure_schedules(
+    num_nodes: Sequence[int], num_draws: int, seed: int = 0, on_step: Callable[[str, int], None] | None = None
+) -> list[ScheduleRecord]:
+    """Run every mode on the same draws: off-diagonal entries uniform in 1..100,000.
+
+    ``on_step`` is told before each measurement which it is and how many are done. Every schedule is verified: it sends
+    what the matrix holds and is as short as its mode promises; otherwise ``RuntimeError``.
+    """
+    warm_up()
+    records: list[ScheduleRecord] = []
+    for size in num_nodes:
+        for mode in _MODES:
+            if on_step:
+                on_step(f"{mode}, {size} nodes", len(records))
+            records.append(_measure(mode, size, num_draws, seed))
+    return records
+
+
+def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRecord:
+    schedule = _MODES[mode]
+    matrices = [make_matrix(MatrixKind.RANDOM, num_nodes, seed=seed * num_draws + draw) for draw in range(num_draws)]
+    schedule(matrices[0])
+    microseconds, num_stages, ratios = [], [], []
+    for matrix in matrices:
+        start = time.perf_counter()
+        stages = schedule(matrix)
+        microseconds.append((time.perf_counter() - start) * 1e6)
+        num_stages.append(stages.num_stages)
+        ratios.append(_verified_ratio(mode, matrix, stages))
+    return ScheduleRecord(
+        mode=mode,
+        num_nodes=num_nodes,
+        num_draws=num_draws,
+        seed=seed,
+        num_stages=float(np.median(num_stages)),
+        most_stages=max(num_stages),
+        mean_ratio=round(float(np.mean(ratios)), 4),
+        largest_ratio=round(max(ratios), 4),
+        microseconds=round(float(np.median(microseconds)), 2),
+        fast_us=FAST_US.get(num_nodes),
+        versions=versions(),
+        hardware=hardware(),
+        commit=commit(),
+    )
+
+
+def _verified_ratio(mode: str, matrix: IntArray, stages: Stages) -> float:
+    bound, total = lower_bound_bytes(matrix), stages.total_bytes
+    longest = {"exact": bound, "few": bound + bound // 50}.get(mode, total)
+    if not np.array_equal(stages.node_bytes(), matrix) or not bound <= total <= longest:
+        raise RuntimeError(f"mode {mode!r} schedules {len(matrix)} nodes wrongly: {total} bytes of stages for {bound}")
+    return total / bound if bound else 1.0

@@ -1,0 +1,80 @@
+"""``fusco bench schedule``: stages, their length, and the time it takes to find them."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fusco.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fusco.bench.schedules import ScheduleRecord
+
+
+def schedule(
+    draws: Annotated[int, typer.Option(min=1, help="Matrices for each number of nodes.")] = 50,
+    nodes: Annotated[list[int] | None, typer.Option(min=2, help="Numbers of nodes. Default: 2 to 128.")] = None,
+    seed: options.Seed = 0,
+    json: options.JsonFile = None,
+) -> None:
+    """Compare schedules between nodes on random matrices: stages, length, and the time it takes to find them.
+
+    One call from Python each, on one core; every schedule is verified. Exit code 1 if one is wrong.
+    """
+    from fusco.bench.results import write_json_lines
+    from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
+
+    console, sizes = Console(), nodes or NUM_NODES
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Refreshed between measurements only: a thread that draws would be measured as well.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("compiling (once)", total=num_steps(sizes))
+        progress.refresh()
+
+        def show(doing: str, num_done: int) -> None:
+            progress.update(task, description=doing, completed=num_done, refresh=True)
+
+        records = measure_schedules(sizes, draws, seed, show)
+    if json:
+        write_json_lines(records, json)
+    console.print(_table(records))
+
+
+def _table(records: Sequence[ScheduleRecord]) -> Table:
+    one = records[0]
+    title = f"entries uniform in 1..100,000, {one.num_draws} matrices: medians, in brackets the worst"
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for name in ("nodes", "exact\nstages", "\nus", "FAST\nus", "times\nfaster"):
+        table.add_column(name, justify="right")
+    for name in ("few\nstages", "over\nbound", "\nus", "spread-out\nover bound", "\nus"):
+        table.add_column(name, justify="right")
+    for num_nodes, group in groupby(records, key=lambda record: record.num_nodes):
+        by_mode = {record.mode: record for record in group}
+        exact, few, shifted = by_mode["exact"], by_mode["few"], by_mode["spread-out"]
+        fast_us = exact.fast_us
+        table.add_row(
+            str(num_nodes),
+            f"{exact.num_stages:g}",
+            f"{exact.microseconds:,.1f}",
+            f"{fast_us:,.1f}" if fast_us else "",
+            f"{fast_us / exact.microseconds:.1f}" if fast_us else "",
+            f"{few.num_stages:g} ({few.most_stages})",
+            f"{few.largest_ratio:.4f}",
+            f"{few.microseconds:,.1f}",
+            f"{shifted.mean_ratio:.2f}",
+            f"{shifted.microseconds:,.1f}",
+        )
+    machine = f"{one.hardware['cpu']}, {one.hardware['num_cores']} cores; numba {one.versions['numba']}"
+    table.caption = (
+        "over bound: length of all stages over the largest row or column sum, exactly 1 in mode exact\n"
+        "FAST: its published C++ on a machine of the same kind, the decomposition alone\n"
+        f"{machine}; commit {one.commit}"
+    )
+    return table

@@ -1,0 +1,63 @@
+"""A Gantt picture of stages in a terminal: a line for each sender, a letter for each receiver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green", "bright_magenta")
+_IDLE = "·"
+
+
+def node_letter(node: int) -> str:
+    """One character for a node: digits, then letters, then ``#`` for all others.
+
+    >>> node_letter(3), node_letter(10), node_letter(99)
+    ('3', 'A', '#')
+    """
+    return _LETTERS[node] if node < len(_LETTERS) else "#"
+
+
+def draw_gantt(
+    dst_node: Sequence[Sequence[int]],
+    num_bytes: Sequence[Sequence[int]],
+    duration_bytes: Sequence[int],
+    width: int,
+) -> list[Text]:
+    """A ruler with a mark where each stage begins, then a line for each node; ``width`` characters are all stages.
+
+    Each stage has its share of the width, with the letter of the receiver as long as the node sends, and dots while it
+    waits. Stages too short for a character do not show.
+
+    >>> for line in draw_gantt([[1, 0], [-1, 0]], [[6, 3], [0, 2]], [6, 2], width=8):
+    ...     print(line)
+       |     |
+    0  111111··
+    1  000···00
+    """
+    total = sum(duration_bytes)
+    begins = [sum(duration_bytes[:stage]) for stage in range(len(duration_bytes))]
+
+    def column(size: int) -> int:
+        return (size * width + total // 2) // total if total else 0
+
+    ruler = [" "] * width
+    for begin in begins:
+        ruler[min(column(begin), width - 1)] = "|"
+    lines = [Text("   " + "".join(ruler).rstrip(), style="dim")]
+    for node in range(len(dst_node[0]) if dst_node else 0):
+        line = Text(f"{node:<3}")
+        for stage, begin in enumerate(begins):
+            dst, size = dst_node[stage][node], num_bytes[stage][node]
+            first, end = column(begin), column(begin + duration_bytes[stage])
+            num_busy = column(begin + size) - first
+            if dst >= 0:
+                line.append(node_letter(dst) * num_busy, style=_COLORS[dst % len(_COLORS)])
+            line.append(_IDLE * (end - first - (num_busy if dst >= 0 else 0)), style="dim")
+        lines.append(line)
+    return lines

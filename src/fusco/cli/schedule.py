@@ -1,0 +1,137 @@
+"""``fusco schedule``: a matrix, its stages, and when who sends to whom."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fusco.cli import options
+from fusco.cli.gantt import draw_gantt, node_letter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fusco.bench.schedule_modes import ModeRecord
+    from fusco.schedule.stages import IntArray
+
+_MOST_ROWS = 24  # of a table; a screenful
+
+
+class Matrix(str, Enum):
+    """The names of ``fusco.bench.matrices.MatrixKind``, here so that help need not load numpy; a test compares them."""
+
+    UNIFORM = "uniform"
+    RANDOM = "random"
+    ZIPF = "zipf"
+
+
+class ShownMode(str, Enum):
+    """Whose stages to show: a mode's, or those of the one that should take least."""
+
+    AUTO = "auto"
+    EXACT = "exact"
+    FEW = "few"
+    SPREAD_OUT = "spread-out"
+
+
+def schedule(
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a matrix that is made.")] = 4,
+    matrix: Annotated[Matrix, typer.Option(help="How the matrix is made.")] = Matrix.RANDOM,
+    skew: Annotated[float, typer.Option(min=0, help="Skew of a Zipf matrix.")] = 0.8,
+    largest: Annotated[
+        int, typer.Option(min=1, help="Largest entry of a matrix that is made, in bytes.")
+    ] = 100_000_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a matrix that is made.")] = 0,
+    file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv."),
+    ] = None,
+    mode: Annotated[ShownMode, typer.Option(help="Whose stages to show.")] = ShownMode.AUTO,
+    ranks_per_node: options.RanksPerNode = 8,
+    latency_us: Annotated[float, typer.Option(min=0, help="What each stage costs beside its bytes.")] = 10.0,
+    internode_gbs: Annotated[float, typer.Option(help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
+    json: options.JsonFile = None,
+) -> None:
+    """Split what nodes send each other into one-to-one stages, and show when who sends to whom.
+
+    Pure computation: nothing is sent. JSON lines hold the stages of all modes.
+    """
+    from fusco.bench.matrices import MatrixKind, load_matrix, make_matrix
+    from fusco.bench.results import write_json_lines
+    from fusco.bench.schedule_modes import compare_modes
+    from fusco.schedule import Links
+
+    name = str(file) if file else matrix.value + (f" {skew:g}" if matrix is Matrix.ZIPF else "")
+    node_bytes = (
+        load_matrix(file)
+        if file
+        else make_matrix(MatrixKind(matrix.value), nodes, largest=largest, skew=skew, seed=seed)
+    )
+    links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
+    records = compare_modes(node_bytes, name, ranks_per_node, links)
+    if json:
+        write_json_lines(records, json)
+    console = Console()
+    _print_matrix(node_bytes, name, console)
+    _print_modes(records, console)
+    _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+
+
+def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
+    return record.is_chosen if mode is ShownMode.AUTO else record.mode == mode.value
+
+
+def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
+    num_nodes = len(node_bytes)
+    title = f"[bold]{name}[/], {num_nodes} nodes"
+    if num_nodes > _MOST_ROWS:
+        console.print(f"{title}: {node_bytes.sum() / 1e6:,.1f} MB in all, diagonal included")
+        return
+    table = Table(title=f"{title}: MB from node (down) to node (across)", title_justify="left")
+    table.add_column("")
+    for node in range(num_nodes):
+        table.add_column(node_letter(node), justify="right")
+    table.add_column("sends", justify="right")
+    for src, row in enumerate(node_bytes.tolist()):
+        sizes = [0 if dst == src else size for dst, size in enumerate(row)]
+        table.add_row(node_letter(src), *(f"{size / 1e6:.1f}" if size else "-" for size in [*sizes, sum(sizes)]))
+    console.print(table)
+
+
+def _print_modes(records: Sequence[ModeRecord], console: Console) -> None:
+    bound = records[0].lower_bound_bytes
+    title = f"lower bound: {bound / 1e6:,.1f} MB, what the busiest node sends or receives"
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for name in ("mode", "stages", "MB", "over lower bound", "modelled time"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for record in records:
+        chosen = " (chosen)" if record.is_chosen else ""
+        total, time_us = f"{record.total_bytes / 1e6:,.1f}", f"{record.modelled_us:,.0f} us"
+        table.add_row(record.mode + chosen, str(record.num_stages), total, f"{record.ratio:.4f}", time_us)
+    table.caption = (
+        f"model: {records[0].latency_us:g} us a stage, {records[0].internode_gbs:g} GB/s for each of "
+        f"{records[0].ranks_per_node} ranks a node; chosen by the size of the matrix"
+    )
+    console.print(table)
+
+
+def _print_stages(record: ModeRecord, console: Console) -> None:
+    table = Table(title=f"stages of mode '{record.mode}'", title_justify="left")
+    for name in ("stage", "MB", "who sends to whom"):
+        table.add_column(name, justify="left" if name.startswith("who") else "right")
+    stages = list(zip(record.dst_node, record.duration_bytes, strict=True))
+    for stage, (dst_node, length) in enumerate(stages[:_MOST_ROWS]):
+        pairs = [f"{node_letter(src)}>{node_letter(dst)}" for src, dst in enumerate(dst_node) if dst >= 0]
+        table.add_row(str(stage), f"{length / 1e6:,.2f}", " ".join(pairs))
+    if len(stages) > _MOST_ROWS:
+        table.add_row("...", "", f"and {len(stages) - _MOST_ROWS} more")
+    console.print(table)
+    console.print("when each node sends (down) to which node (letters), · while it sends nothing")
+    width = max(20, console.width - 4)
+    for line in draw_gantt(record.dst_node, record.num_bytes, record.duration_bytes, width):
+        console.print(line, no_wrap=True, highlight=False, overflow="crop")

@@ -1,0 +1,169 @@
+"""Proof, for any schedule, that it delivers every byte once and wastes no time of the busiest node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fusco.schedule.few import budget_bytes
+from fusco.schedule.schedule import Schedule
+from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
+from fusco.schedule.transfers import Transfers
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Return if all holds that a schedule promises; ``ValueError`` with the first ten faults otherwise.
+
+    Every byte of every message is delivered once, by ranks that have it by then; nodes have one partner in each stage;
+    every lane carries its share; the busiest node is never idle (in ``"few"``, at most 2 % of the time).
+    """
+    faults = list(find_faults(schedule))
+    if faults:
+        more = f" and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise ValueError("not a valid schedule: " + "; ".join(faults[:10]) + more)
+
+
+def find_faults(schedule: Schedule) -> Iterator[str]:
+    """Say what is wrong with a schedule, one sentence at a time; nothing if nothing is."""
+    node_bytes = _node_bytes(schedule)
+    yield from _stage_faults(schedule.stages, node_bytes)
+    yield from _idle_faults(schedule, node_bytes)
+    yield from _place_faults(schedule)
+    yield from _lane_faults(schedule)
+    yield from _byte_faults(schedule)
+
+
+def _node_bytes(schedule: Schedule) -> IntArray:
+    node_to_ranks = np.array(schedule.topology.node_to_ranks)
+    tiles = schedule.rank_bytes[node_to_ranks[:, None, :, None], node_to_ranks[None, :, None, :]]
+    node_bytes: IntArray = tiles.sum(axis=(2, 3))
+    np.fill_diagonal(node_bytes, 0)
+    return node_bytes
+
+
+def _stage_faults(stages: Stages, node_bytes: IntArray) -> Iterator[str]:
+    """One partner, none longer than the stage, and in all what the nodes have for each other."""
+    num_nodes = len(node_bytes)
+    if stages.dst_node.shape != stages.num_bytes.shape or stages.dst_node.shape != (stages.num_stages, num_nodes):
+        yield f"stages have shapes {stages.dst_node.shape} and {stages.num_bytes.shape} for {num_nodes} nodes"
+        return
+    for stage in range(stages.num_stages):
+        dst_node, num_bytes = stages.dst_node[stage], stages.num_bytes[stage]
+        sends = dst_node >= 0
+        receivers, count = np.unique(dst_node[sends], return_counts=True)
+        for node in receivers[count > 1]:
+            yield f"node {node} receives from several nodes in stage {stage}"
+        for node in np.flatnonzero(sends & (dst_node == np.arange(num_nodes))):
+            yield f"node {node} sends to itself in stage {stage}"
+        for node in np.flatnonzero((num_bytes > 0) != sends):
+            yield f"node {node} sends {num_bytes[node]} bytes to node {dst_node[node]} in stage {stage}"
+        for node in np.flatnonzero(num_bytes > stages.duration_bytes[stage]):
+            length = stages.duration_bytes[stage]
+            yield f"node {node} sends {num_bytes[node]} bytes in stage {stage}, which has {length}"
+    if stages.dst_node.max(initial=-1) >= num_nodes or stages.dst_node.min(initial=-1) < -1:
+        yield f"stages name nodes that are none of the {num_nodes}"
+        return
+    sent = stages.node_bytes()
+    for src, dst in np.argwhere(sent != node_bytes):
+        yield f"stages send {sent[src, dst]} of {node_bytes[src, dst]} bytes from node {src} to node {dst}"
+
+
+def _idle_faults(schedule: Schedule, node_bytes: IntArray) -> Iterator[str]:
+    bound, total = lower_bound_bytes(node_bytes), schedule.stages.total_bytes
+    if schedule.mode == "few" and total > budget_bytes(bound):
+        yield f"the busiest node waits: {total} bytes of stages for {bound}, more than 2 % longer"
+    if schedule.mode == "exact" and total != bound:
+        yield f"the busiest node waits: {total} bytes of stages for {bound}"
+
+
+def _place_faults(schedule: Schedule) -> Iterator[str]:
+    """Transfers within nodes stay there, those between nodes go where their stage goes, at the same local rank."""
+    to_node, to_local = np.array(schedule.topology.rank_to_node), np.array(schedule.topology.rank_to_local)
+    for name in ("local", "balancing", "redistribution"):
+        transfers: Transfers = getattr(schedule, name)
+        for i in np.flatnonzero(to_node[transfers.from_rank] != to_node[transfers.to_rank]):
+            yield f"{name} leaves the node, from rank {transfers.from_rank[i]} to rank {transfers.to_rank[i]}"
+    crossing, stages = schedule.crossing, schedule.stages
+    if crossing.stage.min(initial=0) < 0 or crossing.stage.max(initial=-1) >= stages.num_stages:
+        yield f"crossing names stages that are none of the {stages.num_stages}"
+        return
+    planned = stages.dst_node[crossing.stage, to_node[crossing.from_rank]]
+    is_wrong = (to_local[crossing.from_rank] != to_local[crossing.to_rank]) | (planned != to_node[crossing.to_rank])
+    for i in np.flatnonzero(is_wrong):
+        ends = f"from rank {crossing.from_rank[i]} to rank {crossing.to_rank[i]}"
+        yield f"crossing goes {ends} in stage {crossing.stage[i]}, whose node is {planned[i]}"
+
+
+def _lane_faults(schedule: Schedule) -> Iterator[str]:
+    """In every stage, what a node sends leaves in shares that differ by one byte at most."""
+    stages, topology, crossing = schedule.stages, schedule.topology, schedule.crossing
+    if crossing.stage.min(initial=0) < 0 or crossing.stage.max(initial=-1) >= stages.num_stages:
+        return
+    carried = np.zeros((stages.num_stages, topology.world_size), np.int64)
+    np.add.at(carried, (crossing.stage, crossing.from_rank), crossing.num_bytes)
+    carried = carried[:, np.array(topology.node_to_ranks)]
+    for stage, node in np.argwhere(carried.sum(axis=2) != stages.num_bytes):
+        total, planned = carried[stage, node].sum(), stages.num_bytes[stage, node]
+        yield f"ranks of node {node} send {total} bytes in stage {stage}, which plans {planned}"
+    for stage, node in np.argwhere(np.ptp(carried, axis=2) > 1):
+        yield f"ranks of node {node} send {carried[stage, node].tolist()} bytes in stage {stage}"
+
+
+def _byte_faults(schedule: Schedule) -> Iterator[str]:
+    """Follow every byte: what is sent is what the sender has, and all of it arrives where it shall, once."""
+    to_node = np.array(schedule.topology.rank_to_node)
+    is_local = to_node[:, None] == to_node
+    local, balancing, crossing = schedule.local, schedule.balancing, schedule.crossing
+    redistribution = schedule.redistribution
+    for name, bad in (
+        ("local", (local.from_rank != local.src_rank) | (local.to_rank != local.dst_rank)),
+        ("balancing", balancing.from_rank != balancing.src_rank),
+        ("redistribution", redistribution.to_rank != redistribution.dst_rank),
+    ):
+        if bad.any():
+            yield f"{name} number {np.flatnonzero(bad)[0]} does not connect its message's ends"
+    yield from _differ("local", _runs(local), "the messages within nodes", _messages(schedule.rank_bytes * is_local))
+    between = _messages(schedule.rank_bytes * ~is_local)
+    yield from _differ("crossing", _runs(crossing), "the messages between nodes", between)
+    handed_over = crossing.select(crossing.from_rank != crossing.src_rank)
+    balanced = _runs(balancing, holder=balancing.to_rank)
+    yield from _differ("balancing", balanced, "what lanes carry for others", _runs(handed_over, handed_over.from_rank))
+    to_hand_on = crossing.select(crossing.to_rank != crossing.dst_rank)
+    expected = _runs(to_hand_on, to_hand_on.to_rank, to_hand_on.stage)
+    handed_on = _runs(redistribution, redistribution.from_rank, redistribution.stage)
+    yield from _differ("redistribution", handed_on, "what arrives for others", expected)
+
+
+def _messages(rank_bytes: IntArray) -> IntArray:
+    src, dst = np.nonzero(rank_bytes)
+    nothing = np.zeros(len(src), np.int64)
+    return np.stack([src, dst, nothing, nothing, nothing, rank_bytes[src, dst]], axis=1)
+
+
+def _runs(transfers: Transfers, holder: IntArray | None = None, stage: IntArray | None = None) -> IntArray:
+    """(src, dst, holder, stage, first byte, end) with adjacent pieces joined; overlapping ones stay apart."""
+    nothing = np.zeros(len(transfers), np.int64)
+    first, end = transfers.first_byte, transfers.first_byte + transfers.num_bytes
+    keys = [transfers.src_rank, transfers.dst_rank, nothing if holder is None else holder]
+    keys.append(nothing if stage is None else stage)
+    table = np.stack([*keys, first, end], axis=1)
+    table = table[np.lexsort((end, first, keys[3], keys[2], keys[1], keys[0]))]
+    joins = np.all(table[1:, :4] == table[:-1, :4], axis=1) & (table[1:, 4] == table[:-1, 5])
+    starts, ends = np.append(True, ~joins)[: len(table)], np.append(~joins, True)[: len(table)]
+    return np.concatenate([table[starts, :5], table[ends, 5:]], axis=1)
+
+
+def _differ(name: str, found: IntArray, what: str, expected: IntArray) -> Iterator[str]:
+    only_found = sorted(set(map(tuple, found.tolist())) - set(map(tuple, expected.tolist())))
+    only_expected = sorted(set(map(tuple, expected.tolist())) - set(map(tuple, found.tolist())))
+    for is_extra, rows in ((True, only_found), (False, only_expected)):
+        for src, dst, _, _, first, end in rows:
+            states = f"{name} has bytes {first} to {end} of rank {src}'s message to rank {dst}"
+            yield (
+                f"{states}, not in {what}"
+                if is_extra
+                else f"{name} lacks bytes {first} to {end} of that from {src} to {dst} in {what}"
+            )
+    if not only_found and not only_expected and len(found) != len(expected):
+        yield f"{name} has {len(found)} runs of bytes, some of them twice, for {len(expected)} in {what}"

@@ -1,0 +1,139 @@
+"""Lanes between nodes: even shares of what a node has for another, one share for each local rank.
+
+All that a node has for another goes over ``ranks_per_node`` lanes; lane ``l`` leads from the node's local rank ``l`` to
+that of the other node. Ranks with more than a lane's share hand the rest to ranks with less before it leaves, and what
+arrives at the wrong rank is handed on there. Source: FAST section 4.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+# Columns of the table of pieces: the lane's nodes and local rank, the message's local ranks, which of its bytes.
+SRC_NODE, DST_NODE, LANE, SRC_LOCAL, DST_LOCAL, FIRST_BYTE, NUM_BYTES = range(7)
+NUM_COLUMNS = 7
+
+
+@numba.njit(cache=True)
+def lane_share(num_bytes: int, lane: int, num_lanes: int) -> int:
+    """What of a lane's bytes belongs to the first ``num_bytes`` of all lanes: equal shares, the rest to low lanes."""
+    return num_bytes // num_lanes + (1 if lane < num_bytes % num_lanes else 0)
+
+
+@numba.njit(cache=True)
+def _even_out(tile: Any, moved: Any) -> None:
+    """``moved[i, l]``: what local rank ``i`` puts on lane ``l``, its own up to a share, then surplus where it fits."""
+    num_lanes = tile.shape[0]
+    total = tile.sum()
+    moved[:] = 0
+    for local in range(num_lanes):
+        moved[local, local] = min(tile[local].sum(), lane_share(total, local, num_lanes))
+    lane = 0
+    room = lane_share(total, 0, num_lanes) - moved[0, 0]
+    for local in range(num_lanes):
+        surplus = tile[local].sum() - moved[local, local]
+        while surplus > 0:
+            while room == 0:
+                lane += 1
+                room = lane_share(total, lane, num_lanes) - moved[lane, lane]
+            size = min(surplus, room)
+            moved[local, lane] += size
+            surplus -= size
+            room -= size
+
+
+@numba.njit(cache=True)
+def _add(pieces: Any, count: int, heads: Any, key: Any, size: int) -> int:
+    """Append the next ``size`` bytes of message ``key = (src_node, dst_node, lane, src_local, dst_local)``."""
+    for column in range(5):
+        pieces[count, column] = key[column]
+    pieces[count, FIRST_BYTE] = heads[key[4]]
+    pieces[count, NUM_BYTES] = size
+    heads[key[4]] += size
+    return count + 1
+
+
+@numba.njit(cache=True)
+def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, count: int) -> int:
+    """Deal one rank's messages (``row``) to the lanes that take ``lanes`` bytes of them; both are used up."""
+    num_lanes = row.shape[0]
+    heads = np.zeros(num_lanes, np.int64)
+    for lane in range(num_lanes):  # first what needs no handing on
+        size = min(lanes[lane], row[lane])
+        if size > 0:
+            count = _add(pieces, count, heads, (src, dst, lane, local, lane), size)
+            lanes[lane] -= size
+            row[lane] -= size
+    receiver = 0
+    for lane in range(num_lanes):
+        while lanes[lane] > 0:
+            while row[receiver] == 0:
+                receiver += 1
+            size = min(lanes[lane], row[receiver])
+            count = _add(pieces, count, heads, (src, dst, lane, local, receiver), size)
+            lanes[lane] -= size
+            row[receiver] -= size
+    return count
+
+
+@numba.njit(cache=True)
+def cut_into_lanes(tiles: Any) -> Any:
+    """Pieces of all messages between nodes, int64 (num_pieces, 7) with the columns named above.
+
+    ``tiles[s, d, i, j]`` bytes go from local rank ``i`` of node ``s`` to local rank ``j`` of node ``d``.
+    """
+    num_nodes, _, num_lanes, _ = tiles.shape
+    capacity = num_nodes * max(num_nodes - 1, 0) * num_lanes * (num_lanes + 4)
+    pieces = np.empty((capacity, NUM_COLUMNS), np.int64)
+    moved = np.empty((num_lanes, num_lanes), np.int64)
+    count = 0
+    for src in range(num_nodes):
+        for dst in range(num_nodes):
+            if src == dst:
+                continue
+            _even_out(tiles[src, dst], moved)
+            for local in range(num_lanes):
+                count = _cut_row(src, dst, local, tiles[src, dst, local].copy(), moved[local], pieces, count)
+    return pieces[:count]
+
+
+@numba.njit(cache=True)
+def cut_into_stages(pieces: Any, num_nodes: int, num_lanes: int, dst_node: Any, num_bytes: Any) -> Any:
+    """Cut pieces, sorted by nodes and lane, where stages end: int64 (num_pieces, 8), the last column is the stage.
+
+    Of what two nodes exchange in a stage, every lane carries its share.
+    """
+    num_stages = dst_node.shape[0]
+    next_piece = np.zeros((num_nodes, num_nodes, num_lanes), np.int64)
+    for piece in range(len(pieces) - 1, -1, -1):
+        next_piece[pieces[piece, SRC_NODE], pieces[piece, DST_NODE], pieces[piece, LANE]] = piece
+    used = np.zeros(len(pieces), np.int64)
+    sent = np.zeros((num_nodes, num_nodes), np.int64)
+    cut = np.empty((len(pieces) + num_lanes * (dst_node >= 0).sum(), NUM_COLUMNS + 1), np.int64)
+    count = 0
+    for stage in range(num_stages):
+        for src in range(num_nodes):
+            dst = dst_node[stage, src]
+            if dst < 0:
+                continue
+            before, after = sent[src, dst], sent[src, dst] + num_bytes[stage, src]
+            sent[src, dst] = after
+            for lane in range(num_lanes):
+                left = lane_share(after, lane, num_lanes) - lane_share(before, lane, num_lanes)
+                piece = next_piece[src, dst, lane]
+                while left > 0:
+                    size = min(left, pieces[piece, NUM_BYTES] - used[piece])
+                    cut[count, :NUM_COLUMNS] = pieces[piece]
+                    cut[count, FIRST_BYTE] += used[piece]
+                    cut[count, NUM_BYTES] = size
+                    cut[count, NUM_COLUMNS] = stage
+                    count += 1
+                    used[piece] += size
+                    left -= size
+                    if used[piece] == pieces[piece, NUM_BYTES]:
+                        piece += 1
+                next_piece[src, dst, lane] = piece
+    return cut[:count]

@@ -1,0 +1,127 @@
+"""How long a stage can be when nodes may wait in it, and whom to pair for that.
+
+Compiled helpers of ``few``. A pair's reach is its entry plus what both of its nodes may wait: the longest stage that it
+can be part of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from fusco.schedule.matching import DST_OF, augment, clear, complete, part
+
+_MAX_BYTES = np.iinfo(np.int64).max
+
+
+@numba.njit(cache=True)
+def _share(waiting: int, share: float) -> int:
+    """A share of what a node may still wait, at least one byte if there is any."""
+    return waiting if share >= 1.0 else min(waiting, int(share * waiting) + 1)
+
+
+@numba.njit(cache=True)
+def limit_waiting(sums: Any, budget: int, shares: Any, waits: Any) -> None:
+    """Waiting allowed in a stage: ``shares[0]`` of what all may still wait, ``shares[1]`` of what a node may beyond."""
+    num_nodes = sums.shape[1]
+    common = budget
+    for side in range(2):
+        for node in range(num_nodes):
+            common = min(common, budget - sums[side, node])
+    of_common = _share(common, shares[0])
+    for side in range(2):
+        for node in range(num_nodes):
+            waits[side, node] = of_common + _share(budget - sums[side, node] - common, shares[1])
+
+
+@numba.njit(cache=True)
+def find_reach(rest: Any, waits: Any, reach: Any) -> int:
+    """How long a stage with this pair may be, for all pairs; returns how long any stage may be at most."""
+    num_nodes = rest.shape[0]
+    largest = 0
+    limit = _MAX_BYTES
+    highest = np.zeros(num_nodes, np.int64)
+    for src in range(num_nodes):
+        wait = waits[0, src]
+        row_highest = 0
+        for dst in range(num_nodes):
+            size = rest[src, dst]
+            length = size + min(wait, waits[1, dst])
+            reach[src, dst] = length
+            largest = max(largest, size)
+            row_highest = max(row_highest, length)
+            highest[dst] = max(highest[dst], length)
+        limit = min(limit, row_highest)
+    for dst in range(num_nodes):
+        limit = min(limit, highest[dst])
+    return min(limit, largest)
+
+
+@numba.njit(cache=True)
+def _mark_reaching(reach: Any, length: int, adjacent: Any) -> None:
+    num_nodes = reach.shape[0]
+    for src in range(num_nodes):
+        for word in range(adjacent.shape[1]):
+            bits = 0
+            first = word << 6
+            for bit in range(min(64, num_nodes - first)):
+                bits |= int(reach[src, first + bit] >= length) << bit
+            adjacent[src, word] = bits
+
+
+@numba.njit(cache=True)
+def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
+    """Repair the matching so that a stage of ``length`` can have it; how long it can be then, -1 if it cannot."""
+    num_nodes = reach.shape[0]
+    _mark_reaching(reach, length, adjacent)
+    for src in range(num_nodes):
+        dst = match[DST_OF, src]
+        if dst >= 0 and reach[src, dst] < length:
+            part(match, src)
+    if not complete(adjacent, match):
+        return -1
+    longest = _MAX_BYTES
+    for src in range(num_nodes):
+        longest = min(longest, reach[src, match[DST_OF, src]])
+    return longest
+
+
+@numba.njit(cache=True)
+def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -> int:
+    """The longest stage, to a 64th, that some matching allows, by bisection."""
+    length = min(limit, _try_length(reach, 1, adjacent, match))
+    kept[:] = match
+    tried = limit
+    while length < tried:
+        reached = _try_length(reach, tried, adjacent, match)
+        if reached >= 0:
+            length = min(limit, reached)
+            kept[:] = match
+        else:
+            limit = tried - 1
+            match[:] = kept
+        if limit - length <= limit >> 6:
+            break
+        tried = limit - ((limit - length) >> 1)
+    return length
+
+
+@numba.njit(cache=True)
+def match_finishing_first(rest: Any, reach: Any, length: int, adjacent: Any, finishing: Any, match: Any) -> None:
+    """A perfect matching for a stage of ``length`` that uses up as many entries as it can."""
+    num_nodes = rest.shape[0]
+    _mark_reaching(reach, length, adjacent)
+    clear(match)
+    for src in range(num_nodes):
+        for word in range(adjacent.shape[1]):
+            bits = 0
+            first = word << 6
+            for bit in range(min(64, num_nodes - first)):
+                size = rest[src, first + bit]
+                bits |= int((size > 0) & (size <= length)) << bit
+            finishing[src, word] = bits & adjacent[src, word]
+    for src in range(num_nodes):
+        augment(finishing, match, src)
+    complete(adjacent, match)

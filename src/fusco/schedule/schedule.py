@@ -1,0 +1,184 @@
+"""The schedule of an alltoallv: what every rank sends to whom, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fusco.schedule import lanes
+from fusco.schedule.decomposition import as_matrix, decompose
+from fusco.schedule.spread_out import spread_out
+from fusco.schedule.stages import IntArray, Stages
+from fusco.schedule.transfers import Transfers
+from fusco.topology import Topology
+
+ScheduleMode = Literal["exact", "few", "spread-out"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Schedule:
+    """Four kinds of transfers that together deliver every byte; the same on every rank.
+
+    Attributes:
+        topology: which ranks share a node.
+        rank_bytes: int64 (world_size, world_size), what each rank has for each.
+        mode: how the stages were made.
+        stages: who sends to whom between nodes, in bytes of all lanes together.
+        local: messages within nodes, a rank's to itself included; nothing waits for them, nor they for anything.
+        balancing: within nodes, before any stage: pieces that go to the rank whose lane carries them.
+        crossing: between nodes, from a local rank to the same local rank of another node, by stage.
+        redistribution: within nodes, after the piece's stage: from the lane's end to where the message goes.
+
+    ``local`` and ``balancing`` are in the order of shifted diagonals (SpreadOut) within each node, ``crossing`` and
+    ``redistribution`` in order of stages. Any unit will do for bytes, if an executor moves rows or vectors.
+
+    """
+
+    topology: Topology
+    rank_bytes: IntArray
+    mode: ScheduleMode
+    stages: Stages
+    local: Transfers
+    balancing: Transfers
+    crossing: Transfers
+    redistribution: Transfers
+
+
+def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "exact") -> Schedule:
+    """Schedule an alltoallv over nodes: even out within nodes, cross in one-to-one stages, hand on.
+
+    Args:
+        rank_bytes: integers (world_size, world_size), what rank ``i`` (row) has for rank ``j``.
+        topology: which ranks share a node.
+        mode: of the stages: ``"exact"``, ``"few"`` (see ``decompose``) or ``"spread-out"``; stages of the first two
+            are in ascending order of length.
+
+    Raises:
+        TypeError, ValueError: as ``decompose``, and if matrix and topology don't fit.
+
+    Source: FAST section 4.1 to 4.3. Two nodes of two ranks; B0 (rank 2) has 8 bytes for node A, B1 has 4, as in FAST's
+    Fig. 7. B0 hands 2 bytes to B1, then both send 6 to their counterparts.
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> rank_bytes = np.array([[0, 0, 0, 0], [0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 0, 0]])
+    >>> schedule = make_schedule(rank_bytes, topology)
+    >>> [(int(f), int(t), int(n)) for f, t, n in zip(
+    ...     schedule.balancing.from_rank, schedule.balancing.to_rank, schedule.balancing.num_bytes)]
+    [(2, 3, 2)]
+    >>> schedule.crossing.load(4).tolist()
+    [[0, 0, 6, 6], [6, 6, 0, 0]]
+
+    """
+    matrix = _checked(rank_bytes, topology, mode)
+    node_to_ranks = np.array(topology.node_to_ranks)
+    tiles = np.ascontiguousarray(matrix[node_to_ranks[:, None, :, None], node_to_ranks[None, :, None, :]])
+    node_bytes = _sum_tiles(tiles)
+    stages = spread_out(node_bytes) if mode == "spread-out" else decompose(node_bytes, mode=mode).shortest_first()
+    shape = (topology.num_nodes, topology.ranks_per_node)
+    pieces = _sorted_pieces(lanes.cut_into_lanes(tiles), *shape)
+    crossing = _crossing(lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes), node_to_ranks)
+    return Schedule(
+        topology=topology,
+        rank_bytes=matrix,
+        mode=mode,
+        stages=stages,
+        local=_local(matrix, topology),
+        balancing=_balancing(pieces, node_to_ranks),
+        crossing=crossing,
+        redistribution=_redistribution(crossing),
+    )
+
+
+def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
+    if mode not in ("exact", "few", "spread-out"):
+        raise ValueError(f"mode must be one of 'exact', 'few', 'spread-out', got {mode!r}")
+    matrix = as_matrix(rank_bytes, "rank_bytes")
+    if len(matrix) != topology.world_size:
+        raise ValueError(f"rank_bytes is for {len(matrix)} ranks, the topology has {topology.world_size}")
+    if matrix.min() < 0:
+        src, dst = np.argwhere(matrix < 0)[0]
+        raise ValueError(f"rank_bytes must not be negative, got {matrix[src, dst]} from rank {src} to rank {dst}")
+    return matrix
+
+
+def _sum_tiles(tiles: IntArray) -> IntArray:
+    """What nodes have for each other, zero on the diagonal; ``ValueError`` if that is beyond int64."""
+    node_bytes = tiles.sum(axis=(2, 3))
+    rough = tiles.sum(axis=(2, 3), dtype=np.float64)
+    np.fill_diagonal(node_bytes, 0)
+    np.fill_diagonal(rough, 0)
+    if rough.max(initial=0) > 2.0**62:
+        for src, dst in np.ndindex(*node_bytes.shape):
+            total = sum(map(int, tiles[src, dst].flat)) if src != dst else 0
+            if total > np.iinfo(np.int64).max:
+                raise ValueError(f"node {src} has {total} bytes for node {dst}, more than int64 holds")
+    return node_bytes
+
+
+def _sorted_pieces(pieces: IntArray, num_nodes: int, num_lanes: int) -> IntArray:
+    """By nodes and lane; on each lane, what needs no balancing comes first, so that it can leave at once."""
+    pair = pieces[:, lanes.SRC_NODE] * num_nodes + pieces[:, lanes.DST_NODE]
+    lane = pieces[:, lanes.LANE]
+    key = (pair * num_lanes + lane) * 2 + (lane != pieces[:, lanes.SRC_LOCAL])
+    return pieces[np.argsort(key, kind="stable")]
+
+
+def _local(rank_bytes: IntArray, topology: Topology) -> Transfers:
+    rank_to_node, rank_to_local = np.array(topology.rank_to_node), np.array(topology.rank_to_local)
+    src, dst = np.nonzero(rank_bytes * (rank_to_node[:, None] == rank_to_node))
+    shift = (rank_to_local[dst] - rank_to_local[src]) % topology.ranks_per_node
+    order = np.argsort(shift, kind="stable")
+    src, dst = src[order], dst[order]
+    none = np.full(len(src), -1)
+    return Transfers(
+        from_rank=src,
+        to_rank=dst,
+        src_rank=src,
+        dst_rank=dst,
+        first_byte=np.zeros(len(src), np.int64),
+        num_bytes=rank_bytes[src, dst],
+        stage=none,
+    )
+
+
+def _balancing(pieces: IntArray, node_to_ranks: IntArray) -> Transfers:
+    moved = pieces[pieces[:, lanes.LANE] != pieces[:, lanes.SRC_LOCAL]]
+    shift = (moved[:, lanes.LANE] - moved[:, lanes.SRC_LOCAL]) % node_to_ranks.shape[1]
+    moved = moved[np.argsort(shift, kind="stable")]
+    src_rank = node_to_ranks[moved[:, lanes.SRC_NODE], moved[:, lanes.SRC_LOCAL]]
+    return Transfers(
+        from_rank=src_rank,
+        to_rank=node_to_ranks[moved[:, lanes.SRC_NODE], moved[:, lanes.LANE]],
+        src_rank=src_rank,
+        dst_rank=node_to_ranks[moved[:, lanes.DST_NODE], moved[:, lanes.DST_LOCAL]],
+        first_byte=moved[:, lanes.FIRST_BYTE].copy(),
+        num_bytes=moved[:, lanes.NUM_BYTES].copy(),
+        stage=np.full(len(moved), -1),
+    )
+
+
+def _crossing(cut: IntArray, node_to_ranks: IntArray) -> Transfers:
+    return Transfers(
+        from_rank=node_to_ranks[cut[:, lanes.SRC_NODE], cut[:, lanes.LANE]],
+        to_rank=node_to_ranks[cut[:, lanes.DST_NODE], cut[:, lanes.LANE]],
+        src_rank=node_to_ranks[cut[:, lanes.SRC_NODE], cut[:, lanes.SRC_LOCAL]],
+        dst_rank=node_to_ranks[cut[:, lanes.DST_NODE], cut[:, lanes.DST_LOCAL]],
+        first_byte=cut[:, lanes.FIRST_BYTE].copy(),
+        num_bytes=cut[:, lanes.NUM_BYTES].copy(),
+        stage=cut[:, lanes.NUM_COLUMNS].copy(),
+    )
+
+
+def _redistribution(crossing: Transfers) -> Transfers:
+    arrived = crossing.select(crossing.to_rank != crossing.dst_rank)
+    return Transfers(
+        from_rank=arrived.to_rank,
+        to_rank=arrived.dst_rank,
+        src_rank=arrived.src_rank,
+        dst_rank=arrived.dst_rank,
+        first_byte=arrived.first_byte,
+        num_bytes=arrived.num_bytes,
+        stage=arrived.stage,
+    )

@@ -1,0 +1,26 @@
+"""SpreadOut, MPI's schedule of shifted diagonals: the baseline between nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fusco.schedule.stages import IntArray, Stages
+
+
+def spread_out(node_bytes: IntArray) -> Stages:
+    """In stage ``i``, node ``s`` sends all it has for node ``(s + i) % num_nodes``; empty stages are left out.
+
+    Takes an int64 matrix (num_nodes, num_nodes), whose diagonal is ignored. Each stage is as long as the largest entry
+    of its diagonal, so that the busiest node may wait. Source: FAST section 4.2, after Netterville et al. (2022).
+
+    >>> spread_out(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]])).duration_bytes
+    array([3, 9])
+    """
+    num_nodes = len(node_bytes)
+    nodes = np.arange(num_nodes)
+    dst_node = (nodes + np.arange(1, num_nodes)[:, None]) % num_nodes
+    num_bytes = node_bytes[nodes, dst_node]
+    duration_bytes = num_bytes.max(axis=1, initial=0)
+    is_used = duration_bytes > 0
+    dst_node = np.where(num_bytes > 0, dst_node, -1)
+    return Stages(dst_node[is_used], num_bytes[is_used], duration_bytes[is_used])

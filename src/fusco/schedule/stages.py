@@ -1,0 +1,67 @@
+"""Stages between nodes: who sends how much to whom, one partner for each node at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """A node-to-node matrix as a sequence of one-to-one matchings, int64 throughout.
+
+    Attributes:
+        dst_node: (num_stages, num_nodes), whom each node sends to in each stage, -1 for nobody.
+        num_bytes: (num_stages, num_nodes), how much it sends; 0 where ``dst_node`` is -1.
+        duration_bytes: (num_stages,), the length of each stage; no node sends more in it.
+
+    """
+
+    dst_node: IntArray
+    num_bytes: IntArray
+    duration_bytes: IntArray
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.duration_bytes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.dst_node.shape[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of all stages together: what the schedule takes, in bytes at one node's bandwidth."""
+        return sum(self.duration_bytes.tolist())
+
+    def shortest_first(self) -> Stages:
+        """The same stages in ascending order of length; those of equal length stay in order.
+
+        A stage's redistribution then hides behind the next stage, which is no shorter (FAST, proof of theorem 2).
+        """
+        order = np.argsort(self.duration_bytes, kind="stable")
+        return Stages(self.dst_node[order], self.num_bytes[order], self.duration_bytes[order])
+
+    def node_bytes(self) -> IntArray:
+        """What the stages send from each node to each other, int64 (num_nodes, num_nodes)."""
+        sent = np.zeros((self.num_nodes, self.num_nodes), np.int64)
+        stage, src = np.nonzero(self.dst_node >= 0)
+        np.add.at(sent, (src, self.dst_node[stage, src]), self.num_bytes[stage, src])
+        return sent
+
+
+def lower_bound_bytes(node_bytes: IntArray) -> int:
+    """The largest row or column sum without the diagonal: no schedule is shorter, as a node has one link.
+
+    >>> lower_bound_bytes(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]]))
+    10
+    """
+    off_diagonal = np.array(node_bytes, dtype=object)  # sums of Python's integers cannot overflow
+    np.fill_diagonal(off_diagonal, 0)
+    return int(max(off_diagonal.sum(axis=0).max(initial=0), off_diagonal.sum(axis=1).max(initial=0)))

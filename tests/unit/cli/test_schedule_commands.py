@@ -1,0 +1,112 @@
+"""The commands about schedules: what they show is what they compute."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fusco.bench.matrices import MatrixKind
+from fusco.bench.schedules import FAST_US
+from fusco.cli.gantt import draw_gantt
+from fusco.cli.main import app
+from fusco.cli.schedule import Matrix
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_option_names_are_those_of_the_library():
+    assert [name.value for name in Matrix] == [kind.value for kind in MatrixKind]
+
+
+@pytest.mark.parametrize("matrix", [matrix.value for matrix in Matrix])
+def test_a_matrix_that_is_made(matrix, tmp_path):
+    out = tmp_path / "schedule.jsonl"
+    done = run("schedule", "--nodes", "5", "--matrix", matrix, "--json", str(out))
+    assert done.exit_code == 0, done.output
+    records = {record["mode"]: record for record in lines(out)}
+    assert set(records) == {"exact", "few", "spread-out"}
+    assert records["exact"]["total_bytes"] == records["exact"]["lower_bound_bytes"]
+    assert sum(record["is_chosen"] for record in records.values()) == 1
+    for record in records.values():
+        assert sum(map(sum, record["num_bytes"])) == sum(map(sum, records["exact"]["num_bytes"]))
+        assert record["modelled_us"] > record["latency_us"] * record["num_stages"]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".csv"])
+def test_a_matrix_from_a_file(suffix, tmp_path):
+    matrix = np.array([[0, 2, 4, 5], [4, 0, 3, 6], [2, 6, 0, 3], [5, 4, 1, 0]]) * 10**6
+    path = tmp_path / f"fig9{suffix}"
+    if suffix == ".npy":
+        np.save(path, matrix)
+    else:
+        np.savetxt(path, matrix, fmt="%d", delimiter=",")
+    done = run("schedule", "--file", str(path), "--mode", "spread-out")
+    assert done.exit_code == 0, done.output
+    assert "lower bound: 14.0 MB" in done.output
+    assert "1.2143" in done.output  # 17 / 14
+    assert "0>1 1>2 2>3 3>0" in done.output
+
+
+def test_many_nodes_and_stages_are_cut_short():
+    done = run("schedule", "--nodes", "40", "--mode", "exact")
+    assert done.exit_code == 0, done.output
+    assert "more" in done.output
+
+
+def test_one_node_has_nothing_to_send():
+    done = run("schedule", "--nodes", "1")
+    assert done.exit_code == 0, done.output
+    assert "lower bound: 0.0 MB" in done.output
+
+
+def test_what_is_refused(tmp_path):
+    text, ragged = tmp_path / "matrix.txt", tmp_path / "ragged.csv"
+    text.write_text("1")
+    ragged.write_text("0,1,2\n3,0,4\n")
+    halves = tmp_path / "halves.npy"
+    np.save(halves, np.full((2, 2), 0.5))
+    negative = tmp_path / "negative.csv"
+    negative.write_text("0,-1\n3,0\n")
+    for path, message in (
+        (text, "from a .npy or .csv file, got"),
+        (ragged, "must be a square matrix, got shape (2, 3)"),
+        (halves, "must hold integers, got float64"),
+        (negative, "must not be negative, got -1 from node 0 to node 1"),
+    ):
+        done = run("schedule", "--file", str(path))
+        assert isinstance(done.exception, ValueError)
+        assert message in str(done.exception)
+    assert "bandwidths must be above zero" in str(run("schedule", "--internode-gbs", "0").exception)
+
+
+def test_gantt_lines_have_one_width():
+    picture = draw_gantt([[1, 2, 0], [2, 0, -1]], [[5, 3, 4], [1, 2, 0]], [5, 2], width=30)
+    assert [str(line) for line in picture] == [
+        "   |                    |",
+        "0  11111111111111111111122222····",
+        "1  2222222222222········000000000",
+        "2  00000000000000000·············",
+    ]
+
+
+def test_the_benchmark_measures_every_mode(tmp_path):
+    out = tmp_path / "schedules.jsonl"
+    done = run("bench", "schedule", "--draws", "3", "--nodes", "4", "--nodes", "9", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    records = lines(out)
+    assert [(record["num_nodes"], record["mode"]) for record in records] == [
+        (size, mode) for size in (4, 9) for mode in ("exact", "few", "spread-out")
+    ]
+    for record in records:
+        assert record["fast_us"] == FAST_US.get(record["num_nodes"])
+        assert record["microseconds"] > 0
+        assert 1 <= record["mean_ratio"] <= record["largest_ratio"]
+        assert {"numba", "torch"} <= set(record["versions"])
+    assert "3.4" in done.output
