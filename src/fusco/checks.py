@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fusco.engine.base import Exchange
 from fusco.handle import Handle
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.memory.layout import Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
+from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 
 _MAX_PAYLOADS, _MAX_DIMS = 8, 6  # as many as fit into a record's text, whatever the sizes
@@ -96,6 +99,59 @@ class Checks:
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
 
+    def exchange(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        mode: ScheduleMode | None,
+    ) -> Exchange:
+        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input."""
+        for name, tensor in (("output", output), ("input", input_)):
+            self._tensor(name, tensor)
+            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
+        if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
+            raise ValueError(
+                f"output has rows of {_describe(output)}, input of {_describe(input_)}; they must be the same"
+            )
+        if not output.is_contiguous() or output.is_conj() or output.is_neg():
+            raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
+        if wants_grad(input_) or wants_grad(output):
+            raise ValueError("all_to_all gives no gradients: detach input and output, or call it in torch.no_grad()")
+        plain = input_.detach().resolve_conj().resolve_neg().contiguous()
+        _refuse_overlap(output, plain)
+        if mode not in (None, "exact", "few", "spread-out"):
+            raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
+        return Exchange(
+            input=plain,
+            output=output,
+            send_rows=self._splits("input", len(plain), splits[1]),
+            receive_rows=self._splits("output", len(output), splits[0]),
+            mode=mode,
+        )
+
+    def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        world_size = self.placement.world_size
+        if sizes is None:
+            if num_rows % world_size:
+                raise ValueError(
+                    f"{name} has {num_rows} rows, which do not divide evenly among {world_size} ranks; "
+                    f"pass {name}_split_sizes"
+                )
+            return (num_rows // world_size,) * world_size
+        try:
+            rows = tuple(map(operator.index, sizes))
+        except TypeError:
+            raise TypeError(f"{name}_split_sizes must be a sequence of integers, got {sizes!r}") from None
+        if len(rows) != world_size:
+            raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
+        if min(rows) < 0:
+            raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
+        if sum(rows) != num_rows:
+            raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
+        return rows
+
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -112,6 +168,18 @@ class Checks:
                 f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
                 f"{self.capacity.max_bytes_per_token}"
             )
+
+
+def _describe(rows: torch.Tensor) -> str:
+    return f"{str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape[1:])}"
+
+
+def _refuse_overlap(output: torch.Tensor, input_: torch.Tensor) -> None:
+    begin, other = output.data_ptr(), input_.data_ptr()
+    if begin < other + input_.nbytes and other < begin + output.nbytes:
+        raise ValueError(
+            f"input and output overlap in memory: {input_.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
+        )
 
 
 def row_bytes(rows: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The public verbs: dispatch, combine, shuffle, gather_send, scatter_recv, close."""
+"""The public verbs: dispatch, combine, shuffle, all_to_all, gather_send, scatter_recv, close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusco.autograd import CombineRows, DispatchRows, Made, RouteWeights, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
 from fusco.checks import Checks, check_device, wants_grad
-from fusco.engine.base import Delivery, DispatchOrder, Engine
+from fusco.engine.base import Delivery, DispatchOrder, Engine, Exchange
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Terms
@@ -24,6 +24,7 @@ from fusco.launch import Launch, StaticSlots
 from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
+from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.settings import Settings
 from fusco.topology import Topology
@@ -290,6 +291,52 @@ class Communicator:
             self._engine.shuffle(agreement, {} if is_refused else send, {} if is_refused else receive)
 
         self._collective("shuffle", lambda: self._checks.partners(send, receive), dict, work)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002  the names are those of torch.distributed.all_to_all_single
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        schedule: ScheduleMode | None = None,
+    ) -> None:
+        """Exchange rows among all ranks, as ``torch.distributed.all_to_all_single``; skew between nodes is evened out.
+
+        Ranks of a node first even out what they send to each other node, then nodes exchange in one-to-one stages, and
+        what came to another rank of the node is handed on while the next stage is under way. Beside the rings, a call
+        takes memory for what this rank carries for others of its node, at most about its share of what the node sends
+        and receives; none where nodes have one rank, or with one node. Returns when the output is complete and the
+        input may change. There are no gradients.
+
+        Args:
+            output: contiguous rows (num_rows, ...) of any dtype, written here by source rank. It must not overlap
+                ``input``.
+            input: rows of the same dtype and shape, by destination rank; copied first unless contiguous.
+            output_split_sizes: rows that come from each rank; ``None`` means equally many.
+            input_split_sizes: rows that go to each rank; ``None`` means equally many.
+            schedule: how stages between nodes are made (see ``fusco.schedule.make_schedule``), the same on all ranks;
+                ``None`` chooses between ``"exact"`` and ``"few"`` by ``fusco.schedule.choose_mode``.
+
+        Raises:
+            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            MismatchError: on all ranks, before anything is sent, if a rank expects other numbers of rows than are sent
+                to it, or rows or schedule differ.
+            PeerFailureError: as every collective; the output is undefined then.
+
+        Source: FAST (Lei et al., NSDI 2026), section 4.3.
+
+        """
+
+        def check() -> Exchange:
+            return self._checks.exchange(output, input, (output_split_sizes, input_split_sizes), schedule)
+
+        self._collective(
+            "all_to_all",
+            check,
+            lambda: {"rows": _describe(input), "schedule": str(schedule)},
+            self._engine.all_to_all,
+        )
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.

@@ -15,6 +15,7 @@ from fusco.engine.record import Agreement
 from fusco.launch import Launch, StaticSlots
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
+from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.topology import Topology
 
@@ -88,6 +89,31 @@ class Delivery:
     rejection: Exception | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What one rank wants exchanged with all others, checked.
+
+    Attributes:
+        input: contiguous rows, by destination.
+        output: contiguous rows, by source; they do not overlap ``input``.
+        send_rows: how many go to each rank.
+        receive_rows: how many come from each.
+        mode: of the schedule between nodes; ``None`` leaves the choice to the engine.
+
+    """
+
+    input: torch.Tensor
+    output: torch.Tensor
+    send_rows: Sequence[int]
+    receive_rows: Sequence[int]
+    mode: ScheduleMode | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, the same on all ranks."""
+        return self.input.shape[1:].numel() * self.input.element_size()
+
+
 class Engine(Protocol):
     """One rank's engine. All ranks call the same verbs in the same order, each inside ``collective``.
 
@@ -135,6 +161,9 @@ class Engine(Protocol):
 
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Send ``send[r]`` to every rank ``r`` and receive ``receive[r]`` from it; missing ranks have nothing."""
+
+    def all_to_all(self, agreement: Agreement, exchange: Exchange | None) -> None:
+        """Exchange rows among all ranks, by a schedule that is the same on all of them."""
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Send segments to one rank, which calls ``scatter_recv``; not a collective."""

@@ -135,17 +135,20 @@ def exchange_all(
     run(tasks, watch)
 
 
-def check_sizes(records: Sequence[Record], world_size: int) -> None:
-    """Raise ``MismatchError``, the same on all ranks, unless everybody expects what the others send."""
+def check_sizes(records: Sequence[Record], world_size: int, unit: str = "bytes") -> None:
+    """Raise ``MismatchError``, the same on all ranks, unless everybody expects what the others send.
+
+    ``records[r].counts`` says what rank ``r`` sends to each rank, then what it expects from each, in ``unit``.
+    """
     everyone = range(world_size)
     differing = [
-        f"rank {src} sends {sent} bytes to rank {dst}, which expects {expected}"
+        f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
         for src in everyone
         for dst in everyone
         if (sent := records[src].counts[dst]) != (expected := records[dst].counts[world_size + src])
     ]
     if differing:
-        raise MismatchError(f"ranks disagree in shuffle: {'; '.join(differing)}")
+        raise MismatchError(f"ranks disagree in {records[0].agreement.operation}: {'; '.join(differing)}")
 
 
 def stream_sizes(send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> list[int]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.distributed as dist
 
-from fusco.engine.base import Delivery, DispatchOrder
+from fusco.engine.base import Delivery, DispatchOrder, Exchange
 from fusco.engine.cuda.arena import Arena, first_rows
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.kernels import Kernels, Payload
@@ -160,6 +160,14 @@ class CudaEngine:
         check_sizes(records, world_size)
         with self._on_stream(Launch()), self.profile.spend("wire"):
             exchange_all(self._streams, self._rank, send, receive, self._watch)
+
+    def all_to_all(self, agreement: Agreement, exchange: Exchange | None) -> None:
+        """See ``Engine``. Not there yet: all ranks raise ``ValueError``, and go on."""
+        self._rounds.publish(agreement, [])
+        if exchange is not None:
+            raise RejectedInputError(
+                "all_to_all on CUDA is not there yet: use a communicator with device='cpu', or shuffle"
+            )
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""

@@ -1,0 +1,216 @@
+"""Functions on ranks: all-to-alls of every shape beside ``all_to_all_single``, and ranks that get it wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mistake_jobs import Outcome, attempt, check_that_it_works
+from rank_setup import Setup, assert_same_bits, dawdle
+
+import fusco
+from fusco.bench.matrices import MatrixKind, make_matrix
+from fusco.bench.rank_matrix import rows_of_routing
+from fusco.bench.traffic import Pattern, Trace, Workload
+from generator import any_bits
+
+# Dtypes and shapes of rows; most have an odd number of bytes, one has none.
+ROWS: list[tuple[torch.dtype, tuple[int, ...]]] = [
+    (torch.uint8, (7,)),
+    (torch.bfloat16, (3, 5)),
+    (torch.float32, ()),
+    (torch.int64, (2,)),
+    (torch.bool, (13,)),
+    (torch.float16, (0,)),
+    (torch.complex64, (1,)),
+]
+SCHEDULES = (None, "exact", "few", "spread-out")
+
+
+def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
+    """Rows that ranks have for each other, by name."""
+    shape, random = (num_ranks, num_ranks), np.random.default_rng(num_ranks)
+    one_sender, one_receiver = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    one_sender[1] = random.integers(1, 60, num_ranks)
+    one_receiver[:, -2] = random.integers(1, 60, num_ranks)
+    topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
+    workload = Workload(
+        pattern=Pattern.TRACE,
+        topology=topology,
+        placement=fusco.ExpertPlacement.explicit([expert % num_ranks for expert in range(128)], num_ranks),
+        tokens=16,
+        hidden=1,
+        num_topk=8,
+        trace=Trace.load(None, None, 0),
+    )
+    return {
+        "uniform": np.full(shape, 9),
+        "random": random.integers(0, 40, shape),
+        "zipf 0.3": make_matrix(MatrixKind.ZIPF, num_ranks, largest=90, skew=0.3),
+        "zipf 0.9": make_matrix(MatrixKind.ZIPF, num_ranks, largest=200, skew=0.9, seed=1),
+        "trace": rows_of_routing(workload),
+        "one sender": one_sender,
+        "one receiver": one_receiver,
+        "one message": np.where(np.arange(num_ranks**2).reshape(shape) == num_ranks - 1, 300, 0),
+        "empty splits": random.integers(0, 40, shape) * (random.random(shape) < 0.3),
+        "nothing": np.zeros(shape, np.int64),
+    }
+
+
+def check_exchanges(group: dist.ProcessGroup, setup: Setup, longest_pause_ms: int = 0) -> int:
+    """All matrices by all schedules, compared with torch; returns how many exchanges that made."""
+    count = 0
+    with setup.open(group) as comm:
+        ranks_per_node = comm.topology.ranks_per_node
+        for name, matrix in matrices(comm.topology.world_size, ranks_per_node).items():
+            for schedule in SCHEDULES:
+                dtype, shape = ROWS[count % len(ROWS)]
+                dawdle(comm.rank, count, longest_pause_ms)
+                check_exchange(comm, group, matrix, dtype, shape, schedule)
+                count += 1
+            assert name
+    return count
+
+
+def check_exchange(
+    comm: fusco.Communicator,
+    group: dist.ProcessGroup,
+    matrix: np.ndarray,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    schedule: Any,
+) -> None:
+    """One exchange, compared bit for bit; the input must stay as it is, and the bytes between nodes be as few."""
+    send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
+    sent = any_bits((sum(send), *shape), dtype, "exchange", comm.rank)
+    before = sent.clone()
+    expected, output = (torch.empty((sum(receive), *shape), dtype=dtype) for _ in range(2))
+    row_bytes = int(np.prod(shape)) * dtype.itemsize
+    as_bytes = [tensor.view(-1).view(torch.uint8) for tensor in (expected, sent)]  # gloo does not know all dtypes
+    splits = [[num_rows * row_bytes for num_rows in rows] for rows in (receive, send)]
+    dist.all_to_all_single(*as_bytes, *splits, group=group)
+    output.view(-1).view(torch.uint8).fill_(0xFF)
+    comm.all_to_all(output, sent, receive, send, schedule=schedule)
+    assert_same_bits(output, expected, f"{matrix.tolist()} {dtype} {shape} {schedule}")
+    assert_same_bits(sent, before, "the input")
+    nodes = np.array(comm.topology.rank_to_node)
+    num_sent = torch.tensor(comm.profile.internode_row_bytes)
+    dist.all_reduce(num_sent, group=group)
+    assert num_sent == matrix[nodes[:, None] != nodes].sum() * row_bytes
+
+
+def exchange_equally(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Without splits, and from an input that is not contiguous."""
+    with setup.open(group) as comm:
+        world_size = comm.topology.world_size
+        wide = any_bits((3 * world_size, 4), torch.int32, "equal", comm.rank)
+        expected, output = (torch.empty(3 * world_size, 2, dtype=torch.int32) for _ in range(2))
+        dist.all_to_all_single(expected, wide[:, ::2].contiguous(), group=group)
+        comm.all_to_all(output, wide[:, ::2])
+        assert_same_bits(output, expected, "equal splits")
+
+
+def exchange_much(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> None:
+    """Messages of many slices, then other verbs on the same rings."""
+    with setup.open(group) as comm:
+        matrix = make_matrix(MatrixKind.ZIPF, comm.topology.world_size, largest=num_rows, skew=0.8, seed=2)
+        for schedule in SCHEDULES:
+            check_exchange(comm, group, matrix, torch.uint8, (101,), schedule)
+        check_that_it_works(comm, setup)
+
+
+# One rank's mistakes. Each is given (comm, output, input, splits) that are right for four ranks with two rows for each.
+
+Call = Callable[[fusco.Communicator, torch.Tensor, torch.Tensor, list[int]], Any]
+
+
+def good(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, splits)
+
+
+def sends_more(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, [2, 5, 1, 0])
+
+
+def other_dtype(comm, output, rows, splits):
+    comm.all_to_all(output.double(), rows.double(), splits, splits)
+
+
+def other_row(comm, output, rows, splits):
+    comm.all_to_all(output.repeat(1, 2), rows.repeat(1, 2), splits, splits)
+
+
+def other_schedule(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, splits, schedule="few")
+
+
+def other_verb(comm, output, rows, splits):
+    comm.shuffle({}, {})
+
+
+def no_tensor(comm, output, rows, splits):
+    comm.all_to_all(output, rows.tolist(), splits, splits)
+
+
+def on_another_device(comm, output, rows, splits):
+    comm.all_to_all(output, rows.to("meta"), splits, splits)
+
+
+def without_dimension(comm, output, rows, splits):
+    comm.all_to_all(output, rows[0, 0], splits, splits)
+
+
+def rows_of_two_kinds(comm, output, rows, splits):
+    comm.all_to_all(output, rows.half(), splits, splits)
+
+
+def output_with_gaps(comm, output, rows, splits):
+    comm.all_to_all(output.repeat(1, 2)[:, ::2], rows, splits, splits)
+
+
+def with_gradient(comm, output, rows, splits):
+    comm.all_to_all(output, rows.requires_grad_(), splits, splits)
+
+
+def in_place(comm, output, rows, splits):
+    comm.all_to_all(rows, rows, splits, splits)
+
+
+def unknown_schedule(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, splits, schedule="best")
+
+
+def uneven_without_splits(comm, output, rows, splits):
+    comm.all_to_all(output, rows[:7], splits)
+
+
+def splits_of_halves(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, [2.5, 2, 2, 1.5])
+
+
+def too_few_splits(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits[:3], splits)
+
+
+def negative_split(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, [2, -1, 5, 2])
+
+
+def splits_of_other_sum(comm, output, rows, splits):
+    comm.all_to_all(output, rows, splits, [2, 2, 2, 3])
+
+
+def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistake: Call) -> Outcome:
+    """One rank makes a mistake; afterwards everything works for all, and nothing was written."""
+    with setup.open(group) as comm:
+        rows, output = torch.ones(8, 3), torch.zeros(8, 3)
+        call = mistake if comm.rank == mistaken_rank else good
+        outcome = attempt(lambda: call(comm, output, rows, [2, 2, 2, 2]))
+        assert not output.any()
+        check_that_it_works(comm, setup)
+        good(comm, output, rows.detach(), [2, 2, 2, 2])
+        assert output.all()
+    return outcome
