@@ -3,6 +3,7 @@
 Layers, each importing only those below it::
 
     cli  bench                                  commands, benchmark harness
+    collectives                                 verbs without a communicator made first
     communicator                                the public verbs
     checks  autograd  handle  introduction      what the verbs are made of
     engine                                      executes plans: slices, rings, overlap
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fusco.balancer import BALANCERS as BALANCERS
     from fusco.balancer import Balancer as Balancer
     from fusco.balancer import Traffic as Traffic
+    from fusco.collectives import all_to_all as all_to_all
     from fusco.communicator import Communicator as Communicator
     from fusco.errors import ClosedError as ClosedError
     from fusco.errors import CompileError as CompileError
@@ -53,6 +55,7 @@ _NAME_TO_MODULE = {
     "BALANCERS": "balancer",
     "Balancer": "balancer",
     "Traffic": "balancer",
+    "all_to_all": "collectives",
     "Communicator": "communicator",
     "Dispatched": "handle",
     "ClosedError": "errors",

@@ -417,6 +417,15 @@ class Communicator:
         if overflow:
             raise overflow
 
+    def leave(self) -> None:
+        """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
+
+        Where all ranks can, ``close`` is better: a rank that is still in a collective may name this one in its error.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.close()
+
     def __enter__(self) -> Communicator:
         return self
 

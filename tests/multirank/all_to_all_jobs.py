@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
     """Rows that ranks have for each other, by name."""
     shape, random = (num_ranks, num_ranks), np.random.default_rng(num_ranks)
     one_sender, one_receiver = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    one_sender[1] = random.integers(1, 60, num_ranks)
-    one_receiver[:, -2] = random.integers(1, 60, num_ranks)
+    one_sender[num_ranks // 2] = random.integers(1, 60, num_ranks)
+    one_receiver[:, -1] = random.integers(1, 60, num_ranks)
     topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
     workload = Workload(
         pattern=Pattern.TRACE,
@@ -214,3 +214,19 @@ def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mis
         good(comm, output, rows.detach(), [2, 2, 2, 2])
         assert output.all()
     return outcome
+
+
+def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
+    """The function without a communicator, twice, and with one; returns what comes of both."""
+    rows = any_bits((2 * dist.get_world_size(group), 3), torch.int32, "by group", dist.get_rank(group))
+    expected, output = torch.empty_like(rows), torch.empty_like(rows)
+    dist.all_to_all_single(expected, rows, group=group)
+    for _ in range(2):
+        output.zero_()
+        fusco.all_to_all(output, rows, group=group)
+        assert_same_bits(output, expected, "by group")
+    with Setup(ranks_per_node=2).open(group) as comm:
+        output.zero_()
+        fusco.all_to_all(output, rows, comm=comm, schedule="exact")
+        assert_same_bits(output, expected, "by communicator")
+        return attempt(lambda: fusco.all_to_all(output, rows, group=group, comm=comm))

@@ -22,6 +22,7 @@ TIMEOUT_S = 4.0
 _MAX_ROUNDS = 3  # a fault is noticed in the round that it strikes, or in the next if it strikes the last step
 _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
 _SHUFFLED_BYTES = 5000
+_EXCHANGED_BYTES = 3000
 
 
 def die() -> None:
@@ -114,15 +115,20 @@ def arrive(group: dist.ProcessGroup) -> None:
     """Do nothing: whoever waits for it knows that all processes have started."""
 
 
-def live_through(group: dist.ProcessGroup, ranks_per_node: int, fault: Fault) -> Fate:
-    """Make a communicator, work with it until a rank fails, close it."""
+def live_through(
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
+    fault: Fault,
+    work: Callable[[fusco.Communicator], None] | None = None,
+) -> Fate:
+    """Make a communicator, work with it (every other collective in turn, unless told) until a rank fails, close it."""
     fate, rank = Fate(), dist.get_rank(group)
     if fault.when == "making":
         fault.plant(rank)
     try:
         with _open(group, ranks_per_node) as communicator:
             try:
-                _work(communicator, fault)
+                _work(communicator, fault, work or _round)
             except fusco.PeerFailureError as error:
                 fate.note(error)
                 fate.later_error = _error_of(lambda: communicator.shuffle({}, {}))
@@ -156,14 +162,23 @@ def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
     )
 
 
-def _work(communicator: fusco.Communicator, fault: Fault) -> None:
-    _round(communicator)
+def _work(communicator: fusco.Communicator, fault: Fault, work: Callable[[fusco.Communicator], None]) -> None:
+    work(communicator)
     if fault.when == "making":
         return
     fault.plant(communicator.rank)
     if fault.when == "working":
         for _ in range(_MAX_ROUNDS):
-            _round(communicator)
+            work(communicator)
+
+
+def exchange(communicator: fusco.Communicator) -> None:
+    """An all-to-all in which ranks of a node hand each other bytes before and after they cross."""
+    rank, num_ranks = communicator.rank, communicator.topology.world_size
+    send = [_EXCHANGED_BYTES * (1 + (rank + 2 * peer) % 4) for peer in range(num_ranks)]
+    receive = [_EXCHANGED_BYTES * (1 + (peer + 2 * rank) % 4) for peer in range(num_ranks)]
+    rows, output = torch.ones(sum(send), dtype=torch.uint8), torch.empty(sum(receive), dtype=torch.uint8)
+    communicator.all_to_all(output, rows, receive, send)
 
 
 def _round(communicator: fusco.Communicator) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import all_to_all_jobs as jobs
 import pytest
 from rank_setup import Setup
 
 from fusco import Settings
+from fusco.bench.local_world import LocalWorld
 
 pytestmark = pytest.mark.multirank
 
@@ -26,3 +28,59 @@ PROMPTLY_S = 5.0
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (6, 2), (4, 4), (4, 1), (1, 1), (8, 4)])
 def test_every_matrix_by_every_schedule(world, num_ranks, ranks_per_node):
     world.run(jobs.check_exchanges, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
+
+
+def test_ranks_that_come_late(world):
+    world.run(jobs.check_exchanges, 4, SETUP, 5)
+
+
+@pytest.mark.parametrize(("slice_bytes", "num_rows"), [(1 << 12, 3000), (1 << 20, 30_000)])
+def test_messages_of_many_slices_and_then_other_verbs(world, slice_bytes, num_rows):
+    settings = Settings(timeout_s=60.0, slice_bytes=slice_bytes, ring_depth=3)
+    world.run(jobs.exchange_much, 4, dataclasses.replace(SETUP, settings=settings), num_rows)
+
+
+def test_equal_splits_and_rows_that_are_not_contiguous(world):
+    world.run(jobs.exchange_equally, 4, SETUP)
+
+
+# The mistake, the mistaken rank's error and that of all others, and what all texts must name.
+MISTAKES = [
+    (jobs.sends_more, "MismatchError", "MismatchError", ["rank 2 sends 5 rows to rank 1, which expects 2"]),
+    (jobs.other_dtype, "MismatchError", "MismatchError", ["float64[3] on rank 2", "float32[3] on ranks 0, 1, 3"]),
+    (jobs.other_row, "MismatchError", "MismatchError", ["float32[6] on rank 2", "float32[3] on ranks 0, 1, 3"]),
+    (jobs.other_schedule, "MismatchError", "MismatchError", ["schedule is", "few on rank 2"]),
+    (jobs.other_verb, "MismatchError", "MismatchError", ["shuffle on rank 2", "all_to_all on ranks 0, 1, 3"]),
+    (jobs.no_tensor, "TypeError", "RejectedInputError", ["input must be a tensor, got list"]),
+    (jobs.on_another_device, "ValueError", "RejectedInputError", ["input is on meta, the communicator on cpu"]),
+    (jobs.without_dimension, "ValueError", "RejectedInputError", ["input has 0 dimensions"]),
+    (jobs.rows_of_two_kinds, "ValueError", "RejectedInputError", ["rows of float32 (3,), input of float16 (3,)"]),
+    (jobs.output_with_gaps, "ValueError", "RejectedInputError", ["output must be contiguous", "(6, 2)"]),
+    (jobs.with_gradient, "ValueError", "RejectedInputError", ["no gradients"]),
+    (jobs.in_place, "ValueError", "RejectedInputError", ["overlap in memory: 96 bytes"]),
+    (jobs.unknown_schedule, "ValueError", "RejectedInputError", ["'exact', 'few', 'spread-out', got 'best'"]),
+    (jobs.uneven_without_splits, "ValueError", "RejectedInputError", ["input has 7 rows", "4 ranks", "input_split_"]),
+    (jobs.splits_of_halves, "TypeError", "RejectedInputError", ["input_split_sizes", "[2.5, 2, 2, 1.5]"]),
+    (jobs.too_few_splits, "ValueError", "RejectedInputError", ["output_split_sizes has 3 entries", "4 ranks"]),
+    (jobs.negative_split, "ValueError", "RejectedInputError", ["input_split_sizes", "negative, got -1"]),
+    (jobs.splits_of_other_sum, "ValueError", "RejectedInputError", ["(2, 2, 2, 3) sum to 9", "input has 8 rows"]),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind", "of_others", "words"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
+def test_a_mistake_is_named_on_all_ranks_and_all_go_on(world, mistake, kind, of_others, words):
+    outcomes = world.run(jobs.make_mistake, 4, SETUP, MISTAKEN, mistake)
+    assert [outcome.kind for outcome in outcomes] == [kind if rank == MISTAKEN else of_others for rank in range(4)]
+    assert all(word in outcome.text for outcome in outcomes for word in words), outcomes
+    assert all(outcome.seconds < PROMPTLY_S for outcome in outcomes)
+
+
+def test_without_a_communicator_and_ranks_that_just_leave():
+    started = time.monotonic()
+    with LocalWorld(4) as own_world:
+        for outcome in own_world.run(jobs.exchange_by_group, 4):
+            assert outcome.kind == "ValueError"
+            assert "not both" in outcome.text
+        stopped = time.monotonic()
+    assert [process.exitcode for process in own_world.processes] == [0] * 4
+    assert time.monotonic() - stopped < 10.0, f"{stopped - started:.1f} s of work"

@@ -11,10 +11,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fault_jobs import TIMEOUT_S, Fate, Fault, arrive, die, fail, hold_open, live_through, nap, oversleep, stop
+from fault_jobs import (
+    TIMEOUT_S,
+    Fate,
+    Fault,
+    arrive,
+    die,
+    exchange,
+    fail,
+    hold_open,
+    live_through,
+    nap,
+    oversleep,
+    stop,
+)
 
 from fusco.bench import local_world
 from fusco.bench.local_world import LocalWorld
+from fusco.schedule import warm_up
 
 pytestmark = [pytest.mark.multirank, pytest.mark.timeout(60)]
 
@@ -54,6 +68,12 @@ MORE_PLACES = {
     "scattering rows": (TWO_NODES, (0,), SCATTERING, 3),
     "folding sums": (TWO_NODES, (1,), FOLDING, 3),
     "two ranks of one node": (TWO_NODES, (0, 1), SCATTERING, 2),
+}
+EXCHANGES = {
+    "sending within the node": (TWO_NODES, (1,), "fusco.engine.cpu.all_to_all:SendWithin.step", 5),
+    "receiving within the node": (TWO_NODES, (0,), "fusco.engine.cpu.all_to_all:ReceiveWithin.step", 4),
+    "sending stages": (TWO_NODES, (2,), "fusco.engine.cpu.all_to_all:SendAcross.step", 3),
+    "receiving stages": ((2, 1), (1,), "fusco.engine.cpu.all_to_all:ReceiveAcross.step", 3),
 }
 STAGES = {
     "before anything": (ROLL_CALL, 0),
@@ -146,6 +166,29 @@ def test_a_stopped_rank_is_noticed_within_the_limit(quick_start, tmp_path, topol
         assert fate.peers == victims
         assert fate.raised_at - continued_at < TIMEOUT_S / 2
         assert fate.still_held == []
+
+
+@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), EXCHANGES.values(), ids=EXCHANGES)
+def test_death_in_an_all_to_all_is_noticed_at_once(quick_start, tmp_path, topology, victims, where, num_calls_before):
+    warm_up()  # compiling takes longer than the limit
+    fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
+    with doomed_world(topology[0], victims) as world:
+        world.start(live_through, *topology, fault, exchange)
+        fates = collect(world, survivors_of(fault, topology[0]))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert all("gave up in all_to_all #" in fate.text for fate in fates.values())
+    assert_broken(fates)
+
+
+def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(quick_start, tmp_path):
+    warm_up()
+    topology, victims, where, num_calls_before = EXCHANGES["sending stages"]
+    fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
+    with doomed_world(topology[0], victims) as world:
+        world.start(live_through, *topology, fault, exchange)
+        fates = collect(world, survivors_of(fault, topology[0]))
+    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_broken(fates)
 
 
 @pytest.mark.parametrize("how", [die, stop])

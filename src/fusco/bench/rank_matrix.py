@@ -1,15 +1,54 @@
-"""What ranks have for each other in a benchmark of all-to-all, in rows."""
+"""What ranks have for each other in a benchmark of all-to-all."""
 
 from __future__ import annotations
 
+from enum import Enum
+
 import numpy as np
 
+from fusco.bench.matrices import MatrixKind, make_matrix
 from fusco.bench.traffic import Workload
 from fusco.schedule.stages import IntArray
 
+_LARGEST = 1 << 30  # before scaling: fine enough that rounding does not show
+
+
+class ExchangeMatrix(str, Enum):
+    """How a matrix is made; ``fusco.cli.bench_alltoall`` has the same names, a test compares them."""
+
+    UNIFORM = "uniform"
+    RANDOM = "random"
+    ZIPF = "zipf"
+    TRACE = "trace"  # tokens of captured routing, one copy for each expert, as in an all-to-all of a MoE layer
+
+
+def make_rank_bytes(
+    matrix: ExchangeMatrix, workload: Workload, bytes_per_rank: int, skew: float, seed: int
+) -> IntArray:
+    """Bytes that each rank has for each other, int64 (world_size, world_size).
+
+    Args:
+        matrix: see there; the entries of all but ``TRACE`` are as ``make_matrix`` has them, with nothing for the rank
+            itself.
+        workload: the ranks, and the routing of ``TRACE``.
+        bytes_per_rank: what a rank sends to others, on average.
+        skew: of ``ZIPF``.
+        seed: of all but ``TRACE``.
+
+    """
+    world_size = workload.topology.world_size
+    if matrix is ExchangeMatrix.TRACE:
+        shape = rows_of_routing(workload)
+    else:
+        shape = make_matrix(MatrixKind(matrix.value), world_size, largest=_LARGEST, skew=skew, seed=seed)
+    to_others = int(shape.sum() - np.trace(shape))
+    if not to_others:
+        return np.zeros_like(shape)
+    return (shape * (bytes_per_rank * world_size / to_others)).astype(np.int64)
+
 
 def rows_of_routing(workload: Workload) -> IntArray:
-    """Rows that each rank sends each other if a token is sent once for each of its experts: (world_size, world_size)."""
+    """What each rank sends each other if a token goes once for each of its experts, (world_size, world_size)."""
     expert_to_rank = np.array(workload.placement.expert_to_rank)
     world_size = workload.topology.world_size
     ids = (workload.routing(rank).topk_idx.numpy() for rank in range(world_size))

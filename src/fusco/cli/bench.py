@@ -1,4 +1,4 @@
-"""``fusco bench``: shuffle beside the baseline, verified first; balancers; schedules."""
+"""``fusco bench``: shuffle and all-to-all beside their baselines, verified first; balancers; schedules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_schedule import schedule
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Device(str, Enum):
     CPU = "cpu"
 
 
+app.command()(alltoall)
 app.command()(schedule)
 
 

@@ -18,8 +18,13 @@ from fusco.engine.messages import Message, cut
 from fusco.engine.profile import CallProfile
 from fusco.engine.tasks import Task
 from fusco.errors import Stall
+from fusco.schedule.cost import Links
 from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
 from fusco.transport.gloo import GlooTransport, Ticket
+
+# By which links a schedule is chosen unless it is given: ranks that run gloo over 10 Gbit/s or a loopback device, where
+# a stage costs the way of its first message through Python and TCP (docs/performance/alltoall.md has it measured).
+LINKS = Links(latency_us=300.0, internode_gbs=1.0, intranode_gbs=4.0)
 
 
 class Agenda:

@@ -11,7 +11,7 @@ import torch
 
 from fusco.balancer import Traffic
 from fusco.engine.base import Delivery, DispatchOrder, Exchange
-from fusco.engine.cpu.all_to_all import make_tasks
+from fusco.engine.cpu.all_to_all import LINKS, make_tasks
 from fusco.engine.cpu.channel import SendRing
 from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -29,17 +29,11 @@ from fusco.memory.layout import ArenaLayout
 from fusco.memory.recycler import OutputRecycler
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
-from fusco.schedule import Links, Schedule, choose_mode, make_schedule
+from fusco.schedule.choice import schedule_for
 from fusco.schedule.itinerary import make_itinerary
-from fusco.schedule.schedule import ScheduleMode
-from fusco.schedule.stages import IntArray
 from fusco.segments import Segments
 from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
-
-# Which schedule an all-to-all follows unless it is told: ranks that run gloo over 10 Gbit/s or a loopback device, where
-# a stage costs its first message's way through Python and TCP. See docs/performance/alltoall.md.
-LINKS = Links(latency_us=300.0, internode_gbs=1.0, intranode_gbs=4.0)
 
 
 class CpuEngine:
@@ -225,7 +219,7 @@ class CpuEngine:
             records = self._rounds.publish(agreement, [*exchange.send_rows, *exchange.receive_rows])
             check_sizes(records, world_size, "rows")
             rank_rows = np.array([record.counts[:world_size] for record in records], dtype=np.int64)
-            schedule = self._schedule(rank_rows * exchange.row_bytes, exchange.mode)
+            schedule = schedule_for(rank_rows * exchange.row_bytes, self._topology, LINKS, exchange.mode)
             itinerary = make_itinerary(schedule, self._rank)
         with self.profile.spend("wire"):
             memories = [tensor.detach().view(-1).view(torch.uint8) for tensor in (exchange.input, exchange.output)]
@@ -262,15 +256,6 @@ class CpuEngine:
         self._rounds.end("it is closed")
         self._connections.close()
         self._recycler.close()
-
-    def _schedule(self, rank_bytes: IntArray, mode: ScheduleMode | None) -> Schedule:
-        topology = self._topology
-        if mode is None:
-            node = np.array(topology.rank_to_node)
-            node_bytes = np.zeros((topology.num_nodes, topology.num_nodes), np.int64)
-            np.add.at(node_bytes, (node[:, None], node), rank_bytes)
-            mode = choose_mode(node_bytes, topology.ranks_per_node, LINKS)
-        return make_schedule(rank_bytes, topology, mode=mode)
 
     def _send_ring(self) -> SendRing:
         return SendRing(self._transport, list(self._private[: self._settings.ring_depth]))

@@ -1,0 +1,105 @@
+"""What each rank does in ``fusco bench alltoall``: verify, then time fusco and ``all_to_all_single`` in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fusco.bench.links import LinkPeaks, measure_links
+from fusco.bench.progress import ProgressReporter
+from fusco.communicator import Communicator
+from fusco.engine.profile import CallProfile
+from fusco.schedule.schedule import ScheduleMode
+from fusco.schedule.stages import IntArray
+from fusco.settings import Settings
+from fusco.topology import Topology
+
+VARIANTS = ("fusco", "all_to_all_single")
+_NUM_WARM_UPS = 2
+
+
+@dataclass
+class ExchangeResult:
+    """What one rank measured with one matrix: seconds of each variant by iteration, and fusco's profiles.
+
+    ``errors`` says where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
+    """
+
+    errors: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
+    profiles: list[CallProfile] = field(default_factory=list)
+
+
+def num_steps(num_matrices: int, num_iterations: int) -> int:
+    """How many steps ``run_rank`` reports."""
+    return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
+
+
+def run_rank(
+    group: dist.ProcessGroup,
+    topology: Topology,
+    matrices: Sequence[IntArray],
+    schedule: ScheduleMode | None,
+    settings: Settings,
+    num_iterations: int,
+    progress_port: int,
+) -> tuple[LinkPeaks, list[ExchangeResult]]:
+    """One rank's part of the benchmark; every step is reported as progress by rank 0."""
+    rank = dist.get_rank(group)
+    advance = ProgressReporter(progress_port).advance if rank == 0 else lambda: None
+    links, results = measure_links(group, topology), []
+    with Communicator(
+        group,
+        num_experts=topology.world_size,
+        num_topk=1,
+        max_tokens_per_rank=1,
+        max_bytes_per_token=1,
+        ranks_per_node=topology.ranks_per_node,
+        settings=settings,
+    ) as comm:
+        for matrix in matrices:
+            result = ExchangeResult()
+            variants = _variants(comm, group, matrix, schedule)
+            result.errors = _verify(variants, rank)
+            advance()
+            for iteration in range(_NUM_WARM_UPS + num_iterations):
+                for name, (call, _) in variants.items():
+                    dist.barrier(group)
+                    start = time.perf_counter()
+                    call()
+                    if iteration >= _NUM_WARM_UPS:
+                        result.seconds[name].append(time.perf_counter() - start)
+                        if name == "fusco":
+                            result.profiles.append(comm.profile)
+                advance()
+            results.append(result)
+    return links, results
+
+
+def _variants(
+    comm: Communicator, group: dist.ProcessGroup, matrix: IntArray, schedule: ScheduleMode | None
+) -> dict[str, tuple[Callable[[], object], torch.Tensor]]:
+    """Each way to exchange, on the same random bytes, and the output that it fills."""
+    send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
+    generator = torch.Generator().manual_seed(comm.rank)
+    sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator)
+    ours, theirs = (torch.empty(sum(receive), dtype=torch.uint8) for _ in VARIANTS)
+    return {
+        "fusco": (lambda: comm.all_to_all(ours, sent, receive, send, schedule=schedule), ours),
+        "all_to_all_single": (lambda: dist.all_to_all_single(theirs, sent, receive, send, group=group), theirs),
+    }
+
+
+def _verify(variants: dict[str, tuple[Callable[[], object], torch.Tensor]], rank: int) -> list[str]:
+    for i, (call, output) in enumerate(variants.values()):
+        output.fill_(255 * i)  # neither can pass on what lies in memory
+        call()
+    ours, theirs = (output for _, output in variants.values())
+    wrong = (ours != theirs).nonzero().squeeze(1)
+    return (
+        [f"rank {rank}: {len(wrong)} of {len(ours)} bytes differ, the first at {int(wrong[0])}"] if len(wrong) else []
+    )

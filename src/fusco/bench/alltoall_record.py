@@ -1,0 +1,137 @@
+"""From what ranks measured in ``fusco bench alltoall`` to one record for each matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from fusco.bench.alltoall import ExchangeResult
+from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.links import LinkPeaks
+from fusco.engine.cpu.all_to_all import LINKS
+from fusco.engine.profile import CallProfile
+from fusco.schedule.choice import schedule_for
+from fusco.schedule.schedule import Schedule, ScheduleMode
+from fusco.schedule.stages import IntArray, lower_bound_bytes
+from fusco.settings import Settings
+from fusco.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRecord:
+    """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
+
+    ``internode_bytes`` of all ranks were counted while fusco sent them; every byte must cross once, so
+    ``internode_bytes_needed`` is what the matrix has. ``lane_bytes_lower_bound`` is the busiest node's share a rank
+    (largest row or column sum between nodes over ranks per node), ``lane_bytes`` what the schedule's stages take, and
+    ``busiest_rank_bytes`` what the busiest rank sends or receives between nodes in ``all_to_all_single``.
+    ``lower_bound_ms`` is the time of ``lane_bytes_lower_bound`` at the peak between nodes of the same run, with all
+    ranks at work at once. ``staged_bytes`` are those that ranks of a node hand each other before or after they cross.
+    """
+
+    matrix: str
+    skew: float
+    seed: int
+    nodes: int
+    ranks_per_node: int
+    bytes_per_rank: int
+    verified: bool
+    fusco_ms: float
+    planning_ms: float
+    wire_ms: float
+    all_to_all_single_ms: float
+    lower_bound_ms: float
+    schedule: str
+    num_stages: int
+    internode_bytes: int
+    internode_bytes_needed: int
+    lane_bytes: int
+    lane_bytes_lower_bound: int
+    busiest_rank_bytes: int
+    intranode_bytes: int
+    staged_bytes: int
+    internode_peak_gbs: float
+    copy_peak_gbs: float
+    num_iterations: int
+    slice_bytes: int
+    ring_depth: int
+    device: str
+    versions: dict[str, str]
+    hardware: dict[str, str | int | float]
+    commit: str
+    errors: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRun:
+    """What was run: one of several matrices, and how."""
+
+    matrix: str
+    rank_bytes: IntArray
+    topology: Topology
+    bytes_per_rank: int
+    skew: float
+    seed: int
+    mode: ScheduleMode | None
+    settings: Settings
+
+
+def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
+    """The record of one matrix, from all ranks' results."""
+    schedule = schedule_for(run.rank_bytes, run.topology, LINKS, run.mode)
+    ranks_per_node = run.topology.ranks_per_node
+    node = np.array(run.topology.rank_to_node)
+    crossing = np.where(node[:, None] != node, run.rank_bytes, 0)
+    peak_gbs = median(peaks.internode_gbs for peaks in links)
+    bound = _lane_bound(schedule)
+    errors = [error for rank in ranks for error in rank.errors]
+
+    def profile_ms(of: Callable[[CallProfile], float]) -> float:
+        return _slowest_ms([[of(profile) for profile in rank.profiles] for rank in ranks])
+
+    return ExchangeRecord(
+        matrix=run.matrix,
+        skew=run.skew if run.matrix == "zipf" else 0.0,
+        seed=run.seed,
+        nodes=run.topology.num_nodes,
+        ranks_per_node=ranks_per_node,
+        bytes_per_rank=run.bytes_per_rank,
+        verified=not errors,
+        fusco_ms=_slowest_ms([rank.seconds["fusco"] for rank in ranks]),
+        planning_ms=profile_ms(lambda profile: profile.planning_s),
+        wire_ms=profile_ms(lambda profile: profile.wire_s),
+        all_to_all_single_ms=_slowest_ms([rank.seconds["all_to_all_single"] for rank in ranks]),
+        lower_bound_ms=round(bound / peak_gbs / 1e6, 3) if peak_gbs else 0.0,
+        schedule=schedule.mode,
+        num_stages=schedule.stages.num_stages,
+        internode_bytes=sum(rank.profiles[-1].internode_row_bytes for rank in ranks),
+        internode_bytes_needed=int(crossing.sum()),
+        lane_bytes=-(-schedule.stages.total_bytes // ranks_per_node),
+        lane_bytes_lower_bound=bound,
+        busiest_rank_bytes=lower_bound_bytes(crossing),
+        intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
+        staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
+        internode_peak_gbs=round(peak_gbs, 3),
+        copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
+        num_iterations=len(ranks[0].profiles),
+        slice_bytes=run.settings.slice_bytes,
+        ring_depth=run.settings.ring_depth,
+        device="cpu",
+        versions=versions(),
+        hardware=hardware(),
+        commit=commit(),
+        errors=errors,
+    )
+
+
+def _lane_bound(schedule: Schedule) -> int:
+    """The busiest node's bytes, shared by its ranks."""
+    return -(-lower_bound_bytes(schedule.stages.node_bytes()) // schedule.topology.ranks_per_node)
+
+
+def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:
+    slowest = [max(at_once) for at_once in zip(*per_rank, strict=True)]
+    return round(median(slowest) * 1e3, 3)

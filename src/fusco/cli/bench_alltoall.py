@@ -1,0 +1,165 @@
+"""``fusco bench alltoall``: an all-to-all by a schedule beside ``all_to_all_single``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fusco.cli import options
+from fusco.cli.schedule import ShownMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fusco.bench.alltoall import ExchangeResult
+    from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
+    from fusco.bench.links import LinkPeaks
+
+
+class ExchangedMatrix(str, Enum):
+    """The names of ``fusco.bench.rank_matrix.ExchangeMatrix``, here for help without torch; a test compares."""
+
+    UNIFORM = "uniform"
+    RANDOM = "random"
+    ZIPF = "zipf"
+    TRACE = "trace"
+
+
+def alltoall(
+    nodes: options.Nodes = 2,
+    ranks_per_node: options.RanksPerNode = 2,
+    matrix: Annotated[list[ExchangedMatrix] | None, typer.Option(help="What ranks send. Default: all four.")] = None,
+    bytes_per_rank: Annotated[int, typer.Option(min=1, help="What a rank sends to others, on average.")] = 16 << 20,
+    skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
+    seed: options.Seed = 0,
+    schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = ShownMode.AUTO,
+    trace: options.TraceFile = None,
+    trace_key: options.TraceKey = None,
+    layer: options.Layer = 0,
+    tokens: options.Tokens = 1024,
+    num_experts: options.NumExperts = 128,
+    num_topk: options.NumTopk = 8,
+    slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
+    ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
+    iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
+    json: options.JsonFile = None,
+) -> None:
+    """Measure an all-to-all of skewed sizes beside torch.distributed's, on processes of this machine playing nodes.
+
+    Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
+    """
+    from fusco.bench.alltoall_record import ExchangeRun, summarize
+    from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
+    from fusco.bench.results import write_json_lines
+    from fusco.settings import Settings
+
+    workload = options.make_workload(
+        traffic=options.Traffic.TRACE,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        tokens=tokens,
+        hidden=1,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        dtype=options.RowDtype.BFLOAT16,
+        trace=trace,
+        trace_key=trace_key,
+        layer=layer,
+        seed=seed,
+    )
+    runs = [
+        ExchangeRun(
+            matrix=kind.value,
+            rank_bytes=make_rank_bytes(ExchangeMatrix(kind.value), workload, bytes_per_rank, skew, seed),
+            topology=workload.topology,
+            bytes_per_rank=bytes_per_rank,
+            skew=skew,
+            seed=seed,
+            mode=None if schedule is ShownMode.AUTO else schedule.value,
+            settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
+        )
+        for kind in matrix or list(ExchangedMatrix)
+    ]
+    console = Console()
+    ranks = _run(runs, iterations, console)
+    records = [
+        summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
+        for i, run in enumerate(runs)
+    ]
+    if json:
+        write_json_lines(records, json)
+    _print(records, console)
+    if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
+        raise typer.Exit(1)
+
+
+def _run(
+    runs: Sequence[ExchangeRun], num_iterations: int, console: Console
+) -> list[tuple[LinkPeaks, list[ExchangeResult]]]:
+    from fusco.bench.alltoall import num_steps, run_rank
+    from fusco.bench.local_world import LocalWorld
+    from fusco.bench.progress import watching
+    from fusco.kernels.warm_up import warm_up_cpu
+    from fusco.schedule import warm_up
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    run = runs[0]
+    num_ranks = run.topology.world_size
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling (once)", total=num_steps(len(runs), num_iterations))
+        warm_up_cpu()  # here, so that the ranks find it on disk
+        warm_up()
+        progress.update(task, description=f"starting {num_ranks} ranks")
+        with LocalWorld(num_ranks) as world:
+
+            def show(num_done: int) -> None:
+                progress.update(task, completed=num_done, description="measuring" if num_done else "starting")
+
+            with watching(world.store, show):
+                matrices = [each.rank_bytes for each in runs]
+                arguments = (run.topology, matrices, run.mode, run.settings, num_iterations, world.store.port)
+                return world.run(run_rank, num_ranks, *arguments)
+
+
+def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
+    one = records[0]
+    title = (
+        f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
+        f"average, on {one.device}"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for name in ("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "schedule,\nstages"):
+        table.add_column(name, justify="right" if name != "matrix" else "left")
+    for name in ("between\nnodes, MB", "busiest rank:\nall_to_all_single", "lane:\nfusco", "\nbound, MB", "verified"):
+        table.add_column(name, justify="right")
+    for record in records:
+        table.add_row(
+            f"{record.matrix} {record.skew:g}" if record.skew else record.matrix,
+            f"{record.fusco_ms:,.1f}",
+            f"{record.all_to_all_single_ms:,.1f}",
+            f"{record.all_to_all_single_ms / record.fusco_ms:.2f}",
+            f"{record.lower_bound_ms:,.1f}",
+            f"{record.schedule}, {record.num_stages}",
+            f"{record.internode_bytes / 1e6:,.1f}",
+            f"{record.busiest_rank_bytes / 1e6:,.1f}",
+            f"{record.lane_bytes / 1e6:,.1f}",
+            f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
+            "[green]yes[/]" if record.verified else "[red]NO[/]",
+        )
+    cores = one.hardware["num_cores"]
+    table.caption = (
+        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks at once: between nodes "
+        f"{one.internode_peak_gbs:.2f} GB/s each way a rank, copy {one.copy_peak_gbs:.1f} GB/s\n"
+        "bound: the busiest node's bytes, shared by its ranks, at that peak\n"
+        f"{one.hardware['cpu']}, {cores} cores; torch {one.versions['torch']}; commit {one.commit}"
+    )
+    console.print(table)
+    for record in records:
+        for error in record.errors:
+            console.print(f"[red]{record.matrix}: {error}[/]")
