@@ -133,5 +133,5 @@ def _lane_bound(schedule: Schedule) -> int:
 
 
 def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:
-    slowest = [max(at_once) for at_once in zip(*per_rank, strict=True)]
+    slowest: list[float] = [max(at_once) for at_once in zip(*per_rank, strict=True)]
     return round(median(slowest) * 1e3, 3)
