@@ -51,6 +51,23 @@ def test_bench_shuffle_writes_one_record_for_each_variant(traffic, tmp_path):
     assert other["rearranging_ms"] > 0
 
 
+@pytest.mark.multirank
+def test_bench_alltoall_writes_one_record_for_each_matrix(tmp_path):
+    out = tmp_path / "alltoall.jsonl"
+    arguments = ["--bytes-per-rank", "20000", "--iterations", "2", "--schedule", "few", "--skew", "0.5"]
+    done = CliRunner().invoke(app, ["bench", "alltoall", *arguments, "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    records = {record["matrix"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert list(records) == ["uniform", "random", "zipf", "trace"]
+    for record in records.values():
+        assert record["verified"] is True
+        assert record["schedule"] == "few"
+        assert record["internode_bytes"] == record["internode_bytes_needed"] > 0
+        assert record["busiest_rank_bytes"] >= record["lane_bytes"] >= record["lane_bytes_lower_bound"] > 0
+        assert min(record[f"{name}_ms"] for name in ("fusco", "all_to_all_single", "lower_bound", "wire")) > 0
+        assert {"torch", "numpy"} <= set(record["versions"])
+
+
 def test_the_readme_shows_the_example():
     shown = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     assert shown in (ROOT / "examples" / "moe_layer.py").read_text()
