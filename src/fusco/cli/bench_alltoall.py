@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeResult
     from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
     from fusco.bench.links import LinkPeaks
+    from fusco.placement import ExpertPlacement
 
 
 class ExchangedMatrix(str, Enum):
@@ -57,21 +58,19 @@ def alltoall(
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
     from fusco.bench.results import write_json_lines
+    from fusco.bench.traffic import Pattern, Trace, Workload
     from fusco.settings import Settings
+    from fusco.topology import Topology
 
-    workload = options.make_workload(
-        traffic=options.Traffic.TRACE,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+    workload = Workload(
+        pattern=Pattern.TRACE,
+        topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),
+        placement=_spread_experts(num_experts, nodes * ranks_per_node),
         tokens=tokens,
         hidden=1,
-        num_experts=num_experts,
         num_topk=num_topk,
-        dtype=options.RowDtype.BFLOAT16,
-        trace=trace,
-        trace_key=trace_key,
-        layer=layer,
         seed=seed,
+        trace=Trace.load(trace, trace_key, layer),
     )
     runs = [
         ExchangeRun(
@@ -97,6 +96,13 @@ def alltoall(
     _print(records, console)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
+
+
+def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
+    """Runs of consecutive experts as equal as can be, whatever the number of ranks."""
+    from fusco.placement import ExpertPlacement
+
+    return ExpertPlacement.explicit([expert * world_size // num_experts for expert in range(num_experts)], world_size)
 
 
 def _run(

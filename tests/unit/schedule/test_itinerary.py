@@ -1,4 +1,4 @@
-"""Itineraries of all ranks, followed in any order on labelled bytes: everything arrives, and nobody waits in a circle."""
+"""Itineraries of all ranks, followed in any order on labelled bytes: all arrives, and nobody waits in a circle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def follow(rank_bytes, topology, mode, slice_bytes, seed=0):
     choice = random.Random(seed)
     while any(senders := [(sends, rank) for rank in range(size) for sends in ranks[rank].sends if sends]):
         choice.shuffle(senders)
-        assert any([deliver(sends, rank, ranks, topology) for sends, rank in senders]), "all wait in a circle"
+        assert any(deliver(sends, rank, ranks, topology) for sends, rank in senders), "all wait in a circle"
     for rank, state in enumerate(ranks):
         assert not state.crossing
         assert not any(state.receives.values())
