@@ -24,7 +24,7 @@ from fusco.transport.gloo import GlooTransport, Ticket
 
 # By which links a schedule is chosen unless it is given: ranks that run gloo over 10 Gbit/s or a loopback device, where
 # a stage costs the way of its first message through Python and TCP (docs/performance/alltoall.md has it measured).
-LINKS = Links(latency_us=300.0, internode_gbs=1.0, intranode_gbs=4.0)
+LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
 
 
 class Agenda:
