@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from fault_jobs import held
 from mistake_jobs import Outcome, attempt, check_that_it_works
 from rank_setup import Setup, assert_same_bits, dawdle
 
@@ -230,3 +232,15 @@ def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
         fusco.all_to_all(output, rows, comm=comm, schedule="exact")
         assert_same_bits(output, expected, "by communicator")
         return attempt(lambda: fusco.all_to_all(output, rows, group=group, comm=comm))
+
+
+def exchange_by_a_group_that_goes(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """Shared memory and watched processes held while a group of its own lives, and once it is destroyed."""
+    own_group = dist.new_group(list(range(dist.get_world_size(group))))
+    rows = torch.arange(4)
+    fusco.all_to_all(torch.empty_like(rows), rows, group=own_group)
+    while_it_lives = held()
+    dist.destroy_process_group(own_group)
+    del own_group
+    gc.collect()
+    return while_it_lives, held()

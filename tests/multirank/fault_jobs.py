@@ -137,7 +137,7 @@ def live_through(
     except fusco.PeerFailureError as error:
         fate.note(error)
     gc.collect()  # the error's traceback held tensors in shared memory
-    fate.still_held = _held()
+    fate.still_held = held()
     return fate
 
 
@@ -146,7 +146,7 @@ def hold_open(group: dist.ProcessGroup, ranks_per_node: int, sign: Path) -> list
     with _open(group, ranks_per_node):
         while sign.exists():
             time.sleep(0.01)
-        return _held()
+        return held()
 
 
 def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
@@ -204,7 +204,7 @@ def _error_of(call: Callable[[], None]) -> str:
     return ""
 
 
-def _held() -> list[str]:
+def held() -> list[str]:
     """Shared memory that this process has mapped or open, and processes that it watches."""
     links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]

@@ -1,0 +1,19 @@
+"""What the collectives without a communicator refuse before they need anybody."""
+
+import pytest
+import torch
+
+import fusco
+
+ROWS = torch.zeros(4, 2)
+
+
+def test_there_must_be_a_process_group():
+    with pytest.raises(ValueError, match="no process group: call"):
+        fusco.all_to_all(torch.empty(4, 2), ROWS)
+
+
+def test_a_group_that_this_rank_is_not_in():
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(TypeError, match=r"this rank is not in the group, or it is none: got -100"):
+        fusco.all_to_all(torch.empty(4, 2), ROWS, group=outside)
