@@ -1,8 +1,21 @@
 """What all tests share: reproducible hypothesis, one compute thread, helper modules that rank processes can import."""
 
 import hypothesis
+import pytest
 import torch
 
 hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tests of several ranks run")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cuda":
+        skip = pytest.mark.skip(reason="not for --device cuda: it needs several nodes, or looks inside the CPU engine")
+        for item in items:
+            if item.get_closest_marker("cpu_only"):
+                item.add_marker(skip)

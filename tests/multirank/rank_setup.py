@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from on_device import OnDevice
 
 import fusco
 from generator import Case, number_of, values
@@ -26,11 +27,12 @@ class Setup:
     max_bytes_per_token: int = 256
     balancer: str = "send-and-receive"
     expert_placement: tuple[int, ...] | None = None
+    device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 
     def open(self, group: dist.ProcessGroup) -> fusco.Communicator:
         """Make it."""
-        return fusco.Communicator(
+        comm = fusco.Communicator(
             group,
             num_experts=self.num_experts,
             num_topk=self.num_topk,
@@ -40,7 +42,9 @@ class Setup:
             ranks_per_node=self.ranks_per_node,
             balancer=fusco.BALANCERS[self.balancer],
             settings=self.settings,
+            device=self.device,
         )
+        return comm if self.device == "cpu" else OnDevice(comm)  # type: ignore[return-value]
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
         """A routing that fits; of one to ``num_topk`` slots a token, unless told."""
