@@ -1,4 +1,4 @@
-"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2) and uniform routing.
+"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2), uniform and skewed routing.
 
 Every function gives the routing of one rank from (seed, rank) alone, so any process can rebuild any rank's.
 """
@@ -29,6 +29,9 @@ class Pattern(str, Enum):
     UNIFORM = "uniform"
     SINGLE_NODE = "single-node"
     IMBALANCED = "imbalanced"
+    ZIPF = "zipf"
+    ONE_RANK = "one-rank"
+    ONE_EXPERT = "one-expert"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class Workload:
             raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
         if self.pattern is Pattern.SINGLE_NODE and self.num_topk > experts // nodes:
             raise ValueError(f"{self.num_topk} experts of a token do not fit on one of {nodes} nodes, {experts} in all")
+        if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
+            raise ValueError(f"{self.num_topk} experts of a token do not fit on one rank, of {experts} in all")
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
@@ -138,8 +143,17 @@ class Workload:
         if self.trace is not None and self.pattern is Pattern.TRACE:
             wanted = np.arange(rank * self.tokens, (rank + 1) * self.tokens)
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
-        is_allowed = torch.ones(self.tokens, self.placement.num_experts, dtype=torch.bool)
-        if self.pattern is not Pattern.UNIFORM:
+        num_experts = self.placement.num_experts
+        if self.pattern is Pattern.ONE_EXPERT:
+            return torch.full((self.tokens, self.num_topk), -1).index_fill_(1, torch.tensor([0]), 0)
+        if self.pattern is Pattern.ZIPF:
+            # Gumbel's trick draws without replacement by popularity, here 1 / rank of popularity.
+            gumbel = -torch.rand(self.tokens, num_experts, generator=generator).log().neg().log()
+            return (gumbel - torch.arange(1, num_experts + 1).log()).topk(self.num_topk, dim=1).indices
+        is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool)
+        if self.pattern is Pattern.ONE_RANK:
+            is_allowed &= torch.tensor(self.placement.expert_to_rank) == 0
+        elif self.pattern is not Pattern.UNIFORM:
             expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
             is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
         scores = torch.rand(is_allowed.shape, generator=generator).masked_fill_(~is_allowed, -1.0)

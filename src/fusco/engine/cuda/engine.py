@@ -80,7 +80,9 @@ class CudaEngine:
     @property
     def profile(self) -> CallProfile:
         """See ``Engine``. Times are the host's: what it took to launch."""
-        return self._rounds.profile
+        profile = self._rounds.profile
+        profile.num_sms = self._kernels.num_sms
+        return profile
 
     @property
     def topology(self) -> Topology:
@@ -325,7 +327,7 @@ class CudaEngine:
         if self._latest_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._latest_stream)
         self._latest_stream = stream
-        self._kernels.stream = stream.cuda_stream
+        self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
         if stream == callers and torch.cuda.current_device() == self._device.index:
             yield
             return

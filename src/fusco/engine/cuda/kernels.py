@@ -67,6 +67,7 @@ class Kernels:
     def __init__(self, library: Library, arena: Arena, placement: ExpertPlacement) -> None:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
+        self.num_sms = 0  # most multiprocessors that a kernel took since this was last set to 0
         self._num_ranks = arena.layout.num_ranks
         device = library.device
         local = placement.local_index_table(arena.rank, device)
@@ -256,6 +257,7 @@ class Kernels:
             "NUM_RANKS": self._num_ranks,
             "NUM_THREADS": num_threads,
         }
+        self.num_sms = max(self.num_sms, min(grid, self._library.num_sms))
         kernel = self._library.get(name, always | dict(constants))
         kernel.launch(
             arguments,
