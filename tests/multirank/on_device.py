@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
 import fusco
@@ -21,6 +22,8 @@ class DeviceWorld:
         self._world = world
 
     def run(self, function: Any, num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if num_ranks > self._world.world_size:
+            pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {self._world.world_size}")
         return self._world.run(function, num_ranks, *_for_cuda(args), **_for_cuda(kwargs))
 
 

@@ -107,7 +107,7 @@ def run_device_rank(
 
 def num_device_steps() -> int:
     """How many steps ``run_device_rank`` reports, peers not counted."""
-    return 6
+    return 7
 
 
 def _step(progress: ProgressReporter | None) -> None:
@@ -133,21 +133,24 @@ def _communicator(group: dist.ProcessGroup, workload: Workload, settings: Settin
 def _variants(
     group: dist.ProcessGroup, comm: Communicator, workload: Workload, world: WorldInput, launch: Launch
 ) -> dict[str, DeviceShuffle]:
-    """What is compared: fusco sized exactly, and with static slots in a graph; the baseline; peers that are there."""
+    """What is compared: fusco sized exactly; with static slots, in a graph; with rows in place; others."""
     x, ids, weights = (part[comm.rank] for part in (world.rows, world.topk_idx, world.topk_weights))
     baseline = BaselineShuffle(group, workload.placement, workload.topology, "cuda")
     static = StaticSlots(max(1, comm.dispatch(x, ids, weights).handle.num_slots))
+    visible = comm.empty(x.shape, x.dtype)
+    visible.copy_(x)
 
-    def dispatch(size: StaticSlots | None) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        sent = comm.dispatch(x, ids, weights, static=size, launch=launch)
+    def dispatch(rows: torch.Tensor, size: StaticSlots | None) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        sent = comm.dispatch(rows, ids, weights, static=size, launch=launch)
         return sent.rows, sent.num_rows_per_expert, sent.handle
 
     def combine(rows: torch.Tensor, handle: Any) -> torch.Tensor:
         return comm.combine(rows, handle, launch=launch)
 
     return {
-        "fusco": DeviceShuffle(lambda: dispatch(None), combine),
-        "fusco-graph": DeviceShuffle(lambda: dispatch(static), combine, is_graph=True),
+        "fusco": DeviceShuffle(lambda: dispatch(x, None), combine),
+        "fusco-graph": DeviceShuffle(lambda: dispatch(x, static), combine, is_graph=True),
+        "fusco-in-place": DeviceShuffle(lambda: dispatch(visible, static), combine, is_graph=True),
         "baseline": DeviceShuffle(lambda: baseline.dispatch(x, ids, weights), baseline.combine),
         **import_peers(group, workload, x, ids, weights),
     }

@@ -28,7 +28,7 @@ class WorldInput:
         ranks = range(workload.topology.world_size)
         routings = [workload.routing(rank) for rank in ranks]
         return cls(
-            [workload.rows(rank).to(device) for rank in ranks],
+            [workload.rows(rank, device) for rank in ranks],
             [routing.topk_idx.to(device) for routing in routings],
             [routing.topk_weights.to(device) for routing in routings if routing.topk_weights is not None],
         )

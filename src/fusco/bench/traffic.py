@@ -125,9 +125,10 @@ class Workload:
         """How often a trace is gone through to give all ranks their tokens; 0 without a trace."""
         return self.tokens * self.topology.world_size / len(self.trace.topk_idx) if self.trace else 0.0
 
-    def rows(self, rank: int) -> torch.Tensor:
-        """The rank's token rows (tokens, hidden)."""
-        return torch.randn(self.tokens, self.hidden, generator=self._generator(rank, 0)).to(self.dtype)
+    def rows(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The rank's token rows (tokens, hidden), drawn on the device; other devices draw other values."""
+        generator = self._generator(rank, 0, device)
+        return torch.randn(self.tokens, self.hidden, generator=generator, device=device).to(self.dtype)
 
     def routing(self, rank: int) -> Routing:
         """The rank's expert ids, int64, and weights, float32, which sum to one for each token."""
@@ -136,8 +137,8 @@ class Workload:
         weights = torch.rand(self.tokens, self.num_topk, generator=generator).softmax(dim=1)
         return Routing(topk_idx, weights)
 
-    def _generator(self, rank: int, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed((self.seed * 65537 + rank) * 2 + stream)
+    def _generator(self, rank: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed((self.seed * 65537 + rank) * 2 + stream)
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         if self.trace is not None and self.pattern is Pattern.TRACE:

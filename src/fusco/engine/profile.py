@@ -22,7 +22,7 @@ class CallProfile:
         internode_row_bytes: rows sent to other nodes.
         internode_metadata_bytes: routing and records sent to other nodes.
         intranode_row_bytes: rows, or partial sums, read from other ranks of the node; not counted on CUDA.
-        num_sms: on CUDA, most multiprocessors that one of its kernels took.
+        num_sms: on CUDA, multiprocessors that moving its rows took, staging included.
 
     """
 

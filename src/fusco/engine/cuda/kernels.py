@@ -17,7 +17,7 @@ from fusco.placement import ExpertPlacement
 
 _WARP_SIZE = 32
 _PLAN_THREADS, _PAIRS_PER_PLAN_BLOCK = 512, 1024
-_STAGE_THREADS = 512
+_STAGE_THREADS, _STAGE_SMS = 512, 16
 # Half of a multiprocessor, so that staging fits beside it.
 _SCATTER_THREADS, _SCATTER_UNROLL = 512, 8
 # Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
@@ -67,7 +67,7 @@ class Kernels:
     def __init__(self, library: Library, arena: Arena, placement: ExpertPlacement) -> None:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
-        self.num_sms = 0  # most multiprocessors that a kernel took since this was last set to 0
+        self.num_sms = 0  # multiprocessors that moving rows took at once since this was last set to 0
         self._num_ranks = arena.layout.num_ranks
         device = library.device
         local = placement.local_index_table(arena.rank, device)
@@ -133,13 +133,16 @@ class Kernels:
             num_tokens=num_tokens,
         )
         constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
-        grid = max(1, min(self._share_for_staging(num_sms) or self._library.num_sms, num_chunks))
+        grid = max(1, min(self._share_for_staging(num_sms), num_chunks))
+        self.num_sms += grid
         self._launch("stage_rows", constants, arguments, grid, _STAGE_THREADS, stream=stream)
 
-    @staticmethod
-    def _share_for_staging(num_sms: int | None) -> int:
-        """How much of a budget goes to staging, which runs beside pulling: as fast as links empty the pool."""
-        return max(1, num_sms // 4) if num_sms else 0
+    def _share_for_staging(self, num_sms: int | None) -> int:
+        """How much of a budget goes to staging, which runs beside pulling: what fills the pool faster than links empty it.
+
+        Not more, as it would only slow planning and pulling down.
+        """
+        return max(1, num_sms // 4) if num_sms else min(_STAGE_SMS, self._library.num_sms)
 
     def scatter(
         self,
@@ -175,6 +178,7 @@ class Kernels:
             "CHUNK_ROWS": CHUNK_ROWS,
             "UNROLL": _SCATTER_UNROLL,
         }
+        self.num_sms += grid
         self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS)
 
     def combine(
@@ -189,7 +193,7 @@ class Kernels:
         """Sum expert-major rows into the owners' token-major rows."""
         sms = min(num_sms or self._library.num_sms, self._library.num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
-        grid = sms * blocks_per_sm
+        self.num_sms, grid = sms, sms * blocks_per_sm
         parts = self._parts(plan, grid * num_threads // _WARP_SIZE)
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
@@ -257,7 +261,6 @@ class Kernels:
             "NUM_RANKS": self._num_ranks,
             "NUM_THREADS": num_threads,
         }
-        self.num_sms = max(self.num_sms, min(grid, self._library.num_sms))
         kernel = self._library.get(name, always | dict(constants))
         kernel.launch(
             arguments,
