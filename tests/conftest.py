@@ -14,8 +14,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--device") == "cuda":
-        skip = pytest.mark.skip(reason="not for --device cuda: it needs several nodes, or looks inside the CPU engine")
-        for item in items:
-            if item.get_closest_marker("cpu_only"):
-                item.add_marker(skip)
+    device = config.getoption("--device")
+    wrong, why = {
+        "cuda": ("cpu_only", "not for --device cuda: it needs several nodes, or looks inside the CPU engine"),
+        "cpu": ("cuda_only", "only for --device cuda, which needs GPUs"),
+    }[device]
+    for item in items:
+        if item.get_closest_marker(wrong):
+            item.add_marker(pytest.mark.skip(reason=why))

@@ -318,6 +318,9 @@ class Communicator:
             shape: of the tensor; for ``dispatch``, (num_tokens, ...). A slice of its first tokens is in place, too.
             dtype: of the tensor.
 
+        Raises:
+            SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
+
         """
         shape = tuple(shape)
 
@@ -326,8 +329,7 @@ class Communicator:
                 raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
 
         def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            self._engine.agree(agreement)
-            return None if agreement.rejection else self._engine.empty(shape, dtype)
+            return self._engine.empty(agreement, shape, dtype)
 
         return self._collective("empty", check, lambda: {"shape": str(shape), "dtype": str(dtype)}, work)
 

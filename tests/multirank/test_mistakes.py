@@ -152,7 +152,7 @@ DIFFERENCES = [
     ({"expert_placement": 3}, "TypeError", ""),
     ({"max_tokens_per_rank": 20.5}, "TypeError", "max_tokens_per_rank"),
     ({"num_experts": "8"}, "TypeError", ""),
-    ({"device": "cuda"}, "ValueError", "cuda"),
+    ({"device": "mps"}, "ValueError", "device must be 'cpu' or 'cuda', got 'mps'"),
 ]
 
 

@@ -92,9 +92,9 @@ def _notes(record: DeviceRecord) -> list[str]:
     return [
         f"medians of {record.num_iterations}, the slowest rank's, on the device, once all ranks' devices have met; "
         f"planning and barriers counted",
-        "fusco: output sized exactly (one wait on the host); fusco-graph: static slots, in a CUDA graph; fusco-in-place: "
-        "so, rows where peers can read them; fusco-fp8: as fusco-graph, values and scales; baseline: NCCL all-to-all and "
-        "index_select",
+        "fusco: output sized exactly (one wait on the host); fusco-graph: static slots, in a CUDA graph; "
+        "fusco-in-place: so, with rows where peers can read them; fusco-fp8: as fusco-graph, values and scales",
+        "baseline: NCCL all-to-all and index_select",
         f"each rank must take in up to {record.remote_row_bytes / 1e6:.1f} MB of rows: {floor_ms:.3f} ms at the peak",
         f"peaks in GB/s: copy engine {peaks['copy_engine_pull_gbs']:.0f} pulling, {peaks['copy_engine_push_gbs']:.0f} "
         f"pushing; multiprocessors {peaks['sm_pull_gbs']:.0f} and {peaks['sm_push_gbs']:.0f}; local "

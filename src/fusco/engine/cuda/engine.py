@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from fusco.engine.base import Delivery, DispatchOrder
-from fusco.engine.cuda.arena import Arena, first_rows
+from fusco.engine.cuda.arena import Arena, allocate_visible, first_rows
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.kernels import Kernels, Payload
-from fusco.engine.cuda.layout import DeviceLayout
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.cuda.streams import DeviceStreams
 from fusco.engine.host.connect import connect
@@ -21,9 +21,10 @@ from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record
 from fusco.engine.stream import check_sizes, exchange_all, stream_sizes, stream_with
 from fusco.engine.tasks import run
-from fusco.errors import RejectedInputError, SlotOverflowError, Stall
+from fusco.errors import RejectedInputError, SharedMemoryError, SlotOverflowError, Stall
 from fusco.kernels.cuda.library import Library
 from fusco.launch import Launch
+from fusco.memory.device_layout import DeviceLayout
 from fusco.memory.layout import ArenaLayout
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing, describe_stranger
@@ -65,7 +66,8 @@ class CudaEngine:
         self._watch.spin_s = _SPIN_S
         with torch.cuda.device(device):
             device_layout = DeviceLayout(roll.world_size, layout.capacity, layout.settings)
-            self._arena = Arena(device_layout, roll.rank, device, group)
+            memory = _allocate_together(roll, device_layout.offsets["end"], device)
+            self._arena = Arena(device_layout, roll.rank, memory, group)
             self._library = Library(device)
             self._kernels = Kernels(self._library, self._arena, placement)
             self._own_stream, self._staging_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -173,9 +175,21 @@ class CudaEngine:
         with self._stream_with(src, f"scatter_recv from rank {src}", segments):
             run([self._streams.incoming(segments, src)], self._watch)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See ``Engine``."""
-        return self._arena.allocate(shape, dtype)
+        num_bytes, memory, error = torch.Size(shape).numel() * dtype.itemsize, None, None
+        if not agreement.rejection:
+            try:
+                memory = allocate_visible(num_bytes, self._device)
+            except SharedMemoryError as failure:
+                error, agreement = failure, replace(agreement, rejection=str(failure))
+        self._rounds.publish(agreement, [])
+        if error:
+            raise error
+        if memory is None:
+            return None
+        self._arena.share(memory)
+        return memory[:num_bytes].view(dtype).view(shape)
 
     def wait(self) -> None:
         """See ``Engine``."""
@@ -191,6 +205,8 @@ class CudaEngine:
             peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
             stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
             self._watch.wait_until(self._done.query, lambda: stall)
+            if waited_in_vain := self._device_stall():
+                self._watch.find_fault(waited_in_vain, "the device waited in vain")
 
     def abandon(self, reason: str) -> None:
         """See ``Engine``."""
@@ -240,7 +256,7 @@ class CudaEngine:
         peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
         stall = Stall("planning on the device", peers, "the plan", "none yet")
         self._watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
-        return DevicePlan(**{**_fields(plan), "num_slots": report.num_slots})
+        return replace(plan, num_slots=report.num_slots)
 
     def _rejection_of(self, routing: Routing) -> Exception | None:
         """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
@@ -335,6 +351,20 @@ class CudaEngine:
             yield
 
 
+def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Peer-visible memory on every rank, or ``SharedMemoryError`` on all of them."""
+    memory, error = None, ""
+    try:
+        memory = allocate_visible(num_bytes, device)
+    except SharedMemoryError as failure:
+        error = str(failure)
+    failed = [f"rank {rank}: {why}" for rank, why in enumerate(roll.gather("device memory", error)) if why]
+    if failed:
+        raise SharedMemoryError("; ".join(failed))
+    assert memory is not None
+    return memory
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, contiguous and aligned for 16-byte accesses."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -343,7 +373,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
-
-
-def _fields(plan: DevicePlan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}

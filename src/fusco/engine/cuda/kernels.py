@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from fusco.engine.cuda.arena import Arena
-from fusco.engine.cuda.layout import CHUNK_ROWS, MAX_PARTS
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.kernels.cuda.arguments import CopyArgs, combine_type, plan_type, scatter_type, stage_type
 from fusco.kernels.cuda.library import Library
+from fusco.memory.device_layout import CHUNK_ROWS, MAX_PARTS
 from fusco.placement import ExpertPlacement
 
 _WARP_SIZE = 32
@@ -138,9 +138,9 @@ class Kernels:
         self._launch("stage_rows", constants, arguments, grid, _STAGE_THREADS, stream=stream)
 
     def _share_for_staging(self, num_sms: int | None) -> int:
-        """How much of a budget goes to staging, which runs beside pulling: what fills the pool faster than links empty it.
+        """How much of a budget goes to staging: what fills the pool faster than links empty it.
 
-        Not more, as it would only slow planning and pulling down.
+        Not more, as it runs beside planning and pulling and would only slow them down.
         """
         return max(1, num_sms // 4) if num_sms else min(_STAGE_SMS, self._library.num_sms)
 
