@@ -13,7 +13,7 @@ def memory_size_hint(
 ) -> MemorySize:
     """What a communicator of this configuration takes on each rank, without making one.
 
-    On the CPU this is shared and private memory of the host; with ``device="cuda"`` memory of the GPU, visible to peers.
+    On the CPU this is shared and private memory of the host; with ``device="cuda"``, GPU memory that peers see.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> capacity = Capacity(max_tokens_per_rank=1024, max_bytes_per_token=8192, num_topk=8)

@@ -33,6 +33,7 @@ from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
 
 _NO_LIMIT = 2**31 - 1
+_MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
 _STAGED = (-1, 0)  # rows that peers read in the pool
 _CLOSING_S = 5.0  # how long what was launched may take to notice that all is called off
 # How long a rank looks without pause for what its peers' processes and its device are about to say.
@@ -54,6 +55,11 @@ class CudaEngine:
     ) -> None:
         """Connect to all other ranks and map their arenas; for the arguments see ``connect``."""
         self._topology, self._rank, self._device = layout.topology, roll.rank, device
+        if layout.capacity.num_topk > _MAX_TOPK or roll.world_size > _MAX_RANKS:
+            raise ValueError(
+                f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks, got "
+                f"num_topk={layout.capacity.num_topk} and {roll.world_size} ranks"
+            )
         if self._topology.num_nodes > 1:
             raise ValueError(
                 f"device 'cuda' works within one node so far, but there are {self._topology.num_nodes}: "
@@ -103,6 +109,10 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
         report = self._arena.report
+        if report.bad_src >= 0:  # from a dispatch into static slots, which did not wait to see
+            reason = describe_stranger(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
+            bad_src, report.bad_src = report.bad_src, -1
+            return ValueError(f"in an earlier dispatch into static slots, rank {bad_src} gave {reason}")
         if not report.overflow_needed:
             return None
         error = SlotOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
@@ -118,7 +128,7 @@ class CudaEngine:
         if order is None or agreement.rejection:
             self._rounds.publish(agreement, [0, *_STAGED])
             return None
-        with self._on_stream(order.launch):
+        with self._on_stream(order.launch, *order.payloads, order.routing.topk_idx, order.routing.topk_weights):
             payloads = [_plain(payload) for payload in order.payloads]
             records = self._rounds.publish(agreement, [order.routing.num_tokens, *self._place_of(payloads)])
             with self._staging(payloads, records, order.launch):
@@ -126,6 +136,7 @@ class CudaEngine:
                 if not order.static:
                     plan = self._size_exactly(plan)
                 rows = self._scatter(plan, payloads, records, order.launch)
+        self._hand_over(rows, order.launch)
         return Delivery(plan, rows, None if order.static else self._rejection_of(order.routing))
 
     def dispatch_along(
@@ -135,11 +146,13 @@ class CudaEngine:
         if agreement.rejection:
             self._rounds.publish(agreement, [0, *_STAGED])
             return None
-        with self._on_stream(launch):
+        with self._on_stream(launch, *payloads):
             plain = [_plain(payload) for payload in payloads]
             records = self._rounds.publish(agreement, [plan.num_tokens, *self._place_of(plain)])
             with self._staging(plain, records, launch):
-                return self._scatter(plan, plain, records, launch)
+                rows = self._scatter(plan, plain, records, launch)
+        self._hand_over(rows, launch)
+        return rows
 
     def combine(
         self, agreement: Agreement, plan: DevicePlan, rows: torch.Tensor, weights: torch.Tensor | None, launch: Launch
@@ -148,11 +161,12 @@ class CudaEngine:
         self._rounds.publish(agreement, [])
         if agreement.rejection:
             return None
-        with self._on_stream(launch), self.profile.spend("wire"):
+        with self._on_stream(launch, rows), self.profile.spend("wire"):
             plain = _plain(rows)
             out = plain.new_empty(plan.num_tokens, plain.shape[1])
             wire_dtype = torch.promote_types(plain.dtype, self._wire_dtype or plain.dtype)
             self._kernels.combine(plan, plain, weights, wire_dtype, out, launch.num_sms)
+        self._hand_over([out], launch)
         return out
 
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -200,7 +214,8 @@ class CudaEngine:
         """See ``Engine``."""
         if self._latest_stream is None or self._rounds.broken:
             return
-        self._done.record(self._latest_stream)
+        self.wait()  # graphs are replayed on the current stream, everything else was launched on the latest
+        self._done.record(torch.cuda.current_stream(self._device))
         with self._rounds.operation("synchronize"):
             peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
             stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
@@ -322,6 +337,12 @@ class CudaEngine:
         self._kernels.scatter(plan, moved, rows, in_place_ranks, launch.num_sms)
         return outputs
 
+    def _hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
+        """What was made on the own stream will be used on the caller's."""
+        if launch.own_stream:
+            for output in outputs:
+                output.record_stream(torch.cuda.current_stream(self._device))
+
     def _device_stall(self) -> Stall | None:
         failure = self._arena.failure
         return stall_of(failure) if failure.is_set else None
@@ -334,12 +355,15 @@ class CudaEngine:
                 yield
 
     @contextmanager
-    def _on_stream(self, launch: Launch) -> Iterator[None]:
+    def _on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[None]:
         """Launch on the caller's stream or the own one, after everything launched before."""
         callers = torch.cuda.current_stream(self._device)
         stream = self._own_stream if launch.own_stream else callers
         if stream != callers:
             stream.wait_stream(callers)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self._latest_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._latest_stream)
         self._latest_stream = stream

@@ -24,8 +24,9 @@ _SCATTER_THREADS, _SCATTER_UNROLL = 512, 8
 # hide latency; on many, fewer warps with more in flight each do so at less contention.
 _FEW_SMS = 40
 _COMBINE_ON_FEW_SMS, _COMBINE_ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
-# A warp should have about this many shares of work, so that all end at about the same time.
-_SHARES_PER_WARP = 8
+# Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
+# Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.
+_ROWS_FOR_ALL_WARPS = 12_000
 # Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
 # multiprocessors only contend.
 _SCATTER_SMS_TIMES_RANKS = 192
@@ -90,7 +91,7 @@ class Kernels:
     ) -> None:
         """Exchange routing and fill the plan's tensors."""
         num_pairs = plan.first_row[-1] * plan.num_topk
-        grid = max(1, min(num_sms or self._library.num_sms, -(-num_pairs // _PAIRS_PER_PLAN_BLOCK)))
+        grid = max(1, min(self._sms(num_sms), -(-num_pairs // _PAIRS_PER_PLAN_BLOCK)))
         arguments = plan_type(self._num_ranks)(
             comm=self._arena.comm,
             topk_idx=topk_idx.data_ptr(),
@@ -167,7 +168,7 @@ class Kernels:
             first_row=plan.first_row,
             num_local_experts=self._num_local,
             longest=plan.longest,
-            parts=self._parts(plan, grid * _SCATTER_THREADS // _WARP_SIZE),
+            parts=self._parts(plan),
             in_place_ranks=in_place_ranks,
         )
         constants = {
@@ -191,10 +192,9 @@ class Kernels:
         num_sms: int | None,
     ) -> None:
         """Sum expert-major rows into the owners' token-major rows."""
-        sms = min(num_sms or self._library.num_sms, self._library.num_sms)
+        sms = self._sms(num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
         self.num_sms, grid = sms, sms * blocks_per_sm
-        parts = self._parts(plan, grid * num_threads // _WARP_SIZE)
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
             rows=rows.data_ptr(),
@@ -204,7 +204,7 @@ class Kernels:
             token_to_ranks=plan.token_to_ranks.data_ptr(),
             first_row=plan.first_row,
             longest=plan.longest,
-            parts=parts,
+            parts=self._parts(plan),
         )
         hidden, item_bytes = rows.shape[1], rows.element_size()
         constants = {
@@ -240,10 +240,13 @@ class Kernels:
         grid = min(pieces.shape[1], self._library.num_sms * 4)
         self._launch("copy_segments", {}, arguments, grid, _COPY_THREADS)
 
-    def _parts(self, plan: DevicePlan, num_warps: int) -> int:
-        """How many warps share a row: more than one only if there are few rows for each warp."""
+    def _sms(self, num_sms: int | None) -> int:
+        return min(num_sms or self._library.num_sms, self._library.num_sms)
+
+    def _parts(self, plan: DevicePlan) -> int:
+        """How many warps share a row."""
         num_rows = max(1, plan.longest * self._num_ranks)
-        return max(1, min(MAX_PARTS, _SHARES_PER_WARP * num_warps // num_rows))
+        return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))
 
     def _launch(
         self,

@@ -64,13 +64,18 @@ __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, 
 }
 
 // Blocks are rounded up; what no row fills is zero.
-__device__ void clear_padding(const ScatterArgs& args) {
-    for (i32 expert = blockIdx.x; expert < args.num_local_experts; expert += gridDim.x) {
-        const i64 begin = args.block_to_first_slot[expert] + args.num_rows_per_expert[expert];
-        const i64 end = args.block_to_first_slot[expert + 1];
-        for (u32 p = 0; p < NUM_PAYLOADS; ++p)
-            for (i64 i = begin * ROW_BYTES[p] + threadIdx.x; i < end * ROW_BYTES[p]; i += NUM_THREADS) args.outputs[p][i] = 0;
+template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterArgs& args, i64 begin, i64 end) {
+    if constexpr (P < NUM_PAYLOADS) {
+        constexpr u64 PER_ROW = ROW_BYTES[P] / WIDTHS[P];
+        auto* const output = reinterpret_cast<Vector<WIDTHS[P]>*>(args.outputs[P]);
+        for (i64 i = begin * PER_ROW + threadIdx.x; i < end * PER_ROW; i += NUM_THREADS) store_row(output + i, {});
+        clear_slots<P + 1>(args, begin, end);
     }
+}
+__device__ void clear_padding(const ScatterArgs& args) {
+    for (i32 expert = blockIdx.x; expert < args.num_local_experts; expert += gridDim.x)
+        clear_slots(args, args.block_to_first_slot[expert] + args.num_rows_per_expert[expert],
+                    args.block_to_first_slot[expert + 1]);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
