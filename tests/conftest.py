@@ -8,6 +8,9 @@ hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
 
+# Not looked through for doctests: as modules they all have the same name.
+collect_ignore_glob = ["*/conftest.py"]
+
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tests of several ranks run")

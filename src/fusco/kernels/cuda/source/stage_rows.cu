@@ -1,5 +1,7 @@
 // Copying rows into the pool that peers read, chunk by chunk, each chunk announced to all of them.
 //
+// Twin: torch.Tensor.copy_, as rows are copied as they are.
+//
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_PAYLOADS, NUM_THREADS, CHUNK_ROWS.
 #include "comm.cuh"
 
