@@ -192,6 +192,7 @@ class Communicator:
                 raise TypeError(f"expert_alignment must be an integer, got {expert_alignment!r}")
             if expert_alignment < 1:
                 raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
+            self._checks.sizing(static)
             if with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
             routing = Routing(topk_idx, topk_weights)
@@ -229,9 +230,7 @@ class Communicator:
         if delivery.rejection:
             raise delivery.rejection
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
-        weights = None
-        if with_weights:
-            weights = RouteWeights.apply(topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
+        weights = self._route_weights(handle, launch) if with_weights else None
         first, *more = self._in_graph(payloads, rows, handle)
         return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
@@ -430,6 +429,12 @@ class Communicator:
         if rejection:
             raise rejection
         return cast("_Result", result)
+
+    def _route_weights(self, handle: Handle, launch: Launch | None) -> torch.Tensor:
+        if launch and launch.own_stream:
+            self._engine.wait()
+        weights: torch.Tensor = RouteWeights.apply(handle.topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
+        return weights
 
     def _in_graph(
         self, payloads: Sequence[torch.Tensor], rows: list[torch.Tensor], handle: Handle

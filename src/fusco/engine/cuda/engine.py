@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -35,7 +35,7 @@ from fusco.transport.roll_call import RollCall
 _NO_LIMIT = 2**31 - 1
 _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
 _STAGED = (-1, 0)  # rows that peers read in the pool
-_CLOSING_S = 5.0  # how long what was launched may take to notice that all is called off
+_IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say.
 _SPIN_S = 500e-6
 
@@ -83,6 +83,7 @@ class CudaEngine:
         self._watch.device_stall = self._device_stall
         self._num_plans = 0
         self._latest_stream: torch.cuda.Stream | None = None
+        torch.cuda.synchronize(device)  # whichever stream the first verb runs on
         roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
 
     @property
@@ -102,9 +103,13 @@ class CudaEngine:
         """See ``Engine``."""
         return self._rounds.number
 
-    def collective(self, operation: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def collective(self, operation: str) -> Iterator[None]:
         """See ``Engine``."""
-        return self._rounds.collective(operation)
+        with self._rounds.collective(operation):
+            if waited_in_vain := self._device_stall():
+                self._watch.find_fault(waited_in_vain, _IN_VAIN)
+            yield
 
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
@@ -221,7 +226,7 @@ class CudaEngine:
             stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
             self._watch.wait_until(self._done.query, lambda: stall)
             if waited_in_vain := self._device_stall():
-                self._watch.find_fault(waited_in_vain, "the device waited in vain")
+                self._watch.find_fault(waited_in_vain, _IN_VAIN)
 
     def abandon(self, reason: str) -> None:
         """See ``Engine``."""

@@ -155,8 +155,10 @@ class Kernels:
     ) -> None:
         """Pull rows into their slots. ``rows[r][p]`` is where payload ``p`` of rank ``r`` can be read."""
         is_staged = not in_place_ranks >> self._arena.rank & 1
-        budget = num_sms - self._share_for_staging(num_sms) if num_sms and is_staged else num_sms
-        grid = max(1, min(budget or _SCATTER_SMS_TIMES_RANKS // self._num_ranks, self._library.num_sms))
+        wanted = num_sms or _SCATTER_SMS_TIMES_RANKS // self._num_ranks
+        if num_sms and is_staged:
+            wanted -= self._share_for_staging(num_sms)
+        grid = max(1, min(wanted, self._library.num_sms))
         row_type = ctypes.c_uint64 * len(payloads)
         arguments = scatter_type(self._num_ranks, len(payloads))(
             comm=self._arena.comm,

@@ -86,6 +86,7 @@ class Compiler:
                 try:
                     file.write(cubin)
                     file.flush()
+                    temporary.chmod(0o644)  # others who share the folder may read it
                     temporary.replace(path)
                 except BaseException:
                     temporary.unlink(missing_ok=True)

@@ -120,7 +120,9 @@ __device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u
             is_here = patience == Patience::WAIT ? wait_for_epoch(comm, flag, epoch, SUMMING_ROWS, src)
                                                  : has_come(load_acquire_system(flag), epoch);
         }
-    if (__all_sync(ALL_LANES, is_here)) return Arrival::ALL_HERE;
+    const bool are_all_here = __all_sync(ALL_LANES, is_here);
+    __syncwarp();  // what one lane has seen, all may rely on
+    if (are_all_here) return Arrival::ALL_HERE;
     return patience == Patience::WAIT ? Arrival::NEVER : Arrival::NOT_YET;
 }
 
@@ -166,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) combine
     if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
 
     // Each warp has its partial sums to send and its own tokens to add up. It never waits for the latter while it can do
-    // the former: so no rank waits for one that waits.
+    // the former: so no rank waits for one that waits. (As for `meet_grid`, all blocks must find room sooner or later.)
     const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;

@@ -15,7 +15,9 @@ enum State : u32 {
     GRID_GENERATION,
     NUM_PUSHED,     // blocks that pushed their part of the routing
     NUM_DONE,       // blocks that finished their kernel
-    FIRST_BAD_PAIR, // of a plan: the first pair whose id is no expert, plus one; 0 for none
+    FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
+    NUM_STAGED,     // blocks that finished staging
+    STAGED_EPOCH,   // dispatches whose rows were staged, all of them
 };
 
 // What a wait is for, by index into PHASES of fusco/engine/cuda/failure.py.

@@ -220,11 +220,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 const RowPlace place = place_of(args, pair / NUM_TOPK);
                 report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
                 report->bad_id = pooled_ids[pool_offset_of(pair)];
+                __threadfence_system();
                 report->bad_src = place.src;
                 comm.state[FIRST_BAD_PAIR] = 0;
             }
             if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
                 report->overflow_limit = args.max_slots;
+                __threadfence_system();
                 report->overflow_needed = needed;
             }
             report->num_slots = needed;

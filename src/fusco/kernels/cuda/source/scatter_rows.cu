@@ -107,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
             const i32 chunk = args.in_place_ranks >> src & 1 ? 0 : token / CHUNK_ROWS;
             const u32* const flag = section<u32>(comm, comm.rank, comm.rows_ready) + src * comm.max_chunks + chunk;
             is_alive = __all_sync(ALL_LANES, lane != 0 || wait_for_epoch(comm, flag, epoch, STAGING_ROWS, src, LONG_PAUSE));
+            __syncwarp();  // what one lane has seen, all may rely on
             if (is_alive) copy_payloads<true>(args, src, token, part, slots);
         }
     }
@@ -116,6 +117,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
         // The caller may overwrite its rows as soon as this kernel is over.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);
-        if (threadIdx.x == 0) comm.state[ROWS_EPOCH] = epoch;
+        if (threadIdx.x == 0) {
+            // Staging runs beside this kernel and goes by the same epoch: it must not move on under a block that begins late.
+            if (!is_in_place) wait_for_epoch(comm, comm.state + STAGED_EPOCH, epoch, STAGING_ROWS, comm.rank);
+            comm.state[ROWS_EPOCH] = epoch;
+        }
     }
 }
