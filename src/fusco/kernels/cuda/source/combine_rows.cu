@@ -1,10 +1,11 @@
 // Combine: sum each token's local rows with their weights, send one row to the token's owner, and sum what came there.
 //
-// Work goes by warps, and the sums at the owner overlap with the transfer. Sums are in float32 (float64 for float64 rows), k ascending, ranks ascending.
+// Work goes by warps, and the sums at the owner overlap with the transfer. Sums are in float32 (float64 for float64 rows),
+// k ascending, ranks ascending.
 // Twin: fusco.kernels.reference.combine_rows.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE and WIRE_TYPE (BF16, F16, F32, F64), WEIGHT_BYTES (0, 4, 8),
-// VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE and WIRE_TYPE (BF16, F16, F32, F64),
+// WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
 #include "comm.cuh"
 #include "elements.cuh"
 
@@ -161,7 +162,8 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) combine_rows(const __grid_constant__ CombineArgs args) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    combine_rows(const __grid_constant__ CombineArgs args) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[COMBINE_EPOCH] + 1;

@@ -101,9 +101,11 @@ class Vigil {
 // for the same word, which has to be written meanwhile.
 constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
-__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }  // they wrap
+// Epochs wrap around.
+__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
 
-// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which would wait for this multiprocessor's stores.
+// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which
+// would wait for this multiprocessor's stores.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
     u32 seen = load_relaxed_system(flag);

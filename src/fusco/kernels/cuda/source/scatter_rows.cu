@@ -3,8 +3,8 @@
 // Work goes by warps: one row, or one part of a row if there are few. Sources take turns, so that all links are busy.
 // Twin: fusco.kernels.reference.scatter_rows.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an entry for
-// each payload), NUM_THREADS, CHUNK_ROWS, UNROLL.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
+// entry for each payload), NUM_THREADS, CHUNK_ROWS, UNROLL.
 #include "comm.cuh"
 
 struct ScatterArgs {
@@ -31,7 +31,8 @@ struct Slots {
 };
 
 template <int BYTES, bool IS_SHARED>
-__device__ __forceinline__ void copy_part(const u8* row, u8* output, u64 row_bytes, i32 part, i32 parts, const Slots& slots) {
+__device__ __forceinline__ void copy_part(
+    const u8* row, u8* output, u64 row_bytes, i32 part, i32 parts, const Slots& slots) {
     const auto* const from = reinterpret_cast<const Vector<BYTES>*>(row);
     const i32 num_vectors = static_cast<i32>(row_bytes / BYTES);
     const i32 per_part = (num_vectors + parts - 1) / parts;
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
         // The caller may overwrite its rows as soon as this kernel is over.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);
         if (threadIdx.x == 0) {
-            // Staging runs beside this kernel and goes by the same epoch: it must not move on under a block that begins late.
+            // Staging runs beside this kernel and goes by the same epoch: it must not move on under a late block.
             if (!is_in_place) wait_for_epoch(comm, comm.state + STAGED_EPOCH, epoch, STAGING_ROWS, comm.rank);
             comm.state[ROWS_EPOCH] = epoch;
         }
