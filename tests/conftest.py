@@ -1,8 +1,27 @@
 """What all tests share: reproducible hypothesis, one compute thread, helper modules that rank processes can import."""
 
 import hypothesis
+import pytest
 import torch
 
 hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
+
+# Not looked through for doctests: as modules they all have the same name.
+collect_ignore_glob = ["*/conftest.py"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tests of several ranks run")
+
+
+def pytest_collection_modifyitems(config, items):
+    device = config.getoption("--device")
+    wrong, why = {
+        "cuda": ("cpu_only", "not for --device cuda: it needs several nodes, or looks inside the CPU engine"),
+        "cpu": ("cuda_only", "only for --device cuda, which needs GPUs"),
+    }[device]
+    for item in items:
+        if item.get_closest_marker(wrong):
+            item.add_marker(pytest.mark.skip(reason=why))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fusco.launch import StaticSlots as StaticSlots
     from fusco.memory.layout import Capacity as Capacity
     from fusco.memory.layout import MemorySize as MemorySize
-    from fusco.memory.layout import memory_size_hint as memory_size_hint
+    from fusco.memory.size_hint import memory_size_hint as memory_size_hint
     from fusco.placement import ExpertPlacement as ExpertPlacement
     from fusco.segments import Segments as Segments
     from fusco.settings import Settings as Settings
@@ -73,7 +73,7 @@ _NAME_TO_MODULE = {
     "StaticSlots": "launch",
     "Capacity": "memory.layout",
     "MemorySize": "memory.layout",
-    "memory_size_hint": "memory.layout",
+    "memory_size_hint": "memory.size_hint",
     "ExpertPlacement": "placement",
     "Segments": "segments",
     "Settings": "settings",

@@ -12,6 +12,7 @@ import torch
 from fusco.engine.base import Exchange
 from fusco.handle import Handle
 from fusco.kernels.reduce_rows import ROW_DTYPES
+from fusco.launch import StaticSlots
 from fusco.memory.layout import Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
@@ -41,6 +42,16 @@ class Checks:
         if routing.num_topk > self.capacity.num_topk:
             raise ValueError(
                 f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
+            )
+
+    def sizing(self, static: StaticSlots | None) -> None:
+        """The size of a dispatch's output."""
+        if static is not None and not isinstance(static, StaticSlots):
+            raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
+        if static is None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
+                "pass static=StaticSlots(num_slots)"
             )
 
     def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:

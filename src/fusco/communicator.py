@@ -193,6 +193,7 @@ class Communicator:
                 raise TypeError(f"expert_alignment must be an integer, got {expert_alignment!r}")
             if expert_alignment < 1:
                 raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
+            self._checks.sizing(static)
             if with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
             routing = Routing(topk_idx, topk_weights)
@@ -230,9 +231,7 @@ class Communicator:
         if delivery.rejection:
             raise delivery.rejection
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
-        weights = None
-        if with_weights:
-            weights = RouteWeights.apply(topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
+        weights = self._route_weights(handle, launch) if with_weights else None
         first, *more = self._in_graph(payloads, rows, handle)
         return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
@@ -366,6 +365,9 @@ class Communicator:
             shape: of the tensor; for ``dispatch``, (num_tokens, ...). A slice of its first tokens is in place, too.
             dtype: of the tensor.
 
+        Raises:
+            SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
+
         """
         shape = tuple(shape)
 
@@ -374,8 +376,7 @@ class Communicator:
                 raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
 
         def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            self._engine.agree(agreement)
-            return None if agreement.rejection else self._engine.empty(shape, dtype)
+            return self._engine.empty(agreement, shape, dtype)
 
         return self._collective("empty", check, lambda: {"shape": str(shape), "dtype": str(dtype)}, work)
 
@@ -485,6 +486,12 @@ class Communicator:
         if rejection:
             raise rejection
         return cast("_Result", result)
+
+    def _route_weights(self, handle: Handle, launch: Launch | None) -> torch.Tensor:
+        if launch and launch.own_stream:
+            self._engine.wait()
+        weights: torch.Tensor = RouteWeights.apply(handle.topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
+        return weights
 
     def _in_graph(
         self, payloads: Sequence[torch.Tensor], rows: list[torch.Tensor], handle: Handle

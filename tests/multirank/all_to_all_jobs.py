@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from fault_jobs import held
 from mistake_jobs import Outcome, attempt, check_that_it_works
-from rank_setup import Setup, assert_same_bits, dawdle
+from rank_setup import Setup, dawdle
 
 import fusco
+from comparison import assert_same_bits
 from fusco.bench.matrices import MatrixKind, make_matrix
 from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload

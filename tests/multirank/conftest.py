@@ -1,15 +1,22 @@
 """One world of rank processes for all tests: starting them costs seconds."""
 
 import pytest
+import torch
+from on_device import DeviceWorld
 from rank_setup import meet
 
 from fusco.bench.local_world import LocalWorld
 
+SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
+
 
 @pytest.fixture(scope="session")
-def world():
-    with LocalWorld(8) as world:
+def world(request):
+    device = request.config.getoption("--device")
+    num_ranks = SIZES[0] if device == "cpu" else min(SIZES[0], torch.cuda.device_count())
+    with LocalWorld(num_ranks, device) as world:
         # The largest group first: PyTorch names groups by how many each process knows already (pytorch issue 173608).
-        for num_ranks in (8, 6, 4, 2, 1):
-            world.run(meet, num_ranks)
-        yield world
+        for size in SIZES:
+            if size <= num_ranks:
+                world.run(meet, size)
+        yield world if device == "cpu" else DeviceWorld(world)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_setup import Setup, assert_same_bits, check_combine, law_of, world_rows
+from rank_setup import Setup, check_combine, law_of
 
 import fusco
+from comparison import assert_same_bits, world_rows
 from generator import any_bits
 
 HIDDEN = 3

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rank_setup import Setup, assert_same_bits, check_combine, law_of, poison, poison_recycler, world_rows
+from rank_setup import Setup, check_combine, law_of, poison, poison_recycler
 
 import fusco
+from comparison import assert_same_bits, world_rows
 from generator import any_bits, values
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from on_device import OnDevice
 
 import fusco
+from comparison import assert_within
 from generator import Case, number_of, values
 from law import Law
 
@@ -26,11 +28,12 @@ class Setup:
     max_bytes_per_token: int = 256
     balancer: str = "send-and-receive"
     expert_placement: tuple[int, ...] | None = None
+    device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 
     def open(self, group: dist.ProcessGroup) -> fusco.Communicator:
         """Make it."""
-        return fusco.Communicator(
+        comm = fusco.Communicator(
             group,
             num_experts=self.num_experts,
             num_topk=self.num_topk,
@@ -40,7 +43,9 @@ class Setup:
             ranks_per_node=self.ranks_per_node,
             balancer=fusco.BALANCERS[self.balancer],
             settings=self.settings,
+            device=self.device,
         )
+        return comm if self.device == "cpu" else OnDevice(comm)  # type: ignore[return-value]
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
         """A routing that fits; of one to ``num_topk`` slots a token, unless told."""
@@ -80,27 +85,6 @@ def poison_recycler(comm: fusco.Communicator, setup: Setup) -> None:
     poison(*taken)
 
 
-def assert_same_bits(seen: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Same dtype, shape and bits: NaNs equal themselves."""
-    assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
-    assert seen.shape == expected.shape, f"{what}: shape {tuple(seen.shape)}, expected {tuple(expected.shape)}"
-    seen_bytes, expected_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (seen, expected))
-    if not torch.equal(seen_bytes, expected_bytes):
-        rows = (seen_bytes != expected_bytes).view(len(seen), -1).any(dim=1).nonzero().squeeze(1).tolist()
-        raise AssertionError(f"{what}: rows {rows} of {len(seen)} differ")
-
-
-def assert_within(seen: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str) -> None:
-    """Each element no further from the expected one than its bound."""
-    assert seen.shape == expected.shape, f"{what}: shape {tuple(seen.shape)}, expected {tuple(expected.shape)}"
-    error = (seen.double() - expected).abs()
-    is_wrong = ~(error <= bound)  # a NaN is wrong, too
-    if is_wrong.any():
-        rows = is_wrong.any(dim=1).nonzero().squeeze(1).tolist()
-        excess = (error / bound)[is_wrong].max()
-        raise AssertionError(f"{what}: rows {rows} of {len(seen)} are off by up to {excess:.3g} times the bound")
-
-
 def check_combine(
     comm: fusco.Communicator,
     law: Law,
@@ -115,17 +99,6 @@ def check_combine(
     sums = law.sums(comm.rank, y, weights, comm.topology.rank_to_node)
     assert_within(out, sums.exact, law.error_bound(sums, out.dtype, wire_dtype), "combine")
     return out
-
-
-def world_rows(law: Law, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Expert-major rows of every rank, as experts might give them. Padding is NaN: combine must not look at it."""
-    world = []
-    for rank in law.ranks:
-        slots = law.slots(rank)
-        rows = values((len(slots), hidden), dtype, seed, "y", rank)
-        rows[[slot for slot, pair in enumerate(slots) if pair is None]] = float("nan")
-        world.append(rows)
-    return world
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -6,18 +6,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_setup import (
-    Setup,
-    assert_same_bits,
-    check_combine,
-    dawdle,
-    digest,
-    law_of,
-    poison,
-    poison_recycler,
-    world_rows,
-)
+from rank_setup import Setup, check_combine, dawdle, digest, law_of, poison, poison_recycler
 
+from comparison import assert_same_bits, world_rows
 from generator import KINDS, any_bits
 
 HIDDEN = 5

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from mistake_jobs import Outcome, attempt, check_that_it_works
-from rank_setup import Setup, assert_same_bits, dawdle
+from rank_setup import Setup, dawdle
 
 import fusco
+from comparison import assert_same_bits
 from generator import any_bits, number_of, random_of
 
 GUARD_BYTES = 3

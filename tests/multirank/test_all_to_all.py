@@ -12,7 +12,7 @@ from rank_setup import Setup
 from fusco import Settings
 from fusco.bench.local_world import LocalWorld
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 # Slots of 64 bytes, two of each ring: most messages take many slices.
 SETUP = Setup(

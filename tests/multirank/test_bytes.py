@@ -12,7 +12,7 @@ from rank_setup import Setup
 from fusco import Settings
 from generator import KINDS
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 HIDDEN = 7
 SETUP = Setup(ranks_per_node=2, num_topk=6, settings=Settings(timeout_s=60.0, slice_bytes=100))

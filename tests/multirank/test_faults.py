@@ -30,7 +30,7 @@ from fusco.bench import local_world
 from fusco.bench.local_world import LocalWorld
 from fusco.schedule import warm_up
 
-pytestmark = [pytest.mark.multirank, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(60)]
 
 SLACK_S = 1.5  # more than a loaded machine takes to schedule everybody
 CLOSING_S = 3.0

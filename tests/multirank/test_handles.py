@@ -29,5 +29,6 @@ def test_two_communicators_of_one_group_in_turn(world):
     world.run(jobs.check_two_communicators, 4, [SETUP, other, SETUP])
 
 
+@pytest.mark.cpu_only
 def test_outputs_outlive_their_communicator_and_their_memory_is_used_again(world):
     assert world.run(jobs.outputs_after_close, 4, SETUP) == [(True, True)] * 4

@@ -10,7 +10,7 @@ from fusco import Settings
 from fusco.bench.local_world import LocalWorld
 from generator import KINDS
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 
 def test_sixteen_ranks_on_four_nodes():

@@ -69,6 +69,7 @@ def test_uneven_placements(world, expert_placement, ranks_per_node):
     world.run(check_routings, 4, setup, torch.float32, range(300, 300 + len(KINDS)))
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("hosts", "rank_to_node"),
     [("aaaa", (0, 0, 0, 0)), ("abab", (0, 1, 0, 1)), ("zaaz", (0, 1, 1, 0)), ("abcacb", (0, 1, 2, 0, 2, 1))],

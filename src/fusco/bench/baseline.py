@@ -26,13 +26,20 @@ class BaselineHandle:
 class BaselineShuffle:
     """Dispatch and combine with ``index_select`` and ``all_to_all_single`` of torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, placement: ExpertPlacement, topology: Topology) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        placement: ExpertPlacement,
+        topology: Topology,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._group, self._placement = group, placement
         self._rank, self._world_size = dist.get_rank(group), topology.world_size
         self._rank_to_node = topology.rank_to_node
         # Experts by (rank, local expert), the order in which a rank sends.
         order = [expert for experts in placement.rank_to_experts for expert in experts]
-        self._expert_to_position = torch.tensor(order).argsort()
+        self._expert_to_position = torch.tensor(order, device=device).argsort()
+        self._device = device
         self._per_rank = [len(experts) for experts in placement.rank_to_experts]
         self.profile = CallProfile()
 
@@ -46,13 +53,17 @@ class BaselineShuffle:
             token_order = position.argsort(stable=True)[int((position < 0).sum()) :]
             sent = torch.bincount(position[token_order], minlength=self._placement.num_experts)
             num_local = self._per_rank[self._rank]
-            received = torch.empty(self._world_size * num_local, dtype=torch.int64)
+            received = sent.new_empty(self._world_size * num_local)
             dist.all_to_all_single(received, sent, [num_local] * self._world_size, self._per_rank, group=self._group)
             received = received.view(self._world_size, num_local)
-            send_counts = [int(part.sum()) for part in torch.split(sent, self._per_rank)]
+            send_counts = [int(part.sum()) for part in torch.split(sent.cpu(), self._per_rank)]
             receive_counts = received.sum(1).tolist()
             # Received rows stand by (source, expert); the expert-major order is by (expert, source).
-            expert_of_row = torch.arange(num_local).repeat(self._world_size).repeat_interleave(received.view(-1))
+            expert_of_row = (
+                torch.arange(num_local, device=self._device)
+                .repeat(self._world_size)
+                .repeat_interleave(received.view(-1))
+            )
             expert_order = expert_of_row.argsort(stable=True)
             self._count_bytes(send_counts, x)
             self.profile.internode_metadata_bytes = sum(self._leaving(self._per_rank)) * sent.itemsize

@@ -8,11 +8,13 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+import fusco
+
 
 def versions() -> dict[str, str]:
     """Versions of what the measured code runs on."""
-    packages = {name: version(name) for name in ("fusco", "torch", "numba", "numpy")}
-    return {"python": platform.python_version(), **packages}
+    packages = {name: version(name) for name in ("torch", "numba", "numpy")}
+    return {"python": platform.python_version(), "fusco": fusco.__version__, **packages}
 
 
 def hardware() -> dict[str, str | int | float]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fusco.balancer import BALANCERS, IntArray
 from fusco.bench.traffic import Workload
-from fusco.memory.layout import Capacity, memory_size_hint
+from fusco.memory.layout import Capacity
+from fusco.memory.size_hint import memory_size_hint
 from fusco.planner.cost import plan_cost
 from fusco.planner.world import plan_world, traffic_of
 

@@ -23,12 +23,15 @@ class WorldInput:
     topk_weights: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, workload: Workload) -> WorldInput:
+    def of(cls, workload: Workload, device: torch.device | str = "cpu") -> WorldInput:
         """Rebuild what every rank has."""
         ranks = range(workload.topology.world_size)
         routings = [workload.routing(rank) for rank in ranks]
-        weights = [routing.topk_weights for routing in routings if routing.topk_weights is not None]
-        return cls([workload.rows(rank) for rank in ranks], [routing.topk_idx for routing in routings], weights)
+        return cls(
+            [workload.rows(rank, device) for rank in ranks],
+            [routing.topk_idx.to(device) for routing in routings],
+            [routing.topk_weights.to(device) for routing in routings if routing.topk_weights is not None],
+        )
 
 
 def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
@@ -43,7 +46,8 @@ def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tens
 def apply_experts(rows: torch.Tensor, num_rows_per_expert: Sequence[int], experts: Sequence[int]) -> torch.Tensor:
     """Stand-in for the experts: each multiplies its rows by its own factor."""
     factors = torch.tensor([_factor(expert) for expert in experts], dtype=rows.dtype)
-    return rows * factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64))[:, None]
+    by_row = factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64))
+    return rows * by_row.to(rows.device)[:, None]
 
 
 def combine_error(world: WorldInput, rank: int, combined: torch.Tensor) -> float:
@@ -53,7 +57,8 @@ def combine_error(world: WorldInput, rank: int, combined: torch.Tensor) -> float
     what a rounding may cost is measured against the sum of the absolute values of a token's terms.
     """
     rows, ids, weights = world.rows[rank], world.topk_idx[rank], world.topk_weights[rank]
-    factors = torch.tensor([_factor(expert) for expert in range(int(ids.max()) + 1)] + [0.0], dtype=rows.dtype)
+    factors = torch.tensor([_factor(expert) for expert in range(int(ids.max()) + 1)] + [0.0])
+    factors = factors.to(rows.device, rows.dtype)
     terms = (rows[:, None, :] * factors[ids][:, :, None]).double() * (weights * (ids >= 0)).double()[:, :, None]
     magnitude = terms.abs().sum(1)
     is_short = rows.dtype.itemsize == 2

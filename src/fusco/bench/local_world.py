@@ -27,14 +27,16 @@ class RankFailedError(RuntimeError):
 
 
 class LocalWorld:
-    """``world_size`` processes, ranks of one gloo group, each with one compute thread.
+    """``world_size`` processes, ranks of one group (gloo, and NCCL for CUDA tensors), each with one compute thread.
+
+    With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, and its result must pickle.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self.world_size, self.device = world_size, device
         # The store lives here, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")
@@ -42,7 +44,7 @@ class LocalWorld:
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, self.store.port, theirs)
+            arguments = (rank, world_size, device, self.store.port, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -133,10 +135,14 @@ class LocalWorld:
         self.close()
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     groups: dict[int, dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:
         function, num_ranks, args, kwargs = task

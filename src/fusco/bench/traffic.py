@@ -1,4 +1,4 @@
-"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2) and uniform routing.
+"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2), uniform and skewed routing.
 
 Every function gives the routing of one rank from (seed, rank) alone, so any process can rebuild any rank's.
 """
@@ -29,6 +29,9 @@ class Pattern(str, Enum):
     UNIFORM = "uniform"
     SINGLE_NODE = "single-node"
     IMBALANCED = "imbalanced"
+    ZIPF = "zipf"
+    ONE_RANK = "one-rank"
+    ONE_EXPERT = "one-expert"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class Workload:
             raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
         if self.pattern is Pattern.SINGLE_NODE and self.num_topk > experts // nodes:
             raise ValueError(f"{self.num_topk} experts of a token do not fit on one of {nodes} nodes, {experts} in all")
+        if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
+            raise ValueError(f"{self.num_topk} experts of a token do not fit on one rank, of {experts} in all")
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
@@ -120,9 +125,10 @@ class Workload:
         """How often a trace is gone through to give all ranks their tokens; 0 without a trace."""
         return self.tokens * self.topology.world_size / len(self.trace.topk_idx) if self.trace else 0.0
 
-    def rows(self, rank: int) -> torch.Tensor:
-        """The rank's token rows (tokens, hidden)."""
-        return torch.randn(self.tokens, self.hidden, generator=self._generator(rank, 0)).to(self.dtype)
+    def rows(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The rank's token rows (tokens, hidden), drawn on the device; other devices draw other values."""
+        generator = self._generator(rank, 0, device)
+        return torch.randn(self.tokens, self.hidden, generator=generator, device=device).to(self.dtype)
 
     def routing(self, rank: int) -> Routing:
         """The rank's expert ids, int64, and weights, float32, which sum to one for each token."""
@@ -131,15 +137,24 @@ class Workload:
         weights = torch.rand(self.tokens, self.num_topk, generator=generator).softmax(dim=1)
         return Routing(topk_idx, weights)
 
-    def _generator(self, rank: int, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed((self.seed * 65537 + rank) * 2 + stream)
+    def _generator(self, rank: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed((self.seed * 65537 + rank) * 2 + stream)
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         if self.trace is not None and self.pattern is Pattern.TRACE:
             wanted = np.arange(rank * self.tokens, (rank + 1) * self.tokens)
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
-        is_allowed = torch.ones(self.tokens, self.placement.num_experts, dtype=torch.bool)
-        if self.pattern is not Pattern.UNIFORM:
+        num_experts = self.placement.num_experts
+        if self.pattern is Pattern.ONE_EXPERT:
+            return torch.full((self.tokens, self.num_topk), -1).index_fill_(1, torch.tensor([0]), 0)
+        if self.pattern is Pattern.ZIPF:
+            # Gumbel's trick draws without replacement by popularity, here 1 / rank of popularity.
+            gumbel = -torch.rand(self.tokens, num_experts, generator=generator).log().neg().log()
+            return (gumbel - torch.arange(1, num_experts + 1).log()).topk(self.num_topk, dim=1).indices
+        is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool)
+        if self.pattern is Pattern.ONE_RANK:
+            is_allowed &= torch.tensor(self.placement.expert_to_rank) == 0
+        elif self.pattern is not Pattern.UNIFORM:
             expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
             is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
         scores = torch.rand(is_allowed.shape, generator=generator).masked_fill_(~is_allowed, -1.0)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
+from fusco.cli.bench_device import bench_on_devices, print_device_records
 from fusco.cli.bench_schedule import schedule
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Device(str, Enum):
     """Where rows are."""
 
     CPU = "cpu"
+    CUDA = "cuda"
 
 
 app.command()(alltoall)
@@ -43,8 +45,8 @@ def _bench() -> None:
 @app.command()
 def shuffle(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
-    nodes: options.Nodes = 2,
-    ranks_per_node: options.RanksPerNode = 2,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes to play. Default: 2, on CUDA 1.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Default: 2, on CUDA as many as GPUs.")] = None,
     tokens: options.Tokens = 1024,
     hidden: options.Hidden = 4096,
     num_experts: options.NumExperts = 128,
@@ -59,10 +61,11 @@ def shuffle(
     slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
     ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
     json: options.JsonFile = None,
 ) -> None:
-    """Time dispatch and combine of fusco and of the disaggregated baseline, in turn, on processes of this machine.
+    """Time dispatch and combine of fusco and of the disaggregated baseline in one run, on processes of this machine.
 
     Every variant is verified against the law first: dispatched rows bit for bit, combined rows within what rounding
     explains. Exit code 1 if anything is off.
@@ -70,11 +73,14 @@ def shuffle(
     from fusco.bench.results import summarize, write_json_lines
     from fusco.settings import Settings
 
-    assert device is Device.CPU
+    if device is Device.CUDA:
+        import torch
+
+        nodes, ranks_per_node = nodes or 1, ranks_per_node or torch.cuda.device_count()
     workload = options.make_workload(
         traffic=traffic,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        nodes=nodes or 2,
+        ranks_per_node=ranks_per_node or 2,
         tokens=tokens,
         hidden=hidden,
         num_experts=num_experts,
@@ -87,6 +93,12 @@ def shuffle(
     )
     settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s)
     console = Console()
+    if device is Device.CUDA:
+        on_devices = bench_on_devices(workload, settings, num_sms, iterations, console)
+        if json:
+            write_json_lines(on_devices, json)
+        print_device_records(on_devices, console)
+        raise typer.Exit(0 if all(record.verified for record in on_devices) else 1)
     ranks = _run(workload, settings, balancer.value, iterations, console)
     records = summarize(workload, balancer.value, ranks)
     if json:

@@ -41,7 +41,9 @@ def examine() -> list[Finding]:
         _gloo,
         _open_files,
         _gpus,
+        _peers,
         _cuda_core,
+        _cuda_kernels,
         _nccl,
     )
     return [check() for check in checks]
@@ -81,8 +83,9 @@ def _shared_memory() -> Finding:
 
 
 def _room() -> Finding:
-    from fusco.memory.layout import Capacity, memory_size_hint
+    from fusco.memory.layout import Capacity
     from fusco.memory.segment import free_bytes
+    from fusco.memory.size_hint import memory_size_hint
     from fusco.topology import Topology
 
     capacity = Capacity(max_tokens_per_rank=8192, max_bytes_per_token=14336, num_topk=8)
@@ -128,6 +131,42 @@ def _gpus() -> Finding:
     return Finding("GPUs", "optional", "none that torch can use", "a torch built for CUDA on a machine with GPUs")
 
 
+def _peers() -> Finding:
+    import torch
+
+    check = "GPUs that reach each other"
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num < 2:
+        return Finding(check, "optional", f"{num} GPUs", "two GPUs or more, joined by NVLink")
+    apart = [
+        f"{i} and {j}" for i in range(num) for j in range(i + 1, num) if not torch.cuda.can_device_access_peer(i, j)
+    ]
+    if apart:
+        return Finding(check, "optional", f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined")
+    return Finding(check, "ok", f"all {num}, each every other")
+
+
+def _cuda_kernels() -> Finding:
+    import ctypes
+    import tempfile
+    from pathlib import Path
+
+    check = "CUDA kernels"
+    if not (importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core")):
+        return Finding(check, "optional", "not tried without cuda.core", "pip install 'fusco[cuda]'")
+    from fusco.errors import CompileError
+    from fusco.kernels.cuda.arguments import CopyArgs
+    from fusco.kernels.cuda.compiler import Compiler, default_cache_dir
+
+    constants = {"ARGUMENT_BYTES": ctypes.sizeof(CopyArgs), "NUM_THREADS": 256}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            Compiler("sm_90", Path(folder)).compile("copy_segments", constants)
+    except CompileError as error:
+        return Finding(check, "optional", str(error), "a cuda-core that brings NVRTC: pip install 'cuda-core[cu13]'")
+    return Finding(check, "ok", f"compiled by NVRTC when first used, kept in {default_cache_dir()}")
+
+
 def _cuda_core() -> Finding:
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
         return Finding("cuda.core (compiles CUDA kernels)", "ok", "installed")
@@ -138,5 +177,5 @@ def _nccl() -> Finding:
     import torch.distributed as dist
 
     if dist.is_nccl_available():
-        return Finding("NCCL (between nodes, CUDA)", "ok", "in this torch")
-    return Finding("NCCL (between nodes, CUDA)", "optional", "not in this torch", "a torch built for CUDA")
+        return Finding("NCCL (benchmarks on CUDA)", "ok", "in this torch")
+    return Finding("NCCL (benchmarks on CUDA)", "optional", "not in this torch", "a torch built for CUDA")

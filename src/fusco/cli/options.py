@@ -19,6 +19,9 @@ class Traffic(str, Enum):
     UNIFORM = "uniform"
     SINGLE_NODE = "single-node"
     IMBALANCED = "imbalanced"
+    ZIPF = "zipf"
+    ONE_RANK = "one-rank"
+    ONE_EXPERT = "one-expert"
 
 
 class BalancerName(str, Enum):

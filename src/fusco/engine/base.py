@@ -171,8 +171,8 @@ class Engine(Protocol):
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive into segments from one rank, which calls ``gather_send``; not a collective."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory from which rows leave without being copied first; all ranks ask for the same."""
+    def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory from which rows leave without being copied first; ``SharedMemoryError`` if there is not enough."""
 
     def wait(self) -> None:
         """Have the current stream wait for everything that was launched."""

@@ -21,7 +21,8 @@ class CallProfile:
             whoever adds one must own up to it.
         internode_row_bytes: rows sent to other nodes.
         internode_metadata_bytes: routing and records sent to other nodes.
-        intranode_row_bytes: rows, or partial sums, read from other ranks of the node.
+        intranode_row_bytes: rows, or partial sums, read from other ranks of the node; not counted on CUDA.
+        num_sms: on CUDA, multiprocessors that moving its rows took, staging included.
 
     """
 
@@ -33,6 +34,7 @@ class CallProfile:
     internode_row_bytes: int = 0
     internode_metadata_bytes: int = 0
     intranode_row_bytes: int = 0
+    num_sms: int = 0
     _started: float = field(default_factory=time.perf_counter, repr=False)
 
     @contextmanager

@@ -212,14 +212,3 @@ class ArenaLayout:
             ring_bytes=self.num_bytes - self.ring_offset(0, 0),
             private_bytes=self.num_private_slots * self.slot_bytes,
         )
-
-
-def memory_size_hint(topology: Topology, capacity: Capacity, settings: Settings | None = None) -> MemorySize:
-    """What a communicator of this configuration takes on each rank, without making one.
-
-    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
-    >>> capacity = Capacity(max_tokens_per_rank=1024, max_bytes_per_token=8192, num_topk=8)
-    >>> memory_size_hint(topology, capacity).pool_bytes == 2 * 1024 * 8192
-    True
-    """
-    return ArenaLayout(topology, capacity, settings or Settings()).memory_size

@@ -67,7 +67,6 @@ def test_doctor_finds_the_cpu_backend_usable():
     findings = {finding["check"]: finding for finding in map(json.loads, done.output.splitlines())}
     assert findings["shared memory"]["state"] == "ok"
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
-    assert "pip install" in run("doctor").output
 
 
 def test_balancers_are_compared(tmp_path):

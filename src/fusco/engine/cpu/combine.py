@@ -34,7 +34,9 @@ class PartialSums:
             else pair_weights.to(self.dtype)
         )
         first_pair = plan.row_to_first_pair
-        self._touched_rows = (first_pair.diff() > 0).nonzero().squeeze(1)
+        # By the routing, as the token's owner goes by it, too: a row may have lost all its pairs to a static size.
+        is_touched = plan.row_to_locals[:, plan.topology.rank_to_local[plan.rank]]
+        self._touched_rows = is_touched.nonzero().squeeze(1)
         self._first_pair = torch.cat([first_pair[self._touched_rows], first_pair[-1:]])
 
     def range_of(self, first_row: int, end_row: int) -> tuple[int, int]:

@@ -237,9 +237,10 @@ class CpuEngine:
         with self._stream_with(src, f"scatter_recv from rank {src}", segments) as streams:
             run([streams.incoming(segments, src)], self._watch)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""
-        return torch.empty(shape, dtype=dtype)
+        self._rounds.publish(agreement, [])
+        return None if agreement.rejection else torch.empty(shape, dtype=dtype)
 
     def wait(self) -> None:
         """See ``Engine``: here nothing is ever under way."""

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from fusco.engine.cuda.layout import DeviceLayout
 from fusco.errors import SharedMemoryError
 from fusco.kernels.cuda.arguments import Failure, Report, comm_type
+from fusco.memory.device_layout import DeviceLayout
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
@@ -28,30 +28,41 @@ class SymmetricBuffer:
     handle: Any  # keeps the peers' memory mapped
 
     @classmethod
-    def make(cls, num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
-        """Allocate and clear, together with all ranks; ``SharedMemoryError`` if a peer is out of reach."""
+    def share(cls, memory: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffer:
+        """Map everybody's memory, together with all ranks; ``SharedMemoryError`` if a peer is out of reach."""
         try:
-            memory = symm_mem.empty(max(num_bytes, 16), dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
             handle = symm_mem.rendezvous(memory, group)
         except RuntimeError as error:
             raise SharedMemoryError(
-                f"{num_bytes:,} bytes of peer-visible memory could not be had on {device}: "
-                f"{str(error).splitlines()[0]}. Ranks of a node must each have a GPU of their own and reach all "
-                f"others' directly (nvidia-smi topo -m)"
+                f"peers' memory could not be mapped on {memory.device}: {str(error).splitlines()[0]}. Ranks of a node "
+                f"must each have a GPU of their own and reach all others' directly (nvidia-smi topo -m)"
             ) from error
         return cls(memory, tuple(handle.buffer_ptrs), handle)
+
+
+def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be shared, cleared, uint8; ``SharedMemoryError`` if there is not enough. Not a collective."""
+    try:
+        memory = symm_mem.empty(max(num_bytes, 16), dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise SharedMemoryError(
+            f"{num_bytes:,} bytes of peer-visible memory could not be had on {device}, which has {free:,} of {total:,} "
+            f"free ({str(error).splitlines()[0]}); lower max_tokens_per_rank or max_bytes_per_token"
+        ) from error
+    return memory
 
 
 class Arena:
     """Peer-visible memory laid out by a ``DeviceLayout``, private words, and words in host memory."""
 
-    def __init__(self, layout: DeviceLayout, rank: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Make it, together with all ranks of the group."""
-        self._group, self._device, self.rank = group, device, rank
+    def __init__(self, layout: DeviceLayout, rank: int, memory: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Make it, together with all ranks of the group; ``memory`` is from ``allocate_visible``."""
+        self._group, device, self.rank = group, memory.device, rank
         self.layout = layout
-        self.buffers = [SymmetricBuffer.make(layout.offsets["end"], device, group)]
+        self.buffers = [SymmetricBuffer.share(memory, group)]
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
             self.buffers[0].handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
@@ -76,12 +87,9 @@ class Arena:
             **sections,
         )
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Another buffer that peers can read, together with all ranks."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        buffer = SymmetricBuffer.make(num_bytes, self._device, self._group)
-        self.buffers.append(buffer)
-        return buffer.memory[:num_bytes].view(dtype).view(shape)
+    def share(self, memory: torch.Tensor) -> None:
+        """Have peers read another buffer, too; together with all ranks."""
+        self.buffers.append(SymmetricBuffer.share(memory, self._group))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Which buffer a contiguous tensor stands in, and at which byte; (-1, 0) if in none."""

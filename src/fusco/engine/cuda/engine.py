@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from fusco.engine.base import Delivery, DispatchOrder, Exchange
-from fusco.engine.cuda.arena import Arena, first_rows
+from fusco.engine.cuda.arena import Arena, allocate_visible, first_rows
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.kernels import Kernels, Payload
-from fusco.engine.cuda.layout import DeviceLayout
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.cuda.streams import DeviceStreams
 from fusco.engine.host.connect import connect
@@ -21,9 +21,10 @@ from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record
 from fusco.engine.stream import check_sizes, exchange_all, stream_sizes, stream_with
 from fusco.engine.tasks import run
-from fusco.errors import RejectedInputError, SlotOverflowError, Stall
+from fusco.errors import RejectedInputError, SharedMemoryError, SlotOverflowError, Stall
 from fusco.kernels.cuda.library import Library
 from fusco.launch import Launch
+from fusco.memory.device_layout import DeviceLayout
 from fusco.memory.layout import ArenaLayout
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing, describe_stranger
@@ -32,8 +33,9 @@ from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
 
 _NO_LIMIT = 2**31 - 1
+_MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
 _STAGED = (-1, 0)  # rows that peers read in the pool
-_CLOSING_S = 5.0  # how long what was launched may take to notice that all is called off
+_IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say.
 _SPIN_S = 500e-6
 
@@ -53,6 +55,11 @@ class CudaEngine:
     ) -> None:
         """Connect to all other ranks and map their arenas; for the arguments see ``connect``."""
         self._topology, self._rank, self._device = layout.topology, roll.rank, device
+        if layout.capacity.num_topk > _MAX_TOPK or roll.world_size > _MAX_RANKS:
+            raise ValueError(
+                f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks, got "
+                f"num_topk={layout.capacity.num_topk} and {roll.world_size} ranks"
+            )
         if self._topology.num_nodes > 1:
             raise ValueError(
                 f"device 'cuda' works within one node so far, but there are {self._topology.num_nodes}: "
@@ -65,7 +72,8 @@ class CudaEngine:
         self._watch.spin_s = _SPIN_S
         with torch.cuda.device(device):
             device_layout = DeviceLayout(roll.world_size, layout.capacity, layout.settings)
-            self._arena = Arena(device_layout, roll.rank, device, group)
+            memory = _allocate_together(roll, device_layout.offsets["end"], device)
+            self._arena = Arena(device_layout, roll.rank, memory, group)
             self._library = Library(device)
             self._kernels = Kernels(self._library, self._arena, placement)
             self._own_stream, self._staging_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -75,12 +83,15 @@ class CudaEngine:
         self._watch.device_stall = self._device_stall
         self._num_plans = 0
         self._latest_stream: torch.cuda.Stream | None = None
+        torch.cuda.synchronize(device)  # whichever stream the first verb runs on
         roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
 
     @property
     def profile(self) -> CallProfile:
         """See ``Engine``. Times are the host's: what it took to launch."""
-        return self._rounds.profile
+        profile = self._rounds.profile
+        profile.num_sms = self._kernels.num_sms
+        return profile
 
     @property
     def topology(self) -> Topology:
@@ -92,13 +103,21 @@ class CudaEngine:
         """See ``Engine``."""
         return self._rounds.number
 
-    def collective(self, operation: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def collective(self, operation: str) -> Iterator[None]:
         """See ``Engine``."""
-        return self._rounds.collective(operation)
+        with self._rounds.collective(operation):
+            if waited_in_vain := self._device_stall():
+                self._watch.find_fault(waited_in_vain, _IN_VAIN)
+            yield
 
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
         report = self._arena.report
+        if report.bad_src >= 0:  # from a dispatch into static slots, which did not wait to see
+            reason = describe_stranger(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
+            bad_src, report.bad_src = report.bad_src, -1
+            return ValueError(f"in an earlier dispatch into static slots, rank {bad_src} gave {reason}")
         if not report.overflow_needed:
             return None
         error = SlotOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
@@ -114,7 +133,7 @@ class CudaEngine:
         if order is None or agreement.rejection:
             self._rounds.publish(agreement, [0, *_STAGED])
             return None
-        with self._on_stream(order.launch):
+        with self._on_stream(order.launch, *order.payloads, order.routing.topk_idx, order.routing.topk_weights):
             payloads = [_plain(payload) for payload in order.payloads]
             records = self._rounds.publish(agreement, [order.routing.num_tokens, *self._place_of(payloads)])
             with self._staging(payloads, records, order.launch):
@@ -122,6 +141,7 @@ class CudaEngine:
                 if not order.static:
                     plan = self._size_exactly(plan)
                 rows = self._scatter(plan, payloads, records, order.launch)
+        self._hand_over(rows, order.launch)
         return Delivery(plan, rows, None if order.static else self._rejection_of(order.routing))
 
     def dispatch_along(
@@ -131,11 +151,13 @@ class CudaEngine:
         if agreement.rejection:
             self._rounds.publish(agreement, [0, *_STAGED])
             return None
-        with self._on_stream(launch):
+        with self._on_stream(launch, *payloads):
             plain = [_plain(payload) for payload in payloads]
             records = self._rounds.publish(agreement, [plan.num_tokens, *self._place_of(plain)])
             with self._staging(plain, records, launch):
-                return self._scatter(plan, plain, records, launch)
+                rows = self._scatter(plan, plain, records, launch)
+        self._hand_over(rows, launch)
+        return rows
 
     def combine(
         self, agreement: Agreement, plan: DevicePlan, rows: torch.Tensor, weights: torch.Tensor | None, launch: Launch
@@ -144,11 +166,12 @@ class CudaEngine:
         self._rounds.publish(agreement, [])
         if agreement.rejection:
             return None
-        with self._on_stream(launch), self.profile.spend("wire"):
+        with self._on_stream(launch, rows), self.profile.spend("wire"):
             plain = _plain(rows)
             out = plain.new_empty(plan.num_tokens, plain.shape[1])
             wire_dtype = torch.promote_types(plain.dtype, self._wire_dtype or plain.dtype)
             self._kernels.combine(plan, plain, weights, wire_dtype, out, launch.num_sms)
+        self._hand_over([out], launch)
         return out
 
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -179,9 +202,21 @@ class CudaEngine:
         with self._stream_with(src, f"scatter_recv from rank {src}", segments):
             run([self._streams.incoming(segments, src)], self._watch)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See ``Engine``."""
-        return self._arena.allocate(shape, dtype)
+        num_bytes, memory, error = torch.Size(shape).numel() * dtype.itemsize, None, None
+        if not agreement.rejection:
+            try:
+                memory = allocate_visible(num_bytes, self._device)
+            except SharedMemoryError as failure:
+                error, agreement = failure, replace(agreement, rejection=str(failure))
+        self._rounds.publish(agreement, [])
+        if error:
+            raise error
+        if memory is None:
+            return None
+        self._arena.share(memory)
+        return memory[:num_bytes].view(dtype).view(shape)
 
     def wait(self) -> None:
         """See ``Engine``."""
@@ -192,11 +227,14 @@ class CudaEngine:
         """See ``Engine``."""
         if self._latest_stream is None or self._rounds.broken:
             return
-        self._done.record(self._latest_stream)
+        self.wait()  # graphs are replayed on the current stream, everything else was launched on the latest
+        self._done.record(torch.cuda.current_stream(self._device))
         with self._rounds.operation("synchronize"):
             peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
             stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
             self._watch.wait_until(self._done.query, lambda: stall)
+            if waited_in_vain := self._device_stall():
+                self._watch.find_fault(waited_in_vain, _IN_VAIN)
 
     def abandon(self, reason: str) -> None:
         """See ``Engine``."""
@@ -246,7 +284,7 @@ class CudaEngine:
         peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
         stall = Stall("planning on the device", peers, "the plan", "none yet")
         self._watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
-        return DevicePlan(**{**_fields(plan), "num_slots": report.num_slots})
+        return replace(plan, num_slots=report.num_slots)
 
     def _rejection_of(self, routing: Routing) -> Exception | None:
         """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
@@ -312,6 +350,12 @@ class CudaEngine:
         self._kernels.scatter(plan, moved, rows, in_place_ranks, launch.num_sms)
         return outputs
 
+    def _hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
+        """What was made on the own stream will be used on the caller's."""
+        if launch.own_stream:
+            for output in outputs:
+                output.record_stream(torch.cuda.current_stream(self._device))
+
     def _device_stall(self) -> Stall | None:
         failure = self._arena.failure
         return stall_of(failure) if failure.is_set else None
@@ -324,21 +368,38 @@ class CudaEngine:
                 yield
 
     @contextmanager
-    def _on_stream(self, launch: Launch) -> Iterator[None]:
+    def _on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[None]:
         """Launch on the caller's stream or the own one, after everything launched before."""
         callers = torch.cuda.current_stream(self._device)
         stream = self._own_stream if launch.own_stream else callers
         if stream != callers:
             stream.wait_stream(callers)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self._latest_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._latest_stream)
         self._latest_stream = stream
-        self._kernels.stream = stream.cuda_stream
+        self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
         if stream == callers and torch.cuda.current_device() == self._device.index:
             yield
             return
         with torch.cuda.stream(stream):
             yield
+
+
+def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Peer-visible memory on every rank, or ``SharedMemoryError`` on all of them."""
+    memory, error = None, ""
+    try:
+        memory = allocate_visible(num_bytes, device)
+    except SharedMemoryError as failure:
+        error = str(failure)
+    failed = [f"rank {rank}: {why}" for rank, why in enumerate(roll.gather("device memory", error)) if why]
+    if failed:
+        raise SharedMemoryError("; ".join(failed))
+    assert memory is not None
+    return memory
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -349,7 +410,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
-
-
-def _fields(plan: DevicePlan) -> dict[str, object]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}

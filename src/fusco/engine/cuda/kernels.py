@@ -9,23 +9,24 @@ from dataclasses import dataclass
 import torch
 
 from fusco.engine.cuda.arena import Arena
-from fusco.engine.cuda.layout import CHUNK_ROWS, MAX_PARTS
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.kernels.cuda.arguments import CopyArgs, combine_type, plan_type, scatter_type, stage_type
 from fusco.kernels.cuda.library import Library
+from fusco.memory.device_layout import CHUNK_ROWS, MAX_PARTS
 from fusco.placement import ExpertPlacement
 
 _WARP_SIZE = 32
 _PLAN_THREADS, _PAIRS_PER_PLAN_BLOCK = 512, 1024
-_STAGE_THREADS = 512
+_STAGE_THREADS, _STAGE_SMS = 512, 16
 # Half of a multiprocessor, so that staging fits beside it.
 _SCATTER_THREADS, _SCATTER_UNROLL = 512, 8
 # Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
 # hide latency; on many, fewer warps with more in flight each do so at less contention.
 _FEW_SMS = 40
 _COMBINE_ON_FEW_SMS, _COMBINE_ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
-# A warp should have about this many shares of work, so that all end at about the same time.
-_SHARES_PER_WARP = 8
+# Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
+# Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.
+_ROWS_FOR_ALL_WARPS = 12_000
 # Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
 # multiprocessors only contend.
 _SCATTER_SMS_TIMES_RANKS = 192
@@ -67,6 +68,7 @@ class Kernels:
     def __init__(self, library: Library, arena: Arena, placement: ExpertPlacement) -> None:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
+        self.num_sms = 0  # multiprocessors that moving rows took at once since this was last set to 0
         self._num_ranks = arena.layout.num_ranks
         device = library.device
         local = placement.local_index_table(arena.rank, device)
@@ -89,7 +91,7 @@ class Kernels:
     ) -> None:
         """Exchange routing and fill the plan's tensors."""
         num_pairs = plan.first_row[-1] * plan.num_topk
-        grid = max(1, min(num_sms or self._library.num_sms, -(-num_pairs // _PAIRS_PER_PLAN_BLOCK)))
+        grid = max(1, min(self._sms(num_sms), -(-num_pairs // _PAIRS_PER_PLAN_BLOCK)))
         arguments = plan_type(self._num_ranks)(
             comm=self._arena.comm,
             topk_idx=topk_idx.data_ptr(),
@@ -132,13 +134,16 @@ class Kernels:
             num_tokens=num_tokens,
         )
         constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
-        grid = max(1, min(self._share_for_staging(num_sms) or self._library.num_sms, num_chunks))
+        grid = max(1, min(self._share_for_staging(num_sms), num_chunks))
+        self.num_sms += grid
         self._launch("stage_rows", constants, arguments, grid, _STAGE_THREADS, stream=stream)
 
-    @staticmethod
-    def _share_for_staging(num_sms: int | None) -> int:
-        """How much of a budget goes to staging, which runs beside pulling: as fast as links empty the pool."""
-        return max(1, num_sms // 4) if num_sms else 0
+    def _share_for_staging(self, num_sms: int | None) -> int:
+        """How much of a budget goes to staging: what fills the pool faster than links empty it.
+
+        Not more, as it runs beside planning and pulling and would only slow them down.
+        """
+        return max(1, num_sms // 4) if num_sms else min(_STAGE_SMS, self._library.num_sms)
 
     def scatter(
         self,
@@ -150,8 +155,10 @@ class Kernels:
     ) -> None:
         """Pull rows into their slots. ``rows[r][p]`` is where payload ``p`` of rank ``r`` can be read."""
         is_staged = not in_place_ranks >> self._arena.rank & 1
-        budget = num_sms - self._share_for_staging(num_sms) if num_sms and is_staged else num_sms
-        grid = max(1, min(budget or _SCATTER_SMS_TIMES_RANKS // self._num_ranks, self._library.num_sms))
+        wanted = num_sms or _SCATTER_SMS_TIMES_RANKS // self._num_ranks
+        if num_sms and is_staged:
+            wanted -= self._share_for_staging(num_sms)
+        grid = max(1, min(wanted, self._library.num_sms))
         row_type = ctypes.c_uint64 * len(payloads)
         arguments = scatter_type(self._num_ranks, len(payloads))(
             comm=self._arena.comm,
@@ -163,7 +170,7 @@ class Kernels:
             first_row=plan.first_row,
             num_local_experts=self._num_local,
             longest=plan.longest,
-            parts=self._parts(plan, grid * _SCATTER_THREADS // _WARP_SIZE),
+            parts=self._parts(plan),
             in_place_ranks=in_place_ranks,
         )
         constants = {
@@ -174,6 +181,7 @@ class Kernels:
             "CHUNK_ROWS": CHUNK_ROWS,
             "UNROLL": _SCATTER_UNROLL,
         }
+        self.num_sms += grid
         self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS)
 
     def combine(
@@ -186,10 +194,9 @@ class Kernels:
         num_sms: int | None,
     ) -> None:
         """Sum expert-major rows into the owners' token-major rows."""
-        sms = min(num_sms or self._library.num_sms, self._library.num_sms)
+        sms = self._sms(num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
-        grid = sms * blocks_per_sm
-        parts = self._parts(plan, grid * num_threads // _WARP_SIZE)
+        self.num_sms, grid = sms, sms * blocks_per_sm
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
             rows=rows.data_ptr(),
@@ -199,7 +206,7 @@ class Kernels:
             token_to_ranks=plan.token_to_ranks.data_ptr(),
             first_row=plan.first_row,
             longest=plan.longest,
-            parts=parts,
+            parts=self._parts(plan),
         )
         hidden, item_bytes = rows.shape[1], rows.element_size()
         constants = {
@@ -235,10 +242,13 @@ class Kernels:
         grid = min(pieces.shape[1], self._library.num_sms * 4)
         self._launch("copy_segments", {}, arguments, grid, _COPY_THREADS)
 
-    def _parts(self, plan: DevicePlan, num_warps: int) -> int:
-        """How many warps share a row: more than one only if there are few rows for each warp."""
+    def _sms(self, num_sms: int | None) -> int:
+        return min(num_sms or self._library.num_sms, self._library.num_sms)
+
+    def _parts(self, plan: DevicePlan) -> int:
+        """How many warps share a row."""
         num_rows = max(1, plan.longest * self._num_ranks)
-        return max(1, min(MAX_PARTS, _SHARES_PER_WARP * num_warps // num_rows))
+        return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))
 
     def _launch(
         self,

@@ -9,7 +9,10 @@ from fusco.engine.host.connect import Connections
 from fusco.engine.host.exchange import Exchange
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record, check_agreement
-from fusco.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError
+from fusco.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError, SharedMemoryError
+
+# What all ranks learn of together, each by an error of its own; they go on afterwards.
+_HARMLESS = (MismatchError, RejectedInputError, SharedMemoryError)
 
 
 class Rounds:
@@ -35,8 +38,8 @@ class Rounds:
             self.exchange.wait_for_peers_done(self.number)
             try:
                 yield
-            except (MismatchError, RejectedInputError):
-                self._finish()  # all ranks raise it, and go on
+            except _HARMLESS:
+                self._finish()
                 raise
             self._finish()
 
@@ -47,7 +50,7 @@ class Rounds:
             raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
         try:
             yield
-        except (MismatchError, RejectedInputError):
+        except _HARMLESS:
             raise
         except PeerFailureError as error:
             self.end(str(error))

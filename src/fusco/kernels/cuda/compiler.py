@@ -33,6 +33,7 @@ class Compiler:
     def __init__(self, arch: str, cache_dir: Path | None = None) -> None:
         self.arch = arch
         self._cache_dir = cache_dir or default_cache_dir()
+        self._has_warned = False
 
     def compile(self, name: str, constants: Mapping[str, object]) -> bytes:
         """The cubin of ``source/NAME.cu`` with these macros defined, from the disk cache if it is there.
@@ -81,14 +82,28 @@ class Compiler:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(cubin)
-            Path(file.name).replace(path)
+                temporary = Path(file.name)
+                try:
+                    file.write(cubin)
+                    file.flush()
+                    temporary.chmod(0o644)  # others who share the folder may read it
+                    temporary.replace(path)
+                except BaseException:
+                    temporary.unlink(missing_ok=True)
+                    raise
         except OSError as error:
-            warnings.warn(
-                f"compiled kernels cannot be kept in {path.parent} ({error}); every process compiles them anew. "
-                f"Set {CACHE_DIR_VARIABLE} to a folder that can be written",
-                stacklevel=2,
-            )
+            self._warn(path.parent, error)
+
+    def _warn(self, folder: Path, error: OSError) -> None:
+        """Once, since the words name another temporary file every time."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"compiled kernels cannot be kept in {folder} ({error}); every process compiles them anew. "
+            f"Set {CACHE_DIR_VARIABLE} to a folder that can be written",
+            stacklevel=2,
+        )
 
 
 @lru_cache(maxsize=1)

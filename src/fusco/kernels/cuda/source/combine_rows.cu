@@ -1,10 +1,11 @@
 // Combine: sum each token's local rows with their weights, send one row to the token's owner, and sum what came there.
 //
-// Work goes by warps, and the sums at the owner overlap with the transfer. Sums are in float32 (float64 for float64 rows), k ascending, ranks ascending.
+// Work goes by warps, and the sums at the owner overlap with the transfer. Sums are in float32 (float64 for float64 rows),
+// k ascending, ranks ascending.
 // Twin: fusco.kernels.reference.combine_rows.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE and WIRE_TYPE (BF16, F16, F32, F64), WEIGHT_BYTES (0, 4, 8),
-// VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE and WIRE_TYPE (BF16, F16, F32, F64),
+// WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
 #include "comm.cuh"
 #include "elements.cuh"
 
@@ -120,7 +121,9 @@ __device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u
             is_here = patience == Patience::WAIT ? wait_for_epoch(comm, flag, epoch, SUMMING_ROWS, src)
                                                  : has_come(load_acquire_system(flag), epoch);
         }
-    if (__all_sync(ALL_LANES, is_here)) return Arrival::ALL_HERE;
+    const bool are_all_here = __all_sync(ALL_LANES, is_here);
+    __syncwarp();  // what one lane has seen, all may rely on
+    if (are_all_here) return Arrival::ALL_HERE;
     return patience == Patience::WAIT ? Arrival::NEVER : Arrival::NOT_YET;
 }
 
@@ -159,14 +162,15 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) combine_rows(const __grid_constant__ CombineArgs args) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    combine_rows(const __grid_constant__ CombineArgs args) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
     if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
 
     // Each warp has its partial sums to send and its own tokens to add up. It never waits for the latter while it can do
-    // the former: so no rank waits for one that waits.
+    // the former: so no rank waits for one that waits. (As for `meet_grid`, all blocks must find room sooner or later.)
     const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;

@@ -15,7 +15,9 @@ enum State : u32 {
     GRID_GENERATION,
     NUM_PUSHED,     // blocks that pushed their part of the routing
     NUM_DONE,       // blocks that finished their kernel
-    FIRST_BAD_PAIR, // of a plan: the first pair whose id is no expert, plus one; 0 for none
+    FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
+    NUM_STAGED,     // blocks that finished staging
+    STAGED_EPOCH,   // dispatches whose rows were staged, all of them
 };
 
 // What a wait is for, by index into PHASES of fusco/engine/cuda/failure.py.
@@ -99,9 +101,11 @@ class Vigil {
 // for the same word, which has to be written meanwhile.
 constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
-__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }  // they wrap
+// Epochs wrap around.
+__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
 
-// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which would wait for this multiprocessor's stores.
+// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which
+// would wait for this multiprocessor's stores.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
     u32 seen = load_relaxed_system(flag);

@@ -56,11 +56,13 @@ template <typename E, int NUM> struct Pack {
 
     __device__ __forceinline__ void load_constant(const void* at) {
 #pragma unroll
-        for (int i = 0; i < NUM_ACCESSES; ++i) vectors[i] = load_constant_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
+        for (int i = 0; i < NUM_ACCESSES; ++i)
+            vectors[i] = load_constant_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
     }
     __device__ __forceinline__ void load_shared(const void* at) {
 #pragma unroll
-        for (int i = 0; i < NUM_ACCESSES; ++i) vectors[i] = load_shared_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
+        for (int i = 0; i < NUM_ACCESSES; ++i)
+            vectors[i] = load_shared_row(static_cast<const Vector<ACCESS_BYTES>*>(at) + i);
     }
     __device__ __forceinline__ void store(void* at) const {
 #pragma unroll

@@ -60,7 +60,7 @@ __device__ void push_routing(const PlanArgs& args, u32 parity) {
     for (i32 pair = blockIdx.x * NUM_THREADS + threadIdx.x; pair < num_pairs; pair += gridDim.x * NUM_THREADS) {
         i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
                                : reinterpret_cast<const i32*>(args.topk_idx)[pair];
-        if (id < -1 || id >= args.num_experts) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // narrowing must not mend it
+        if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // no expert, and narrowing must not mend it
 #if WEIGHT_BYTES == 4
         const u32 weight = reinterpret_cast<const u32*>(args.topk_weights)[pair];
 #elif WEIGHT_BYTES == 8
@@ -220,11 +220,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 const RowPlace place = place_of(args, pair / NUM_TOPK);
                 report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
                 report->bad_id = pooled_ids[pool_offset_of(pair)];
+                __threadfence_system();
                 report->bad_src = place.src;
                 comm.state[FIRST_BAD_PAIR] = 0;
             }
             if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
                 report->overflow_limit = args.max_slots;
+                __threadfence_system();
                 report->overflow_needed = needed;
             }
             report->num_slots = needed;

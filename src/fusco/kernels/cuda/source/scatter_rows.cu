@@ -3,8 +3,8 @@
 // Work goes by warps: one row, or one part of a row if there are few. Sources take turns, so that all links are busy.
 // Twin: fusco.kernels.reference.scatter_rows.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an entry for
-// each payload), NUM_THREADS, CHUNK_ROWS, UNROLL.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
+// entry for each payload), NUM_THREADS, CHUNK_ROWS, UNROLL.
 #include "comm.cuh"
 
 struct ScatterArgs {
@@ -31,7 +31,8 @@ struct Slots {
 };
 
 template <int BYTES, bool IS_SHARED>
-__device__ __forceinline__ void copy_part(const u8* row, u8* output, u64 row_bytes, i32 part, i32 parts, const Slots& slots) {
+__device__ __forceinline__ void copy_part(
+    const u8* row, u8* output, u64 row_bytes, i32 part, i32 parts, const Slots& slots) {
     const auto* const from = reinterpret_cast<const Vector<BYTES>*>(row);
     const i32 num_vectors = static_cast<i32>(row_bytes / BYTES);
     const i32 per_part = (num_vectors + parts - 1) / parts;
@@ -64,13 +65,18 @@ __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, 
 }
 
 // Blocks are rounded up; what no row fills is zero.
-__device__ void clear_padding(const ScatterArgs& args) {
-    for (i32 expert = blockIdx.x; expert < args.num_local_experts; expert += gridDim.x) {
-        const i64 begin = args.block_to_first_slot[expert] + args.num_rows_per_expert[expert];
-        const i64 end = args.block_to_first_slot[expert + 1];
-        for (u32 p = 0; p < NUM_PAYLOADS; ++p)
-            for (i64 i = begin * ROW_BYTES[p] + threadIdx.x; i < end * ROW_BYTES[p]; i += NUM_THREADS) args.outputs[p][i] = 0;
+template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterArgs& args, i64 begin, i64 end) {
+    if constexpr (P < NUM_PAYLOADS) {
+        constexpr u64 PER_ROW = ROW_BYTES[P] / WIDTHS[P];
+        auto* const output = reinterpret_cast<Vector<WIDTHS[P]>*>(args.outputs[P]);
+        for (i64 i = begin * PER_ROW + threadIdx.x; i < end * PER_ROW; i += NUM_THREADS) store_row(output + i, {});
+        clear_slots<P + 1>(args, begin, end);
     }
+}
+__device__ void clear_padding(const ScatterArgs& args) {
+    for (i32 expert = blockIdx.x; expert < args.num_local_experts; expert += gridDim.x)
+        clear_slots(args, args.block_to_first_slot[expert] + args.num_rows_per_expert[expert],
+                    args.block_to_first_slot[expert + 1]);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
@@ -102,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
             const i32 chunk = args.in_place_ranks >> src & 1 ? 0 : token / CHUNK_ROWS;
             const u32* const flag = section<u32>(comm, comm.rank, comm.rows_ready) + src * comm.max_chunks + chunk;
             is_alive = __all_sync(ALL_LANES, lane != 0 || wait_for_epoch(comm, flag, epoch, STAGING_ROWS, src, LONG_PAUSE));
+            __syncwarp();  // what one lane has seen, all may rely on
             if (is_alive) copy_payloads<true>(args, src, token, part, slots);
         }
     }
@@ -111,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
         // The caller may overwrite its rows as soon as this kernel is over.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);
-        if (threadIdx.x == 0) comm.state[ROWS_EPOCH] = epoch;
+        if (threadIdx.x == 0) {
+            // Staging runs beside this kernel and goes by the same epoch: it must not move on under a late block.
+            if (!is_in_place) wait_for_epoch(comm, comm.state + STAGED_EPOCH, epoch, STAGING_ROWS, comm.rank);
+            comm.state[ROWS_EPOCH] = epoch;
+        }
     }
 }

@@ -1,5 +1,7 @@
 // Copying rows into the pool that peers read, chunk by chunk, each chunk announced to all of them.
 //
+// Twin: torch.Tensor.copy_, as rows are copied as they are.
+//
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_PAYLOADS, NUM_THREADS, CHUNK_ROWS.
 #include "comm.cuh"
 
@@ -32,7 +34,7 @@ __device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, u64 num_bytes
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __grid_constant__ StageArgs args) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
-    const u32 epoch = comm.state[ROWS_EPOCH] + 1;
+    const u32 epoch = comm.state[ROWS_EPOCH] + 1;  // scatter_rows counts on only when all of this grid is done
     if (!block_waits_for_peers(comm, comm.rows_released, epoch - 1, REUSING_POOL)) return;
     const i32 num_chunks = (args.num_tokens + CHUNK_ROWS - 1) / CHUNK_ROWS;
     for (i32 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
@@ -48,4 +50,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __gri
             if (peer != comm.rank)
                 store_release_system(section<u32>(comm, peer, comm.rows_ready) + comm.rank * comm.max_chunks + chunk, epoch);
     }
+    if (block_is_last(comm.state + NUM_STAGED) && threadIdx.x == 0) comm.state[STAGED_EPOCH] = epoch;
 }

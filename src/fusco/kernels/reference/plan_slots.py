@@ -1,0 +1,118 @@
+"""PyTorch twin of the CUDA kernel ``plan``: where every rank's rows go on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NOT_HERE = -1  # the pair's expert is on another rank, or there is none
+DROPPED = -2  # the pair's expert is here, but its slot lies behind the last one
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSlots:
+    """Where rows go on one rank. "Row" counts the tokens of all ranks, by source rank.
+
+    Attributes:
+        row_to_slots: int32 (num_rows, num_topk): the slot of each pair, ``NOT_HERE`` or ``DROPPED``.
+        num_rows_per_expert: int64 (num_local_experts,), padding and dropped pairs not counted.
+        block_to_first_slot: int32 (num_local_experts + 1,): where each block begins, and where the last ends.
+        num_slots_needed: slots that all rows would fill, padding counted, whatever ``max_slots`` is.
+
+    """
+
+    row_to_slots: torch.Tensor
+    num_rows_per_expert: torch.Tensor
+    block_to_first_slot: torch.Tensor
+    num_slots_needed: int
+
+
+def plan_slots(
+    topk_idx: torch.Tensor,
+    expert_to_local: torch.Tensor,
+    num_local_experts: int,
+    expert_alignment: int = 1,
+    max_slots: int | None = None,
+) -> PlannedSlots:
+    """Give each pair (row, k) whose expert is here its slot: blocks in order of local expert, inside in order of pair.
+
+    The kernel does the same, bit for bit, after it has gathered ``topk_idx`` from all ranks.
+
+    Args:
+        topk_idx: int32 or int64 (num_rows, num_topk), the expert ids of all ranks' tokens. An id that is no expert
+            counts as none; reporting it is left to the kernel.
+        expert_to_local: int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks.
+        num_local_experts: experts of this rank.
+        expert_alignment: each block is rounded up to a multiple of this.
+        max_slots: slots of the output; ``None`` means as many as needed.
+
+    Two ranks with two experts each: this one owns experts 0 and 1, rows 0 and 1 are rank 0's tokens, row 2 rank 1's.
+
+    >>> ids = torch.tensor([[1, 0], [1, 2], [0, -1]])
+    >>> plan = plan_slots(ids, torch.tensor([0, 1, -1, -1], dtype=torch.int32), num_local_experts=2)
+    >>> plan.row_to_slots.tolist()
+    [[2, 0], [3, -1], [1, -1]]
+    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot.tolist(), plan.num_slots_needed
+    ([2, 2], [0, 2, 4], 4)
+
+    Blocks of a multiple of 4 in 5 slots: expert 1 begins at slot 4, and has no room for its second row.
+
+    >>> table = torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+    >>> plan = plan_slots(ids, table, num_local_experts=2, expert_alignment=4, max_slots=5)
+    >>> plan.row_to_slots.tolist()
+    [[4, 0], [-2, -1], [1, -1]]
+    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot.tolist(), plan.num_slots_needed
+    ([2, 1], [0, 4, 5], 8)
+
+    """
+    num_experts = len(expert_to_local)
+    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+    local_expert = torch.where(is_expert, expert_to_local[topk_idx.long().clamp(0, num_experts - 1)], NOT_HERE)
+
+    # Step 1: count.
+    is_for = local_expert.view(-1, 1) == torch.arange(num_local_experts, device=topk_idx.device)
+    num_all = is_for.sum(0)
+    padded = (num_all + expert_alignment - 1) // expert_alignment * expert_alignment
+    block_end = padded.cumsum(0)
+    block_to_first_slot = torch.cat([block_end.new_zeros(1), block_end])
+
+    # Step 2: a pair's slot is its block's first, and as many further as the expert has earlier pairs.
+    place = block_to_first_slot[:-1] + is_for.cumsum(0) - 1
+    slot = torch.where(is_for, place, 0).sum(1).view(topk_idx.shape)
+    slot = torch.where(local_expert >= 0, slot, NOT_HERE)
+
+    # Step 3: drop what does not fit.
+    num_slots_needed = int(block_to_first_slot[-1])
+    if max_slots is not None:
+        slot = torch.where(slot >= max_slots, DROPPED, slot)
+        block_to_first_slot = block_to_first_slot.clamp(max=max_slots)
+        num_all = torch.minimum(num_all, max_slots - block_to_first_slot[:-1])
+    return PlannedSlots(
+        row_to_slots=slot.int(),
+        num_rows_per_expert=num_all,
+        block_to_first_slot=block_to_first_slot.int(),
+        num_slots_needed=num_slots_needed,
+    )
+
+
+def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Tensor:
+    """The ranks that own an expert of each token, as bits: the kernel's ``token_to_ranks`` of its own tokens.
+
+    Args:
+        topk_idx: int32 or int64 (num_tokens, num_topk), of this rank's tokens.
+        expert_to_rank: int32 (num_experts,), below 32.
+
+    Returns int32 (num_tokens,); bit ``r`` is set if rank ``r`` owns an expert of the token.
+
+    >>> mark_ranks(torch.tensor([[1, 0], [1, 2], [-1, -1]]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)).tolist()
+    [1, 3, 0]
+
+    """
+    num_experts = len(expert_to_rank)
+    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+    rank = torch.where(is_expert, expert_to_rank[topk_idx.long().clamp(0, num_experts - 1)].long(), NOT_HERE)
+    marks = torch.zeros(len(topk_idx), dtype=torch.int64, device=topk_idx.device)
+    for r in range(int(rank.max()) + 1 if rank.numel() else 0):
+        marks |= (rank == r).any(1).long() << r
+    return torch.where(marks >= 1 << 31, marks - (1 << 32), marks).int()  # the kernel's words have no sign

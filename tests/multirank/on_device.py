@@ -1,0 +1,106 @@
+"""The tests' functions on ranks, written for the CPU, run on CUDA: what goes in and out is copied to and fro.
+
+Every output is poisoned on the device once it has been copied, so that nothing can pass on what an earlier call left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import fusco
+from fusco.bench.local_world import LocalWorld
+
+
+class DeviceWorld:
+    """A ``LocalWorld`` in which every ``Setup`` that a test passes is one for CUDA, all ranks on one node."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self._world = world
+
+    def run(self, function: Any, num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if num_ranks > self._world.world_size:
+            pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {self._world.world_size}")
+        return self._world.run(function, num_ranks, *_for_cuda(args), **_for_cuda(kwargs))
+
+
+def _for_cuda(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and hasattr(value, "ranks_per_node"):
+        return dataclasses.replace(value, device="cuda", ranks_per_node=None)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_for_cuda, value))
+    if isinstance(value, dict):
+        return {key: _for_cuda(entry) for key, entry in value.items()}
+    return value
+
+
+class OnDevice:
+    """A CUDA communicator that takes and gives CPU tensors; everything else passes through."""
+
+    def __init__(self, comm: fusco.Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def __enter__(self) -> OnDevice:
+        self._comm.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._comm.__exit__(*exception)
+
+    def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any = None, **options: Any) -> fusco.Dispatched:
+        sent = self._comm.dispatch(_there(x), _there(topk_idx), _there(topk_weights), **options)
+        return dataclasses.replace(
+            sent,
+            rows=_back(sent.rows),
+            num_rows_per_expert=sent.num_rows_per_expert.cpu(),
+            weights=None if sent.weights is None else _back(sent.weights),
+            more_rows=tuple(map(_back, sent.more_rows)),
+        )
+
+    def dispatch_again(self, x: Any, handle: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_back, self._comm.dispatch_again(_there(x), handle)))
+
+    def combine(self, y: Any, handle: Any) -> torch.Tensor:
+        return _back(self._comm.combine(_there(y), handle))
+
+    def shuffle(self, send: Any, receive: Any) -> None:
+        there = {rank: _segments_there(segments) for rank, segments in receive.items()}
+        self._comm.shuffle({rank: _segments_there(segments) for rank, segments in send.items()}, there)
+        for rank, segments in there.items():
+            receive[rank].base.copy_(segments.base)
+
+    def gather_send(self, segments: Any, dst: int) -> None:
+        self._comm.gather_send(_segments_there(segments), dst)
+
+    def scatter_recv(self, segments: Any, src: int) -> None:
+        there = _segments_there(segments)
+        self._comm.scatter_recv(there, src)
+        segments.base.copy_(there.base)
+
+
+def _there(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.cuda()
+    if isinstance(value, (list, tuple)):
+        # Lists that are no payloads are somebody's mistake, and stay as they are.
+        return type(value)(map(_there, value)) if all(isinstance(v, torch.Tensor) for v in value) else value
+    return value
+
+
+def _back(value: torch.Tensor) -> torch.Tensor:
+    copy = value.cpu()
+    if not value.requires_grad and value.numel() and value.is_contiguous():
+        value.view(-1).view(torch.uint8).fill_(0xFF)
+    return copy
+
+
+def _segments_there(segments: Any) -> Any:
+    if not isinstance(segments, fusco.Segments):
+        return segments
+    return dataclasses.replace(segments, base=segments.base.cuda())
