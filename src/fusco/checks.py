@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.engine.base import Exchange
+from fusco.engine.base import ExchangeOrder
 from fusco.handle import Handle
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.launch import StaticSlots
@@ -116,7 +116,7 @@ class Checks:
         input_: torch.Tensor,
         splits: tuple[Sequence[int] | None, Sequence[int] | None],
         mode: ScheduleMode | None,
-    ) -> Exchange:
+    ) -> ExchangeOrder:
         """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input."""
         for name, tensor in (("output", output), ("input", input_)):
             self._tensor(name, tensor)
@@ -134,7 +134,7 @@ class Checks:
         _refuse_overlap(output, plain)
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        return Exchange(
+        return ExchangeOrder(
             input=plain,
             output=output,
             send_rows=self._splits("input", len(plain), splits[1]),

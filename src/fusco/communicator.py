@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusco.autograd import CombineRows, DispatchRows, Made, RouteWeights, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
 from fusco.checks import Checks, check_device, wants_grad
-from fusco.engine.base import Delivery, DispatchOrder, Engine, Exchange
+from fusco.engine.base import Delivery, DispatchOrder, Engine, ExchangeOrder
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Terms
@@ -328,7 +328,7 @@ class Communicator:
 
         """
 
-        def check() -> Exchange:
+        def check() -> ExchangeOrder:
             return self._checks.exchange(output, input, (output_split_sizes, input_split_sizes), schedule)
 
         self._collective(

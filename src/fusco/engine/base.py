@@ -90,7 +90,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeOrder:
     """What one rank wants exchanged with all others, checked.
 
     Attributes:
@@ -162,7 +162,7 @@ class Engine(Protocol):
     def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Send ``send[r]`` to every rank ``r`` and receive ``receive[r]`` from it; missing ranks have nothing."""
 
-    def all_to_all(self, agreement: Agreement, exchange: Exchange | None) -> None:
+    def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
         """Exchange rows among all ranks, by a schedule that is the same on all of them."""
 
     def gather_send(self, segments: Segments, dst: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fusco.balancer import Traffic
-from fusco.engine.base import Delivery, DispatchOrder, Exchange
+from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cpu.all_to_all import LINKS, make_tasks
 from fusco.engine.cpu.channel import SendRing
 from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
@@ -209,7 +209,7 @@ class CpuEngine:
         with self.profile.spend("wire"):
             exchange_all(self._streams(), self._rank, send, receive, self._watch)
 
-    def all_to_all(self, agreement: Agreement, exchange: Exchange | None) -> None:
+    def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
         """See ``Engine``."""
         world_size = self._topology.world_size
         if exchange is None or agreement.rejection:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from fusco.engine.base import Delivery, DispatchOrder, Exchange
+from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.arena import Arena, allocate_visible, first_rows
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.kernels import Kernels, Payload
@@ -184,7 +184,7 @@ class CudaEngine:
         with self._on_stream(Launch()), self.profile.spend("wire"):
             exchange_all(self._streams, self._rank, send, receive, self._watch)
 
-    def all_to_all(self, agreement: Agreement, exchange: Exchange | None) -> None:
+    def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
         """See ``Engine``. Not there yet: all ranks raise ``ValueError``, and go on."""
         self._rounds.publish(agreement, [])
         if exchange is not None:
