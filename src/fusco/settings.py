@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,9 @@ class Settings:
         timeout_s: the limit of every wait, in seconds. When it runs out, all ranks raise ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
             the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated, at twice the bytes.
+        slice_order: which node a rank sends its next slice to. ``"in-turn"``: all others in turn. ``"staged"``: by the
+            stages of a schedule, in which every node receives from one node only (FAST); for skewed routing between
+            nodes whose network suffers when several send to one.
 
     Raises:
         ValueError: for a value out of range.
@@ -30,6 +34,7 @@ class Settings:
     ring_depth: int = 4
     timeout_s: float = 60.0
     wire_dtype: torch.dtype | None = None
+    slice_order: Literal["in-turn", "staged"] = "in-turn"
 
     def __post_init__(self) -> None:
         if self.slice_bytes < 1:
@@ -38,5 +43,7 @@ class Settings:
             raise ValueError(f"ring_depth must be at least 2, got {self.ring_depth}")
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
+        if self.slice_order not in ("in-turn", "staged"):
+            raise ValueError(f"slice_order must be 'in-turn' or 'staged', got {self.slice_order!r}")
         if self.wire_dtype not in (None, torch.float32):
             raise ValueError(f"wire_dtype must be None or torch.float32, got {self.wire_dtype}")

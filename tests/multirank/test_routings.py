@@ -29,6 +29,8 @@ def test_every_kind_of_routing_whatever_the_balancer_the_slices_and_the_rings(wo
     num_ranks = num_nodes * ranks_per_node
     setups = [setup_of(ranks_per_node, balancer, TINY, 2) for balancer in BALANCERS]
     setups += [setup_of(ranks_per_node, ring_depth=7), setup_of(ranks_per_node, slice_bytes=HUGE)]
+    staged = dataclasses.replace(setups[0].settings, slice_order="staged")
+    setups.append(dataclasses.replace(setups[0], settings=staged))
     seeds = range(2 * len(KINDS) if num_ranks <= 4 else len(KINDS))
     outputs = [world.run(check_routings, num_ranks, setup, torch.float32, seeds) for setup in setups]
     assert all(output == outputs[0] for output in outputs[1:])

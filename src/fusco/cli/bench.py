@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure, after verifying.", no_args_is_help=True)
 
 
+class SliceOrder(str, Enum):
+    """The values of ``Settings.slice_order``."""
+
+    IN_TURN = "in-turn"
+    STAGED = "staged"
+
+
 class Device(str, Enum):
     """Where rows are."""
 
@@ -60,6 +67,7 @@ def shuffle(
     balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
     slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
     ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
+    slice_order: Annotated[SliceOrder, typer.Option(help="Which node a rank sends to next.")] = SliceOrder.IN_TURN,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
     num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
@@ -91,7 +99,9 @@ def shuffle(
         layer=layer,
         seed=seed,
     )
-    settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s)
+    settings = Settings(
+        slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
+    )
     console = Console()
     if device is Device.CUDA:
         on_devices = bench_on_devices(workload, settings, num_sms, iterations, console)

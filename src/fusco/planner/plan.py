@@ -11,6 +11,7 @@ from fusco.groups import Groups
 from fusco.placement import ExpertPlacement
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
 from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.sending import SendingStage
 from fusco.topology import Topology
 
 
@@ -28,6 +29,7 @@ class DispatchPlan:
     forwarding: NodeForwarding
     routing: NodeRouting
     distribution: ExpertDistribution
+    sending_stages: tuple[SendingStage, ...] = ()
 
     @property
     def topology(self) -> Topology:
@@ -119,6 +121,7 @@ def make_plan(
     routing: NodeRouting,
     expert_alignment: int = 1,
     static_slots: int | None = None,
+    sending_stages: tuple[SendingStage, ...] = (),
 ) -> DispatchPlan:
     """Put a rank's plan together from its forwarding, its node's routing and the groups.
 
@@ -130,6 +133,7 @@ def make_plan(
         routing: the routing of all rows on this rank's node.
         expert_alignment: each expert's block is rounded up to this many rows.
         static_slots: rows of the expert-major output; ``None`` means as many as needed.
+        sending_stages: in which order slices leave for other nodes; none means to all in turn.
 
     """
     distribution = distribute(routing, placement, rank, expert_alignment, static_slots)
@@ -140,4 +144,5 @@ def make_plan(
         forwarding=forwarding,
         routing=routing,
         distribution=distribution,
+        sending_stages=sending_stages,
     )

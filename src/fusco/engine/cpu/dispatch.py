@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from fusco.engine.profile import CallProfile
 from fusco.errors import Stall
 from fusco.kernels.copy_segments import copy_segments
 from fusco.planner.plan import DispatchPlan
+from fusco.planner.sending import SendingStage, order_of_slices
 from fusco.transport.gloo import GlooTransport, Ticket
 
 
@@ -47,13 +48,13 @@ class SendRows:
     ) -> None:
         self._memory, self._ring, self._row_bytes, self._profile = memory, ring, row_bytes, profile
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        per_node = []
+        per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for node in _following(plan):
             offsets = memory.pool_offset(memory.node) + plan.forwarding.node_to_tokens[node] * row_bytes
             forwarder = plan.groups.forwarder(plan.rank, node)
             slices = cut(len(offsets), rows_per_slice)
-            per_node.append([(forwarder, offsets[piece.first : piece.end]) for piece in slices])
-        self._todo = _in_turn(per_node)
+            per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
+        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
         self._slot_offsets = torch.arange(rows_per_slice) * row_bytes
         self._sizes = torch.full((rows_per_slice,), row_bytes)
         self._num_sent = 0
@@ -236,7 +237,15 @@ def _own_node_first(plan: DispatchPlan) -> list[int]:
     return sorted(range(len(nodes)), key=lambda src: (nodes[src] != plan.node, src))
 
 
-def _in_turn(lists: Sequence[list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:
-    """One entry of each list, then the next of each: destinations take turns."""
-    longest = max(map(len, lists), default=0)
-    return [entries[i] for i in range(longest) for entries in lists if i < len(entries)]
+def _in_turn(per_node: Mapping[int, list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:
+    """One slice for each node, then the next for each: destinations take turns."""
+    longest = max(map(len, per_node.values()), default=0)
+    return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
+
+
+def _staged(
+    per_node: Mapping[int, list[tuple[int, torch.Tensor]]], stages: Sequence[SendingStage]
+) -> list[tuple[int, torch.Tensor]]:
+    """Slices in the order of the stages."""
+    slices = {node: iter(of_node) for node, of_node in per_node.items()}
+    return [next(slices[node]) for node in order_of_slices({n: len(s) for n, s in per_node.items()}, stages)]

@@ -29,6 +29,7 @@ from fusco.memory.layout import ArenaLayout
 from fusco.memory.recycler import OutputRecycler
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
+from fusco.planner.sending import plan_stages, warm_up_stages
 from fusco.schedule.choice import schedule_for
 from fusco.schedule.itinerary import make_itinerary
 from fusco.segments import Segments
@@ -42,6 +43,8 @@ class CpuEngine:
     def __init__(self, roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> None:
         """Connect to all other ranks; for the arguments see ``connect``."""
         warm_up_cpu()
+        if layout.settings.slice_order == "staged":
+            warm_up_stages()
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
         self._recycler = OutputRecycler()
@@ -121,7 +124,9 @@ class CpuEngine:
             forwarding = plan_forwarding(routing.topk_idx, placement, self._topology)
             records = self._rounds.publish(agreement, [routing.num_tokens, *forwarding.num_tokens_to_node])
             num_tokens_to_node = [list(record.counts[1:]) for record in records]
-            groups = order.balancer(Traffic.from_counts(self._topology, num_tokens_to_node))
+            traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
+            groups = order.balancer(traffic)
+            is_staged = self._settings.slice_order == "staged"
             for rank, node in enumerate(self._topology.rank_to_node):
                 num_tokens_to_node[rank][node] = records[rank].counts[0]
             known = self._rounds.exchange.exchange_routing(
@@ -135,6 +140,7 @@ class CpuEngine:
                 routing=known,
                 expert_alignment=order.expert_alignment,
                 static_slots=order.static.num_slots if order.static else None,
+                sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
             )
 
     def _move_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
