@@ -1,0 +1,136 @@
+"""Expert parallelism on FSDP2: four processes compute what one does with all their batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fusco.bench.local_world import LocalWorld
+
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
+
+import fsdp_jobs as jobs
+from fsdp_jobs import Run
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+RTOL = 5e-6  # of the largest gradient of a parameter; measured: 2e-7 to 7e-7
+
+
+@pytest.fixture(scope="module")
+def four():
+    with LocalWorld(4) as world:
+        yield world
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_gradients_are_those_of_one_process(four, ep_size, expert_dim, dispatcher):
+    run = Run(ep_size=ep_size, expert_dim=expert_dim, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_gradients, 4, run):
+        assert any("mlp.gate.weight" in name for name in differences)
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_the_divide_factor_of_fsdp_would_be_seen(four, ep_size):
+    """Its experts' gradients are ``ep_size`` times too large: off by ``ep_size - 1``."""
+    run = Run(ep_size=ep_size, divides=True)
+    for differences in four.run(jobs.differences_of_gradients, 4, run):
+        for name, wrong in differences.items():
+            if ".experts." in name:
+                assert wrong == pytest.approx(ep_size - 1, rel=1e-4)
+            elif not name.startswith("norm "):
+                assert wrong < RTOL
+
+
+def test_a_dropped_token_would_be_seen(four):
+    for differences in four.run(jobs.differences_of_gradients, 4, Run(dispatcher="drops a token")):
+        assert min(wrong for name, wrong in differences.items() if name != "norm inf") > 10 * RTOL
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
+    run = Run(ep_size=ep_size, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_training, 4, run, 3):
+        assert all(difference < 1e-4 for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("nums_sequences", [(0, 2, 0, 1), (1, 0, 0, 0)])
+def test_ranks_without_tokens(four, nums_sequences, dispatcher):
+    for ep_size in (2, 4):
+        run = Run(ep_size=ep_size, nums_sequences=nums_sequences, dispatcher=dispatcher)
+        for differences in four.run(jobs.differences_of_gradients, 4, run):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_ranks_whose_experts_get_no_tokens(four, ep_size, dispatcher):
+    for expert_dim in (0, 1):
+        run = Run(ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
+        for differences in four.run(jobs.differences_of_gradients, 4, run):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_other_architectures(four, kind):
+    for ep_size, dispatcher in ((2, "fusco"), (4, "torch")):
+        run = Run(kind=kind, ep_size=ep_size, dispatcher=dispatcher)
+        for differences in four.run(jobs.differences_of_gradients, 4, run):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_replicas(four, dp_replicate, ep_size, expert_dim):
+    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
+    for differences in four.run(jobs.differences_of_gradients, 4, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "text"),
+    [
+        (
+            Run(ep_size=4),
+            {"num_experts": 6},
+            "model.layers.0.mlp.experts.gate_up_proj of shape (6, 16, 16): ep_size=4 does not divide its 6 experts",
+        ),
+        (
+            Run(ep_size=1),
+            {"moe_intermediate_size": 3},
+            "model.layers.0.mlp.experts.gate_up_proj of shape (8, 6, 16): the 4 ranks that share an expert do not "
+            "divide dimension 1; choose another ep_size, or Sharding(expert_dim=0)",
+        ),
+        (Run(ep_size=1, expert_dim=0), {"moe_intermediate_size": 3}, "none"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(four, run, changes, text):
+    assert four.run(jobs.error_of, 4, run, changes) == [text] * 4
+
+
+def test_a_model_without_experts(four):
+    for text in four.run(jobs.error_of, 4, Run(), {"decoder_sparse_step": 5}):
+        assert text.startswith("Qwen3MoeForCausalLM has no module of experts")
+
+
+def test_weights_that_differ_between_ranks(four):
+    for text in four.run(jobs.error_of, 4, Run(), {}, seed_by_rank=True):
+        assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")
+
+
+def test_meshes_that_do_not_fit(four):
+    assert four.run(jobs.error_of_mesh, 4, 3, 1) == [
+        "ep_size=3 times dp_replicate=1 does not divide the 4 ranks of the default process group"
+    ] * 4
+    assert four.run(jobs.error_of_mesh, 4, 0, 1) == ["ep_size must be positive, got 0"] * 4
+
+
+def test_more_tokens_than_the_dispatcher_was_made_for(four):
+    for text in four.run(jobs.error_of_too_many_tokens, 4):
+        assert "max_tokens_per_rank=1" in text
