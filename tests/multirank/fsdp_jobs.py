@@ -9,7 +9,17 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from fsdp_models import SEQUENCE, alone, loss_sum, make_batch, make_model, make_starved_model, num_targets, step_alone, together
+from fsdp_models import (
+    SEQUENCE,
+    alone,
+    loss_sum,
+    make_batch,
+    make_model,
+    make_starved_model,
+    num_targets,
+    step_alone,
+    together,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -94,11 +104,18 @@ def step(run: Run, model: nn.Module, mesh: fsdp.EPMesh, index: int = 0) -> float
     return float(fsdp.global_sum(loss, mesh))
 
 
+def meet(_: dist.ProcessGroup) -> None:
+    """Import what jobs need, which takes long where ranks share cores."""
+    make_model("qwen3")
+
+
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     """The largest difference, in units of the largest value."""
     assert ours is not None
     whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
     assert whole.shape == theirs.shape
+    if not theirs.any():
+        return float(whole.any())
     return float((whole - theirs).abs().max() / theirs.abs().max())
 
 
@@ -113,6 +130,33 @@ def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]
         for p, norm in reference.norms.items():
             differences[f"norm {p}"] = abs(float(fsdp.grad_norm(parameters.values(), p)) / norm - 1)
     return {"loss": abs(loss / reference.loss - 1), **differences}
+
+
+def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[int, ...]) -> dict[str, float]:
+    """As ``differences_of_gradients``, for one block with a router and experts, and its inputs."""
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(1, sum(nums_tokens), 16, generator=generator, requires_grad=True)
+    expected = make_model(run.kind).model.layers[0].mlp
+    expected.experts.config._experts_implementation = "eager"
+    loss = expected(whole).square().sum()
+    for tensor in (whole, *expected.parameters()):
+        tensor.grad = torch.zeros_like(tensor)
+    if loss.requires_grad:  # transformers' experts leave the graph if there are no tokens at all
+        loss.backward()
+
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    before = sum(nums_tokens[: dist.get_rank()])
+    mine = slice(before, before + nums_tokens[dist.get_rank()])
+    x = whole.detach()[:, mine].clone().requires_grad_()
+    with dispatcher_of(run, mesh) as dispatcher:
+        block = make_model(run.kind).model.layers[0].mlp
+        fsdp.parallelize(block, mesh, dispatcher)
+        block(x).square().sum().backward()
+        differences = {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in block.named_parameters()
+        }
+    return {"x": difference(x.grad, whole.grad[:, mine]) if x.numel() else 0.0, **differences}
 
 
 def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:

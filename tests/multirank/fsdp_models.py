@@ -58,10 +58,6 @@ class Batch:
     ids: torch.Tensor
     labels: torch.Tensor
 
-    @property
-    def num_labels(self) -> int:
-        return int((self.labels != IGNORED).sum())
-
 
 @dataclass(frozen=True)
 class Alone:
@@ -94,10 +90,13 @@ def make_starved_model() -> nn.Module:
 
 
 def make_batch(rank: int, num_sequences: int, step: int = 0) -> Batch:
-    """Some labels are ignored, of every rank a different number."""
+    """Some labels are ignored, of every rank a different number.
+
+    A rank without sequences has one whose labels are all ignored, since the attention of transformers takes no fewer.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    ids = torch.randint(VOCABULARY, (num_sequences, SEQUENCE), generator=generator)
-    is_ignored = torch.rand(ids.shape, generator=generator) < 0.1 * (rank + 1)
+    ids = torch.randint(VOCABULARY, (max(num_sequences, 1), SEQUENCE), generator=generator)
+    is_ignored = torch.rand(ids.shape, generator=generator) < (0.1 * (rank + 1) if num_sequences else 2.0)
     return Batch(ids, ids.masked_fill(is_ignored, IGNORED))
 
 

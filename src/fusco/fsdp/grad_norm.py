@@ -38,8 +38,9 @@ def clip_grad_norm_(
         )
     # The same small number as in torch, against a division by zero.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in filter(None.__ne__, map(_local_grad, parameters)):
-        grad.mul_(scale.to(grad.device, grad.dtype))  # type: ignore[union-attr]  # filtered
+    for grad in map(_local_grad, parameters):
+        if grad is not None:
+            grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 

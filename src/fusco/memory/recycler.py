@@ -35,7 +35,8 @@ class OutputRecycler:
         array = np.frombuffer(block, dtype=np.uint8, count=num_bytes)
         weakref.finalize(array, self._give_back, block).atexit = False
         # Not as a view: PyTorch treats views apart. Hooks on one are lost when it is changed in place, for example.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(array).untyped_storage(), 0, shape)
+        storage = torch.from_numpy(array).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
 
     def close(self) -> None:
         """Free the spares; blocks still in use are freed when released."""
