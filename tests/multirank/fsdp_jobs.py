@@ -40,6 +40,7 @@ class Run:
         dispatcher: ``"fusco"``, ``"torch"``, or ``"drops a token"``.
         nums_sequences: of each rank's batch.
         is_starved: leave half of the experts without any token.
+        recomputes: keep no activations of blocks, but compute them again.
         divides: leave FSDP's own divide factor, and the loss to match dense parameters.
 
     """
@@ -52,6 +53,7 @@ class Run:
     nums_sequences: tuple[int, ...] = (2, 1, 3, 1)
     divides: bool = False
     is_starved: bool = False
+    recomputes: bool = False
 
 
 class DroppingDispatcher(fsdp.TorchDispatcher):
@@ -73,7 +75,7 @@ def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
 def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
     if run.dispatcher == "fusco":
         settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
-        most = max(run.nums_sequences) * SEQUENCE
+        most = max(4, *run.nums_sequences) * SEQUENCE
         with fsdp.FuscoDispatcher(mesh, most, settings=settings) as dispatcher:
             yield dispatcher
     else:
@@ -92,6 +94,9 @@ def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(None)
                     module.set_force_sum_reduction_for_comms(False)
+        if run.recomputes:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         yield model, mesh
 
 
@@ -107,6 +112,23 @@ def step(run: Run, model: nn.Module, mesh: fsdp.EPMesh, index: int = 0) -> float
 def meet(_: dist.ProcessGroup) -> None:
     """Import what jobs need, which takes long where ranks share cores."""
     make_model("qwen3")
+
+
+def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """How far gradients of two batches in turn, reduced once, are from those of both in one process."""
+    batches = [together(run.nums_sequences, index) for index in range(2)]
+    num_all = sum(map(num_targets, batches))
+    expected = make_model(run.kind)
+    (sum(loss_sum(expected, batch) for batch in batches) / num_all).backward()
+    rank = dist.get_rank()
+    with parallel(run) as (model, _):
+        for index in range(2):
+            model.set_requires_gradient_sync(index == 1)
+            (loss_sum(model, make_batch(rank, run.nums_sequences[rank], index)) / num_all).backward()
+        return {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in model.named_parameters()
+        }
 
 
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:

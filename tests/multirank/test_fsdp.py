@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fusco.bench.local_world import LocalWorld
-
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
 
 import fsdp_jobs as jobs
@@ -14,40 +12,6 @@ from fsdp_jobs import Run
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 RTOL = 5e-6  # of the largest gradient of a parameter; measured: 2e-7 to 7e-7
-
-
-class LimitedWorld:
-    """A ``LocalWorld`` where whatever takes too long has failed. Ranks that failed are replaced for the next test."""
-
-    def __init__(self, world_size):
-        self._world_size, self._world = world_size, None
-
-    def run(self, function, *args, **kwargs):
-        if self._world is None:
-            self._world = LocalWorld(self._world_size)
-            self._world.run(jobs.meet, self._world_size)
-        self._world.start(function, self._world_size, *args, **kwargs)
-        try:
-            outcomes = self._world.collect(range(self._world_size), timeout_s=jobs.LIMIT_S)
-            assert all(is_ok for is_ok, _ in outcomes), outcomes
-        except BaseException:
-            for process in self._world.processes:
-                process.kill()
-            self.close()
-            raise
-        return [outcome for _, outcome in outcomes]
-
-    def close(self):
-        if self._world:
-            self._world.close()
-        self._world = None
-
-
-@pytest.fixture(scope="module")
-def four():
-    world = LimitedWorld(4)
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -124,6 +88,20 @@ def test_other_architectures(four, kind):
 def test_replicas(four, dp_replicate, ep_size, expert_dim):
     run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
     for differences in four.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek-v3"])
+def test_activation_checkpointing(four, kind, dispatcher):
+    run = Run(kind=kind, recomputes=True, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_gradient_accumulation(four, ep_size):
+    for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
         assert all(difference < RTOL for difference in differences.values()), differences
 
 

@@ -2,9 +2,13 @@
 
 ``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
 between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
-what a training loop needs beyond that. ``docs/fsdp.md`` has a loop that works.
+what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint`` and ``save_hugging_face`` keep what came
+of it. ``docs/fsdp.md`` has a loop that works.
 """
 
+from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
+from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
+from fusco.fsdp.checkpoint import save_hugging_face as save_hugging_face
 from fusco.fsdp.dispatcher import Arrival as Arrival
 from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
 from fusco.fsdp.experts import Experts as Experts
