@@ -46,6 +46,20 @@ def load(_: dist.ProcessGroup, run: Run, path: Path) -> State:
         return _state_and_next(model, optimizer)
 
 
+def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
+    """Load into a model that never was whole."""
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    with dispatcher_of(run, mesh) as dispatcher:
+        with fsdp.parameters_on_meta():
+            model = make_model(run.kind)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        fsdp.materialize(model, "cpu")
+        optimizer = _optimizer(model)
+        fsdp.load_checkpoint(path, model, optimizer)
+        return _state_and_next(model, optimizer)
+
+
 def load_alone(path: Path) -> State:
     """Load into a plain model, in a process without a group."""
     model = make_model("qwen3")

@@ -41,6 +41,13 @@ def test_checkpoints_load_anywhere(four, two, tmp_path, expert_dim):
     assert_same(jobs.load_alone(tmp_path), saved)
 
 
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_checkpoints_load_into_models_on_meta(four, tmp_path, expert_dim):
+    saved, *_ = four.run(jobs.save, Run(ep_size=2), tmp_path)
+    for loaded in four.run(jobs.load_from_meta, Run(ep_size=4 - 2 * expert_dim, expert_dim=expert_dim), tmp_path):
+        assert_same(loaded, saved)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_what_is_exported_reloads(four, tmp_path, kind):
     weights, *_ = four.run(jobs.export, Run(kind=kind), tmp_path)

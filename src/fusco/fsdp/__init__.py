@@ -2,8 +2,8 @@
 
 ``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
 between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
-what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint`` and ``save_hugging_face`` keep what came
-of it. ``docs/fsdp.md`` has a loop that works.
+what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint`` and ``save_hugging_face`` keep what
+came of it. ``docs/fsdp.md`` has a loop that works.
 """
 
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
@@ -20,6 +20,8 @@ from fusco.fsdp.loss import global_sum as global_sum
 from fusco.fsdp.loss import scale_loss as scale_loss
 from fusco.fsdp.mesh import EPMesh as EPMesh
 from fusco.fsdp.mesh import build_mesh as build_mesh
+from fusco.fsdp.meta import materialize as materialize
+from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher

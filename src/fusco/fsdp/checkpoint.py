@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 # By parameter names, not by their order: so each optimizer state has the layout of its parameter.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -22,7 +23,7 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write model and optimizer into a folder, each rank its own part; a collective of all ranks."""
-    dcp.save(_state(model, optimizer), checkpoint_id=path)
+    save(_state(model, optimizer), checkpoint_id=path)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -35,7 +36,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
     """
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
     )
@@ -53,8 +54,8 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        save: Any = model.save_pretrained
-        save(path, state_dict=weights)
+        save_pretrained: Any = model.save_pretrained
+        save_pretrained(path, state_dict=weights)
     dist.barrier()
 
 
