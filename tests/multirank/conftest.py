@@ -41,3 +41,13 @@ def two():
     world = LimitedWorld(2, meet, LIMIT_S)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def eight():
+    """As ``four``."""
+    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415
+
+    world = LimitedWorld(8, meet, LIMIT_S)
+    yield world
+    world.close()

@@ -21,7 +21,7 @@ from fsdp_models import (
     together,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
@@ -240,3 +240,61 @@ def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
         except ValueError as error:
             error_text = str(error)
     return error_text
+
+
+class WatchingDispatcher(fsdp.TorchDispatcher):
+    """Notes dtypes."""
+
+    def dispatch(self, x, topk_idx, topk_weights, num_experts):
+        self.seen = {"x": str(x.dtype), "weights": str(topk_weights.dtype)}
+        return super().dispatch(x, topk_idx, topk_weights, num_experts)
+
+    def combine(self, y, arrival):
+        self.seen["y"] = str(y.dtype)
+        return super().combine(y, arrival)
+
+
+class Float32Router(nn.Module):
+    """A router whose weights are exact, as those of DeepSeek-V3 are."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden):
+        logits, weights, experts = self.router(hidden)
+        return logits, weights.float(), experts
+
+
+def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
+    """What is exchanged where parameters are kept in float32 and used in bfloat16."""
+    mesh = mesh_of(2, 1)
+    dispatcher = WatchingDispatcher(mesh)
+    model = make_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.gate = Float32Router(layer.mlp.gate)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(mixed_precision=policy))
+    loss_sum(model, make_batch(0, 1)).backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert all(bool(torch.isfinite(parameter.grad.full_tensor()).all()) for parameter in model.parameters())
+    return dispatcher.seen
+
+
+def prefetched(_: dist.ProcessGroup) -> tuple[dict[str, list[str]], ...]:
+    """Which modules FSDP was told to gather ahead of time, by name of the module that asks; forward and backward."""
+    with parallel(Run()) as (model, _):
+        name_of = {
+            id(module._get_fsdp_state()): name.removeprefix("model").removeprefix(".")
+            for name, module in model.named_modules()
+            if isinstance(module, FSDPModule)
+        }
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        return tuple(
+            {
+                name_of[id(state)]: [name_of[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")]
+                for state in states
+                if getattr(state, f"_states_to_{way}_prefetch")
+            }
+            for way in ("forward", "backward")
+        )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
@@ -11,6 +16,7 @@ from fsdp_jobs import Run
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
+ROOT = Path(__file__).parents[2]
 RTOL = 5e-6  # of the largest gradient of a parameter; measured: 2e-7 to 7e-7
 
 
@@ -99,6 +105,18 @@ def test_activation_checkpointing(four, kind, dispatcher):
         assert all(difference < RTOL for difference in differences.values()), differences
 
 
+def test_under_mixed_precision_narrow_rows_travel_and_weights_stay_exact(four):
+    for seen in four.run(jobs.dtypes_under_mixed_precision):
+        assert seen == {"x": "torch.bfloat16", "weights": "torch.float32", "y": "torch.bfloat16"}
+
+
+def test_the_next_block_and_its_experts_are_asked_for_ahead_of_time(four):
+    forward, backward = four.run(jobs.prefetched)[0]
+    first, second = ["layers.0", "layers.0.mlp.experts"], ["layers.1", "layers.1.mlp.experts"]
+    assert forward == {"": first, "layers.0": second}
+    assert backward == {"": second, "layers.1": first}
+
+
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_gradient_accumulation(four, ep_size):
     for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
@@ -147,3 +165,23 @@ def test_meshes_that_do_not_fit(four):
 def test_more_tokens_than_the_dispatcher_was_made_for(four):
     for text in four.run(jobs.error_of_too_many_tokens):
         assert "max_tokens_per_rank=1" in text
+
+
+def test_the_example_learns():
+    """A whole program, under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "examples/train_moe.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 2), (2, 4), (1, 2)])
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+def test_eight_ranks(eight, dp_replicate, ep_size, dispatcher):
+    sequences = (1, 2, 1, 0, 1, 1, 3, 1)
+    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, nums_sequences=sequences, dispatcher=dispatcher)
+    for differences in eight.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences

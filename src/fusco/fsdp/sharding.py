@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,6 @@ class Sharding:
             been distributed among the "ep" ranks. 1 keeps every shard full of all experts, whatever their number, and
             must divide evenly; 0 hands out whole experts, and needs no copy around communication.
         mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts.
-        offload: as for ``fully_shard``.
         reshard_after_forward: as for ``fully_shard``, for blocks and experts.
         has_prefetch: whether each block asks for the next block and its experts ahead of time, forward and backward.
 
@@ -24,7 +23,6 @@ class Sharding:
 
     expert_dim: int = 1
     mixed_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: bool = True
     has_prefetch: bool = True
 

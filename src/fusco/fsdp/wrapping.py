@@ -31,7 +31,6 @@ def wrap(model: nn.Module, found: Sequence[Experts], mesh: EPMesh, sharding: Sha
             reshard_after_forward=sharding.reshard_after_forward,
             shard_placement_fn=lambda _: Shard(sharding.expert_dim),
             mp_policy=policy,
-            offload_policy=sharding.offload,
         )
     units = find_units(model, found)
     for block in (*(unit.block for unit in units), model):
@@ -41,7 +40,6 @@ def wrap(model: nn.Module, found: Sequence[Experts], mesh: EPMesh, sharding: Sha
             # The root's parameters are needed last in the forward pass and first in the backward pass.
             reshard_after_forward=sharding.reshard_after_forward and block is not model,
             mp_policy=sharding.mixed_precision,
-            offload_policy=sharding.offload,
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
