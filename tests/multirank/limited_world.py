@@ -19,13 +19,14 @@ class LimitedWorld:
             outcomes = self._world.collect(range(self._world_size), timeout_s=self._limit_s)
             assert all(is_ok for is_ok, _ in outcomes), outcomes
         except BaseException:
-            for process in self._world.processes:
-                process.kill()
             self.close()
             raise
         return [outcome for _, outcome in outcomes]
 
     def close(self):
         if self._world:
+            # They have nothing to put away, and interpreters that have loaded so much take seconds to leave.
+            for process in self._world.processes:
+                process.kill()
             self._world.close()
         self._world = None
