@@ -2,7 +2,7 @@
 
 Layers, each importing only those below it::
 
-    cli  bench                                  commands, benchmark harness
+    cli  bench  fsdp                            commands, benchmark harness | training on FSDP2
     collectives                                 verbs without a communicator made first
     communicator                                the public verbs
     checks  autograd  handle  introduction      what the verbs are made of
@@ -21,6 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fusco import fsdp as fsdp
     from fusco import schedule as schedule
     from fusco.balancer import BALANCERS as BALANCERS
     from fusco.balancer import Balancer as Balancer
@@ -80,7 +81,7 @@ _NAME_TO_MODULE = {
     "Topology": "topology",
 }
 
-_MODULES = ("schedule",)  # public as modules, loaded when first used like the names above
+_MODULES = ("fsdp", "schedule")  # public as modules, loaded when first used like the names above
 
 __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the keys are strings
 

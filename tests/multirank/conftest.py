@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from limited_world import LimitedWorld
 from on_device import DeviceWorld
 from rank_setup import meet
 
@@ -20,3 +21,33 @@ def world(request):
             if size <= num_ranks:
                 world.run(meet, size)
         yield world if device == "cpu" else DeviceWorld(world)
+
+
+@pytest.fixture(scope="session")
+def four():
+    """Four ranks that are all of their default group, which meshes are made of."""
+    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415  needs transformers
+
+    world = LimitedWorld(4, meet, LIMIT_S)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def two():
+    """As ``four``."""
+    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415
+
+    world = LimitedWorld(2, meet, LIMIT_S)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def eight():
+    """As ``four``."""
+    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415
+
+    world = LimitedWorld(8, meet, LIMIT_S)
+    yield world
+    world.close()

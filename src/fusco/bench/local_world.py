@@ -101,7 +101,8 @@ class LocalWorld:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
             if not ready:
-                raise RankFailedError(f"rank(s) {waiting} gave no result within {timeout_s} s")
+                failures = [f"\nrank {rank}:\n{outcome}" for rank, (is_ok, outcome) in outcomes.items() if not is_ok]
+                raise RankFailedError(f"rank(s) {waiting} gave no result within {timeout_s} s" + "".join(failures))
             for rank in waiting:
                 try:
                     if self._pipes[rank].poll():

@@ -27,14 +27,16 @@ class OutputRecycler:
         self._lock = threading.RLock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor; its memory returns when the last view of it is gone."""
+        """An uninitialised contiguous tensor; no view; its memory returns when the last view of it is gone."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         block = self._take(num_bytes)
         array = np.frombuffer(block, dtype=np.uint8, count=num_bytes)
         weakref.finalize(array, self._give_back, block).atexit = False
-        return torch.from_numpy(array).view(dtype).view(shape)
+        # Not as a view: PyTorch treats views apart. Hooks on one are lost when it is changed in place, for example.
+        storage = torch.from_numpy(array).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
 
     def close(self) -> None:
         """Free the spares; blocks still in use are freed when released."""

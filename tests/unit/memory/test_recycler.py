@@ -108,3 +108,13 @@ def test_threads_that_take_and_drop_never_share_memory():
     for thread in threads:
         thread.join()
     assert not mixed
+
+
+def test_outputs_are_no_views():
+    """FSDP2 warns of views, since hooks on one are lost when it is changed in place."""
+    recycler = OutputRecycler()
+    for shape in ((3, 5), (0, 5), (4,)):
+        tensor = recycler.empty(shape, torch.bfloat16)
+        assert tensor.shape == shape
+        assert tensor.is_contiguous()
+        assert not tensor._is_view()

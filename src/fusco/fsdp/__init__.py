@@ -1,0 +1,27 @@
+"""Expert parallelism on FSDP2: one call distributes a model's experts and shards everything else.
+
+``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
+between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
+what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint`` and ``save_hugging_face`` keep what
+came of it. ``docs/fsdp.md`` has a loop that works.
+"""
+
+from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
+from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
+from fusco.fsdp.checkpoint import save_hugging_face as save_hugging_face
+from fusco.fsdp.dispatcher import Arrival as Arrival
+from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
+from fusco.fsdp.experts import Experts as Experts
+from fusco.fsdp.experts import find_experts as find_experts
+from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
+from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_
+from fusco.fsdp.grad_norm import grad_norm as grad_norm
+from fusco.fsdp.loss import global_sum as global_sum
+from fusco.fsdp.loss import scale_loss as scale_loss
+from fusco.fsdp.mesh import EPMesh as EPMesh
+from fusco.fsdp.mesh import build_mesh as build_mesh
+from fusco.fsdp.meta import materialize as materialize
+from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
+from fusco.fsdp.parallelize import parallelize as parallelize
+from fusco.fsdp.sharding import Sharding as Sharding
+from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher

@@ -1,0 +1,50 @@
+"""What the experts of a layer need to get their tokens and to send results home, whoever moves the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Rows for this rank's experts.
+
+    Attributes:
+        rows: (num_rows, hidden), expert-major: blocks in order of local expert, rows inside in order of (source rank,
+            token, k).
+        num_rows_per_expert: int64 (num_local_experts,), on the device of the rows.
+        ticket: whatever the dispatcher needs for the way home.
+
+    """
+
+    rows: torch.Tensor
+    num_rows_per_expert: torch.Tensor
+    ticket: Any
+
+
+class Dispatcher(Protocol):
+    """Moves rows among the ranks of an "ep" group, with gradients. Both verbs are collectives.
+
+    A dispatcher keeps nothing of a call: one serves all layers, and activation checkpointing dispatches twice.
+    """
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts.
+
+        Args:
+            x: (num_tokens, hidden).
+            topk_idx: int64 (num_tokens, num_topk), of the ``num_experts`` experts of all ranks; -1 means no expert.
+            topk_weights: (num_tokens, num_topk), the weights that ``combine`` applies.
+            num_experts: a multiple of the number of ranks; each owns a run of consecutive experts.
+
+        """
+        ...
+
+    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        """Bring the experts' results (num_rows, hidden) home: (num_tokens, hidden), weighted and summed over k."""
+        ...

@@ -1,0 +1,114 @@
+"""Modules of experts, found by their structure and not by their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fusco.fsdp.grouped_linear import grouped_linear
+
+_UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """All experts of a layer in one module, as transformers 5 stores them.
+
+    Attributes:
+        name: of the module in its model.
+        module: has the parameters ``gate_up_proj`` (or ``up_proj``, without a gate) and ``down_proj``, of three
+            dimensions, and maybe ``gate_up_proj_bias`` and ``down_proj_bias`` of two; dimension 0 is the expert. It is
+            called with (hidden_states, top_k_index, top_k_weights).
+        num_experts: of all ranks.
+        up_name: ``"gate_up_proj"`` or ``"up_proj"``.
+        is_transposed: whether matrices are stored as (num_inputs, num_outputs).
+
+    """
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    up_name: str
+    is_transposed: bool
+
+    def run(self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+        """Apply this rank's experts to expert-major rows (num_rows, hidden)."""
+        hidden = self._linear(self.up_name, rows, num_rows_per_expert)
+        return self._linear(_DOWN_NAME, self._activation(hidden), num_rows_per_expert)
+
+    def local(self, name: str) -> torch.Tensor:
+        """A parameter's values for this rank's experts; gradients flow to the parameter."""
+        parameter = getattr(self.module, name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def _linear(self, name: str, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+        weight = self.local(name)
+        bias = self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
+        return grouped_linear(rows, weight if self.is_transposed else weight.transpose(1, 2), bias, num_rows_per_expert)
+
+    def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.up_name == "up_proj":
+            return self._call("act_fn", hidden)
+        if hasattr(self.module, "_apply_gate"):
+            return self._call("_apply_gate", hidden)  # where transformers keeps a model's own gate
+        gate, up = hidden.chunk(2, dim=-1)
+        return self._call("act_fn", gate) * up
+
+    def _call(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = getattr(self.module, name)(hidden)
+        return result
+
+
+def find_experts(model: nn.Module) -> list[Experts]:
+    """All modules of experts of a model: those with at least two 3-D parameters of their own and an equal dimension 0.
+
+    Raises:
+        ValueError: if there is none, or one whose parameters mean nothing to us, which is then named.
+
+    """
+    found = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        stacks = {key: parameter for key, parameter in own.items() if parameter.ndim == 3}
+        if len(stacks) >= 2 and len({len(parameter) for parameter in stacks.values()}) == 1:
+            found.append(_experts_of(name, module, stacks))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no module of experts: one with the parameters gate_up_proj (or up_proj) and "
+            f"down_proj of shape (num_experts, ..., ...), as the MoE models of transformers 5 have"
+        )
+    return found
+
+
+def _experts_of(name: str, module: nn.Module, stacks: dict[str, nn.Parameter]) -> Experts:
+    up_name = next((key for key in _UP_NAMES if key in stacks), None)
+    if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
+        raise ValueError(
+            f"{name} looks like experts, but has the 3-D parameters {sorted(stacks)} instead of gate_up_proj (or "
+            f"up_proj) and down_proj"
+        )
+    num_experts = len(stacks[up_name])
+    known = {up_name, _DOWN_NAME, f"{up_name}_bias", f"{_DOWN_NAME}_bias"}
+    for key, parameter in module.named_parameters():
+        if key not in known or len(parameter) != num_experts:
+            raise ValueError(
+                f"{name}.{key} of shape {tuple(parameter.shape)} cannot be distributed with the {num_experts} experts "
+                f"beside it: only weights and biases of the projections can"
+            )
+    return Experts(
+        name, module, num_experts, up_name, _is_transposed(name, module, stacks[up_name], stacks[_DOWN_NAME])
+    )
+
+
+def _is_transposed(name: str, module: nn.Module, up: nn.Parameter, down: nn.Parameter) -> bool:
+    """What the module says (transformers sets it), or else what the shapes allow."""
+    plain, transposed = up.shape[2] == down.shape[1], up.shape[1] == down.shape[2]
+    says = getattr(module, "is_transposed", not plain)
+    if not (transposed if says else plain):
+        raise ValueError(
+            f"{name}: the shapes of its projections, {tuple(up.shape)} and {tuple(down.shape)}, do not go together"
+        )
+    return bool(says)

@@ -1,0 +1,88 @@
+"""fusco's own dispatch and combine: rows leave from where they are and land expert-major."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from fusco.communicator import Communicator
+from fusco.fsdp.dispatcher import Arrival
+from fusco.fsdp.mesh import EPMesh
+from fusco.settings import Settings
+
+
+class FuscoDispatcher:
+    """Moves rows with a ``Communicator``, made when the first layer of its shape runs and shared by all such layers.
+
+    Use it in a ``with`` block, or call ``close``.
+    """
+
+    def __init__(
+        self,
+        mesh: EPMesh,
+        max_tokens_per_rank: int,
+        *,
+        ranks_per_node: int | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Say what the communicators must be able to take.
+
+        Args:
+            mesh: from ``build_mesh``.
+            max_tokens_per_rank: most tokens of a rank's batch: sequences times their length.
+            ranks_per_node: how many consecutive ranks of an "ep" group make a node; ``None`` finds out from the hosts.
+            settings: of the communicators.
+
+        """
+        if max_tokens_per_rank < 1:
+            raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
+        self._group, self._max_tokens_per_rank = mesh.ep_group, max_tokens_per_rank
+        self._ranks_per_node, self._settings = ranks_per_node, settings
+        self._communicators: dict[tuple[int, int, int], Communicator] = {}
+        self._open = ExitStack()
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts; see ``Dispatcher``."""
+        comm = self._communicator(num_experts, topk_idx.shape[1], x)
+        sent = comm.dispatch(x, topk_idx, topk_weights)
+        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
+
+    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        """Bring results home; see ``Dispatcher``."""
+        comm, handle = arrival.ticket
+        combined: torch.Tensor = comm.combine(y, handle)
+        return combined
+
+    def close(self) -> None:
+        """Close all communicators; a collective. A second call does nothing."""
+        self._open.close()
+        self._communicators.clear()
+
+    def __enter__(self) -> FuscoDispatcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+        self._communicators.clear()
+
+    def _communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+        key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
+        if key not in self._communicators:
+            comm = Communicator(
+                self._group,
+                num_experts=num_experts,
+                num_topk=num_topk,
+                max_tokens_per_rank=self._max_tokens_per_rank,
+                max_bytes_per_token=key[2],
+                ranks_per_node=self._ranks_per_node,
+                settings=self._settings,
+                device=x.device,
+            )
+            self._communicators[key] = self._open.enter_context(comm)
+        return self._communicators[key]

@@ -1,0 +1,94 @@
+"""The norm of gradients that live on different meshes, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; a collective of all ranks.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which in PyTorch 2.13 refuses parameters on different meshes. Gradients that
+    are missing count as zero, on whichever ranks they are.
+
+    Args:
+        parameters: of a parallelized model, the same ones on all ranks.
+        max_norm: the largest norm allowed.
+        norm_type: which p-norm; ``inf`` is the largest absolute value.
+        error_if_nonfinite: raise ``RuntimeError``, on all ranks, if the norm is infinite or not a number.
+
+    Returns:
+        The norm before clipping: float64, without dimensions, equal on all ranks.
+
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped by it"
+        )
+    # The same small number as in torch, against a division by zero.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in map(_local_grad, parameters):
+        if grad is not None:
+            grad.mul_(scale.to(grad.device, grad.dtype))
+    return norm
+
+
+def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of all ranks together, as ``clip_grad_norm_`` returns it; a collective."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}")
+    # Meshes are those of parameters, and in their order, so that ranks agree on them whatever gradients are missing.
+    mesh_to_parameters: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh_to_parameters.setdefault(_where(parameter), []).append(parameter)
+    totals = []
+    for (mesh, sharded_dims), group in mesh_to_parameters.items():
+        total = _local_total(group, norm_type)
+        for dim in sharded_dims:
+            assert mesh is not None
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(total, op, mesh.get_group(dim))
+        totals.append(total)
+    if not totals:
+        return torch.zeros((), dtype=torch.float64)
+    stacked = torch.stack(totals)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def _where(parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """A parameter's mesh, and the dimensions of the mesh along which its parts are different."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return parameter.device_mesh, tuple(sharded)
+
+
+def _local_total(parameters: list[nn.Parameter], norm_type: float) -> torch.Tensor:
+    """Sum of p-th powers of this rank's part of the gradients (their maximum, if p is infinite), in float64."""
+    local = parameters[0]
+    device = local.to_local().device if isinstance(local, DTensor) else local.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        grad = _local_grad(parameter)
+        if grad is None or not grad.numel():
+            continue
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
+    return total
+
+
+@torch.no_grad()
+def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad

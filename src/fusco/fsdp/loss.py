@@ -1,0 +1,30 @@
+"""The mean loss over the tokens of all ranks, however many each of them has."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fusco.fsdp.mesh import EPMesh
+
+
+def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
+    """Divide this rank's *sum* of losses by the number of tokens of all ranks; a collective.
+
+    The results of all ranks add up to the mean loss (``global_sum`` does that, to show it), and as ``parallelize`` adds
+    gradients, what ``backward`` gives is the gradient of that mean.
+
+    Args:
+        loss_sum: the sum of this rank's losses; zero for a rank without tokens.
+        num_tokens: how many losses that sum has, ignored labels not counted.
+        mesh: from ``build_mesh``.
+
+    """
+    return loss_sum / global_sum(num_tokens, mesh).clamp(min=1).to(loss_sum.dtype)
+
+
+def global_sum(value: float | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
+    """Add up a number, such as a count of tokens, over all ranks; a collective. Float64, on the mesh's device."""
+    total = torch.as_tensor(value).detach().to(mesh.device_type, torch.float64, copy=True)
+    dist.all_reduce(total)
+    return total

@@ -1,0 +1,68 @@
+"""The reference: permute, ``all_to_all_single``, permute again, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from fusco.fsdp.dispatcher import Arrival
+from fusco.fsdp.mesh import EPMesh
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """The way home of one dispatch.
+
+    ``sent`` are flat positions token * num_topk + k in the order in which they were sent; ``arrived`` are positions in
+    order of arrival, by place in the expert-major rows.
+    """
+
+    sent: torch.Tensor
+    arrived: torch.Tensor
+    topk_weights: torch.Tensor
+    num_sent: list[int]
+    num_received: list[int]
+
+
+class TorchDispatcher:
+    """Two exchanges of duplicated rows with a permutation on either side, all differentiable by PyTorch itself."""
+
+    def __init__(self, mesh: EPMesh) -> None:
+        self._group, self._num_ranks = mesh.ep_group, mesh.ep_size
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts; see ``Dispatcher``. Waits for the counts on the host."""
+        expert_of_pair = topk_idx.reshape(-1)
+        order = torch.argsort(expert_of_pair, stable=True)
+        sent = order[int((expert_of_pair < 0).sum()) :]
+        to_each = torch.bincount(expert_of_pair[sent], minlength=num_experts)
+        from_each = torch.empty_like(to_each)
+        dist.all_to_all_single(from_each, to_each, group=self._group)
+
+        by_source = from_each.view(self._num_ranks, -1)
+        num_sent = to_each.view(self._num_ranks, -1).sum(1).tolist()
+        num_received = by_source.sum(1).tolist()
+        rows = self._exchange(x[sent // topk_idx.shape[1]], num_received, num_sent)
+        local_expert = torch.arange(by_source.shape[1], device=x.device).repeat(self._num_ranks)
+        arrived = torch.argsort(local_expert.repeat_interleave(by_source.reshape(-1)), stable=True)
+        return Arrival(rows[arrived], by_source.sum(0), _Ticket(sent, arrived, topk_weights, num_sent, num_received))
+
+    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        """Bring results home; see ``Dispatcher``."""
+        ticket: _Ticket = arrival.ticket
+        num_tokens, num_topk = ticket.topk_weights.shape
+        as_arrived = torch.empty_like(ticket.arrived)
+        as_arrived[ticket.arrived] = torch.arange(len(as_arrived), device=y.device)
+        home = self._exchange(y[as_arrived], ticket.num_sent, ticket.num_received)
+        weighted = home * ticket.topk_weights.reshape(-1)[ticket.sent, None]
+        out = weighted.new_zeros(num_tokens, y.shape[1])
+        return out.index_add(0, ticket.sent // num_topk, weighted).to(y.dtype)
+
+    def _exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:
+        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self._group)
+        return moved.wait() if hasattr(moved, "wait") else moved

@@ -1,0 +1,118 @@
+"""Functions on ranks, or in a process alone: train, save, load elsewhere, train on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fsdp_jobs import Run, dispatcher_of, mesh_of
+from fsdp_models import Batch, loss_sum, make_model, num_targets, together
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from fusco import fsdp
+
+_SEQUENCES = (2, 2, 2, 2)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything, whole: parameters and the moments of the optimizer, now and after one more step."""
+
+    now: dict[str, torch.Tensor]
+    later: dict[str, torch.Tensor]
+
+
+def save(_: dist.ProcessGroup, run: Run, path: Path) -> State:
+    """Train two steps and save."""
+    with _trainer(run) as (model, optimizer):
+        for index in range(2):
+            _step(model, optimizer, index)
+        fsdp.save_checkpoint(path, model, optimizer)
+        return _state_and_next(model, optimizer)
+
+
+def load(_: dist.ProcessGroup, run: Run, path: Path) -> State:
+    """Load into a model that has taken another way."""
+    with _trainer(run) as (model, optimizer):
+        _step(model, optimizer, 5)
+        fsdp.load_checkpoint(path, model, optimizer)
+        return _state_and_next(model, optimizer)
+
+
+def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
+    """Load into a model that never was whole."""
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    with dispatcher_of(run, mesh) as dispatcher:
+        with fsdp.parameters_on_meta():
+            model = make_model(run.kind)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        fsdp.materialize(model, "cpu")
+        optimizer = _optimizer(model)
+        fsdp.load_checkpoint(path, model, optimizer)
+        return _state_and_next(model, optimizer)
+
+
+def load_alone(path: Path) -> State:
+    """Load into a plain model, in a process without a group."""
+    model = make_model("qwen3")
+    optimizer = _optimizer(model)
+    fsdp.load_checkpoint(path, model, optimizer)
+    return _state_and_next(model, optimizer)
+
+
+def export(_: dist.ProcessGroup, run: Run, path: Path) -> dict[str, torch.Tensor]:
+    """Write for transformers; return the whole weights."""
+    with _trainer(run) as (model, optimizer):
+        _step(model, optimizer, 0)
+        fsdp.save_hugging_face(path, model)
+        return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def _trainer(run: Run) -> Iterator[tuple[nn.Module, AdamW]]:
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    with dispatcher_of(run, mesh) as dispatcher:
+        model = make_model(run.kind)
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        yield model, _optimizer(model)
+
+
+def _optimizer(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def _step(model: nn.Module, optimizer: AdamW, index: int) -> None:
+    """The same batch, among however many ranks."""
+    whole = together(_SEQUENCES, index)
+    mine = whole
+    if dist.is_initialized():
+        ids, labels = (t.tensor_split(dist.get_world_size())[dist.get_rank()] for t in (whole.ids, whole.labels))
+        mine = Batch(ids, labels)
+    (loss_sum(model, mine) / num_targets(whole)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state_and_next(model: nn.Module, optimizer: AdamW) -> State:
+    now = _state(model, optimizer)
+    _step(model, optimizer, 2)
+    return State(now, _state(model, optimizer))
+
+
+def _state(model: nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
+    moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    tensors = {name: value for name, value in moments.items() if isinstance(value, torch.Tensor)}
+    return {name: _whole(tensor) for name, tensor in {**dict(model.named_parameters()), **tensors}.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

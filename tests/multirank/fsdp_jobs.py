@@ -1,0 +1,300 @@
+"""Functions on ranks: a model on expert parallelism and FSDP2, against the same model in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from fsdp_models import (
+    SEQUENCE,
+    alone,
+    loss_sum,
+    make_batch,
+    make_model,
+    make_starved_model,
+    num_targets,
+    step_alone,
+    together,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fusco import Settings, fsdp
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A parallelized model and its batches.
+
+    Attributes:
+        kind: of model.
+        ep_size, dp_replicate: of the mesh.
+        expert_dim: that FSDP shards.
+        dispatcher: ``"fusco"``, ``"torch"``, or ``"drops a token"``.
+        nums_sequences: of each rank's batch.
+        is_starved: leave half of the experts without any token.
+        recomputes: keep no activations of blocks, but compute them again.
+        divides: leave FSDP's own divide factor, and the loss to match dense parameters.
+
+    """
+
+    kind: str = "qwen3"
+    ep_size: int = 2
+    dp_replicate: int = 1
+    expert_dim: int = 1
+    dispatcher: str = "fusco"
+    nums_sequences: tuple[int, ...] = (2, 1, 3, 1)
+    divides: bool = False
+    is_starved: bool = False
+    recomputes: bool = False
+
+
+class DroppingDispatcher(fsdp.TorchDispatcher):
+    """Loses the first token of rank 1 on its way to one of its experts."""
+
+    def dispatch(self, x, topk_idx, topk_weights, num_experts):
+        if dist.get_rank() == 1:
+            topk_idx = topk_idx.clone()
+            topk_idx[0, 0] = -1
+        return super().dispatch(x, topk_idx, topk_weights, num_experts)
+
+
+@lru_cache(maxsize=16)
+def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
+    return fsdp.build_mesh(ep_size, dp_replicate, device_type="cpu")
+
+
+@contextlib.contextmanager
+def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
+    if run.dispatcher == "fusco":
+        settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
+        most = max(4, *run.nums_sequences) * SEQUENCE
+        with fsdp.FuscoDispatcher(mesh, most, settings=settings) as dispatcher:
+            yield dispatcher
+    else:
+        yield {"torch": fsdp.TorchDispatcher, "drops a token": DroppingDispatcher}[run.dispatcher](mesh)
+
+
+@contextlib.contextmanager
+def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
+    """The model of a run."""
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    with dispatcher_of(run, mesh) as dispatcher:
+        model = make_starved_model() if run.is_starved else make_model(run.kind)
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        if run.divides:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(None)
+                    module.set_force_sum_reduction_for_comms(False)
+        if run.recomputes:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        yield model, mesh
+
+
+def step(run: Run, model: nn.Module, mesh: fsdp.EPMesh, index: int = 0) -> float:
+    """Forward and backward; the mean loss of all ranks."""
+    rank = dist.get_rank()
+    batch = make_batch(rank, run.nums_sequences[rank], index)
+    loss = fsdp.scale_loss(loss_sum(model, batch), num_targets(batch), mesh)
+    (loss * dist.get_world_size() if run.divides else loss).backward()
+    return float(fsdp.global_sum(loss, mesh))
+
+
+def meet(_: dist.ProcessGroup) -> None:
+    """Import what jobs need, which takes long where ranks share cores."""
+    make_model("qwen3")
+
+
+def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """How far gradients of two batches in turn, reduced once, are from those of both in one process."""
+    batches = [together(run.nums_sequences, index) for index in range(2)]
+    num_all = sum(map(num_targets, batches))
+    expected = make_model(run.kind)
+    (sum(loss_sum(expected, batch) for batch in batches) / num_all).backward()
+    rank = dist.get_rank()
+    with parallel(run) as (model, _):
+        for index in range(2):
+            model.set_requires_gradient_sync(index == 1)
+            (loss_sum(model, make_batch(rank, run.nums_sequences[rank], index)) / num_all).backward()
+        return {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in model.named_parameters()
+        }
+
+
+def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
+    """The largest difference, in units of the largest value."""
+    assert ours is not None
+    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    assert whole.shape == theirs.shape
+    if not theirs.any():
+        return float(whole.any())
+    return float((whole - theirs).abs().max() / theirs.abs().max())
+
+
+def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """How far loss, gradients (by parameter) and gradient norms are from a single process."""
+    reference = alone(run.kind, run.nums_sequences, run.is_starved)
+    with parallel(run) as (model, mesh):
+        loss = step(run, model, mesh)
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == reference.grads.keys()
+        differences = {name: difference(parameters[name].grad, grad) for name, grad in reference.grads.items()}
+        for p, norm in reference.norms.items():
+            differences[f"norm {p}"] = abs(float(fsdp.grad_norm(parameters.values(), p)) / norm - 1)
+    return {"loss": abs(loss / reference.loss - 1), **differences}
+
+
+def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[int, ...]) -> dict[str, float]:
+    """As ``differences_of_gradients``, for one block with a router and experts, and its inputs."""
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(1, sum(nums_tokens), 16, generator=generator, requires_grad=True)
+    expected = make_model(run.kind).model.layers[0].mlp
+    expected.experts.config._experts_implementation = "eager"
+    loss = expected(whole).square().sum()
+    for tensor in (whole, *expected.parameters()):
+        tensor.grad = torch.zeros_like(tensor)
+    if loss.requires_grad:  # transformers' experts leave the graph if there are no tokens at all
+        loss.backward()
+
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    before = sum(nums_tokens[: dist.get_rank()])
+    mine = slice(before, before + nums_tokens[dist.get_rank()])
+    x = whole.detach()[:, mine].clone().requires_grad_()
+    with dispatcher_of(run, mesh) as dispatcher:
+        block = make_model(run.kind).model.layers[0].mlp
+        fsdp.parallelize(block, mesh, dispatcher)
+        block(x).square().sum().backward()
+        differences = {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in block.named_parameters()
+        }
+    return {"x": difference(x.grad, whole.grad[:, mine]) if x.numel() else 0.0, **differences}
+
+
+def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
+    """How far clipped AdamW steps take parameters from those of a single process, absolutely."""
+    expected = make_model(run.kind)
+    alone_optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    with parallel(run) as (model, mesh):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for index in range(num_steps):
+            step_alone(expected, together(run.nums_sequences, index))
+            theirs = nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            step(run, model, mesh, index)
+            ours = fsdp.clip_grad_norm_(model.parameters(), 0.5)
+            assert theirs > 0.5
+            assert abs(ours / theirs - 1) < 1e-4
+            for each in (alone_optimizer, optimizer):
+                each.step()
+                each.zero_grad()
+        return {
+            name: float((parameter.detach().full_tensor() - expected.get_parameter(name)).detach().abs().max())
+            for name, parameter in model.named_parameters()
+        }
+
+
+def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_rank: bool = False) -> str:
+    """What ``parallelize`` says to a model with changed sizes, or with weights of its own on every rank."""
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    model = make_model(run.kind, **changes)
+    if seed_by_rank:
+        with torch.no_grad():
+            model.model.layers[1].mlp.gate.weight.add_(dist.get_rank())
+    try:
+        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh), fsdp.Sharding(expert_dim=run.expert_dim))
+    except ValueError as error:
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        return str(error)
+    return "none"
+
+
+def error_of_mesh(_: dist.ProcessGroup, ep_size: int, dp_replicate: int) -> str:
+    """What ``build_mesh`` says."""
+    try:
+        fsdp.build_mesh(ep_size, dp_replicate)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
+    """What a dispatcher made for one token says to a batch of more."""
+    mesh = mesh_of(2, 1)
+    model = make_model("qwen3")
+    batch = make_batch(0, 1)
+    error_text = "none"
+    with fsdp.FuscoDispatcher(mesh, 1, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
+        fsdp.parallelize(model, mesh, dispatcher)
+        try:
+            loss_sum(model, batch)
+        except ValueError as error:
+            error_text = str(error)
+    return error_text
+
+
+class WatchingDispatcher(fsdp.TorchDispatcher):
+    """Notes dtypes."""
+
+    def dispatch(self, x, topk_idx, topk_weights, num_experts):
+        self.seen = {"x": str(x.dtype), "weights": str(topk_weights.dtype)}
+        return super().dispatch(x, topk_idx, topk_weights, num_experts)
+
+    def combine(self, y, arrival):
+        self.seen["y"] = str(y.dtype)
+        return super().combine(y, arrival)
+
+
+class Float32Router(nn.Module):
+    """A router whose weights are exact, as those of DeepSeek-V3 are."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden):
+        logits, weights, experts = self.router(hidden)
+        return logits, weights.float(), experts
+
+
+def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
+    """What is exchanged where parameters are kept in float32 and used in bfloat16."""
+    mesh = mesh_of(2, 1)
+    dispatcher = WatchingDispatcher(mesh)
+    model = make_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.gate = Float32Router(layer.mlp.gate)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(mixed_precision=policy))
+    loss_sum(model, make_batch(0, 1)).backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert all(bool(torch.isfinite(parameter.grad.full_tensor()).all()) for parameter in model.parameters())
+    return dispatcher.seen
+
+
+def prefetched(_: dist.ProcessGroup) -> tuple[dict[str, list[str]], ...]:
+    """Which modules FSDP was told to gather ahead of time, by name of the module that asks; forward and backward."""
+    with parallel(Run()) as (model, _):
+        name_of = {
+            id(module._get_fsdp_state()): name.removeprefix("model").removeprefix(".")
+            for name, module in model.named_modules()
+            if isinstance(module, FSDPModule)
+        }
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        return tuple(
+            {
+                name_of[id(state)]: [name_of[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")]
+                for state in states
+                if getattr(state, f"_states_to_{way}_prefetch")
+            }
+            for way in ("forward", "backward")
+        )

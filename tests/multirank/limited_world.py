@@ -1,0 +1,32 @@
+"""A world whose ranks are replaced if they hang or fail."""
+
+from fusco.bench.local_world import LocalWorld
+
+
+class LimitedWorld:
+    """A ``LocalWorld`` where whatever takes too long has failed. Ranks that failed are replaced for the next test."""
+
+    def __init__(self, world_size, meet, limit_s):
+        self._world_size, self._meet, self._limit_s = world_size, meet, limit_s
+        self._world = None
+
+    def run(self, function, *args, **kwargs):
+        if self._world is None:
+            self._world = LocalWorld(self._world_size)
+            self._world.run(self._meet, self._world_size)
+        self._world.start(function, self._world_size, *args, **kwargs)
+        try:
+            outcomes = self._world.collect(range(self._world_size), timeout_s=self._limit_s)
+            assert all(is_ok for is_ok, _ in outcomes), outcomes
+        except BaseException:
+            self.close()
+            raise
+        return [outcome for _, outcome in outcomes]
+
+    def close(self):
+        if self._world:
+            # They have nothing to put away, and interpreters that have loaded so much take seconds to leave.
+            for process in self._world.processes:
+                process.kill()
+            self._world.close()
+        self._world = None

@@ -1,0 +1,187 @@
+"""Expert parallelism on FSDP2: four processes compute what one does with all their batches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
+
+import fsdp_jobs as jobs
+from fsdp_jobs import Run
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+ROOT = Path(__file__).parents[2]
+RTOL = 5e-6  # of the largest gradient of a parameter; measured: 2e-7 to 7e-7
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_gradients_are_those_of_one_process(four, ep_size, expert_dim, dispatcher):
+    run = Run(ep_size=ep_size, expert_dim=expert_dim, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        assert any("mlp.gate.weight" in name for name in differences)
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_the_divide_factor_of_fsdp_would_be_seen(four, ep_size):
+    """Its experts' gradients are ``ep_size`` times too large: off by ``ep_size - 1``."""
+    run = Run(ep_size=ep_size, divides=True)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        for name, wrong in differences.items():
+            if ".experts." in name:
+                assert wrong == pytest.approx(ep_size - 1, rel=1e-4)
+            elif not name.startswith("norm "):
+                assert wrong < RTOL
+
+
+def test_a_dropped_token_would_be_seen(four):
+    for differences in four.run(jobs.differences_of_gradients, Run(dispatcher="drops a token")):
+        assert min(wrong for name, wrong in differences.items() if name != "norm inf") > 10 * RTOL
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
+    run = Run(ep_size=ep_size, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_training, run, 3):
+        assert all(difference < 1e-4 for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_ranks_without_labels(four, ep_size, dispatcher):
+    run = Run(ep_size=ep_size, nums_sequences=(0, 2, 0, 0), dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("nums_tokens", [(5, 0, 3, 8), (0, 0, 0, 2), (0, 0, 0, 0)])
+def test_ranks_without_tokens(four, nums_tokens, dispatcher):
+    for ep_size in (2, 4):
+        run = Run(ep_size=ep_size, dispatcher=dispatcher)
+        for differences in four.run(jobs.differences_of_a_block, run, nums_tokens):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_ranks_whose_experts_get_no_tokens(four, ep_size, dispatcher):
+    for expert_dim in (0, 1):
+        run = Run(ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
+        for differences in four.run(jobs.differences_of_gradients, run):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "gpt-oss"])
+def test_other_architectures(four, kind):
+    for ep_size, dispatcher in ((2, "fusco"), (4, "torch")):
+        run = Run(kind=kind, ep_size=ep_size, dispatcher=dispatcher)
+        for differences in four.run(jobs.differences_of_gradients, run):
+            assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_replicas(four, dp_replicate, ep_size, expert_dim):
+    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek-v3"])
+def test_activation_checkpointing(four, kind, dispatcher):
+    run = Run(kind=kind, recomputes=True, dispatcher=dispatcher)
+    for differences in four.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+def test_under_mixed_precision_narrow_rows_travel_and_weights_stay_exact(four):
+    for seen in four.run(jobs.dtypes_under_mixed_precision):
+        assert seen == {"x": "torch.bfloat16", "weights": "torch.float32", "y": "torch.bfloat16"}
+
+
+def test_the_next_block_and_its_experts_are_asked_for_ahead_of_time(four):
+    forward, backward = four.run(jobs.prefetched)[0]
+    first, second = ["layers.0", "layers.0.mlp.experts"], ["layers.1", "layers.1.mlp.experts"]
+    assert forward == {"": first, "layers.0": second}
+    assert backward == {"": second, "layers.1": first}
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_gradient_accumulation(four, ep_size):
+    for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
+        assert all(difference < RTOL for difference in differences.values()), differences
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "text"),
+    [
+        (
+            Run(ep_size=4),
+            {"num_experts": 6},
+            "model.layers.0.mlp.experts.gate_up_proj of shape (6, 16, 16): ep_size=4 does not divide its 6 experts",
+        ),
+        (
+            Run(ep_size=1),
+            {"moe_intermediate_size": 3},
+            "model.layers.0.mlp.experts.gate_up_proj of shape (8, 6, 16): the 4 ranks that share an expert do not "
+            "divide dimension 1; choose another ep_size, or Sharding(expert_dim=0)",
+        ),
+        (Run(ep_size=1, expert_dim=0), {"moe_intermediate_size": 3}, "none"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(four, run, changes, text):
+    assert four.run(jobs.error_of, run, changes) == [text] * 4
+
+
+def test_a_model_without_experts(four):
+    for text in four.run(jobs.error_of, Run(), {"decoder_sparse_step": 5}):
+        assert text.startswith("Qwen3MoeForCausalLM has no module of experts")
+
+
+def test_weights_that_differ_between_ranks(four):
+    for text in four.run(jobs.error_of, Run(), {}, seed_by_rank=True):
+        assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")
+
+
+def test_meshes_that_do_not_fit(four):
+    assert (
+        four.run(jobs.error_of_mesh, 3, 1)
+        == ["ep_size=3 times dp_replicate=1 does not divide the 4 ranks of the default process group"] * 4
+    )
+    assert four.run(jobs.error_of_mesh, 0, 1) == ["ep_size must be positive, got 0"] * 4
+
+
+def test_more_tokens_than_the_dispatcher_was_made_for(four):
+    for text in four.run(jobs.error_of_too_many_tokens):
+        assert "max_tokens_per_rank=1" in text
+
+
+def test_the_example_learns():
+    """A whole program, under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_moe.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 2), (2, 4), (1, 2)])
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+def test_eight_ranks(eight, dp_replicate, ep_size, dispatcher):
+    sequences = (1, 2, 1, 0, 1, 1, 3, 1)
+    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, nums_sequences=sequences, dispatcher=dispatcher)
+    for differences in eight.run(jobs.differences_of_gradients, run):
+        assert all(difference < RTOL for difference in differences.values()), differences

@@ -1,0 +1,86 @@
+"""Experts are found by their structure."""
+
+import pytest
+import torch
+from torch import nn
+
+from fusco.fsdp import find_experts
+
+
+class Stack(nn.Module):
+    """Parameters of the given shapes, and SiLU."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.act_fn = nn.SiLU()
+
+
+def only(module):
+    (experts,) = find_experts(nn.ModuleDict({"mlp": nn.ModuleDict({"whatever": module}), "conv": nn.Conv1d(4, 4, 3)}))
+    return experts
+
+
+ROWS, COUNTS = torch.linspace(-1, 1, 15).view(5, 3), torch.tensor([2, 3])
+
+
+def by_hand(function):
+    return torch.cat([function(rows, e) for e, rows in enumerate(ROWS.split(COUNTS.tolist()))])
+
+
+def test_gated_experts():
+    experts = only(Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)))
+    assert (experts.name, experts.num_experts, experts.is_transposed) == ("mlp.whatever", 2, False)
+
+    def run(rows, e):
+        gate, up = (rows @ experts.module.gate_up_proj[e].T).chunk(2, dim=-1)
+        return (nn.functional.silu(gate) * up) @ experts.module.down_proj[e].T
+
+    torch.testing.assert_close(experts.run(ROWS, COUNTS), by_hand(run))
+
+
+def test_experts_with_biases_a_gate_of_their_own_and_matrices_the_other_way():
+    module = Stack(gate_up_proj=(2, 3, 8), down_proj=(2, 4, 3), gate_up_proj_bias=(2, 8), down_proj_bias=(2, 3))
+    module._apply_gate = lambda hidden: hidden[:, ::2] * hidden[:, 1::2].tanh()
+    experts = only(module)
+    assert experts.is_transposed
+
+    def run(rows, e):
+        hidden = module._apply_gate(rows @ module.gate_up_proj[e] + module.gate_up_proj_bias[e])
+        return hidden @ module.down_proj[e] + module.down_proj_bias[e]
+
+    torch.testing.assert_close(experts.run(ROWS, COUNTS), by_hand(run))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_without_a_gate(is_transposed):
+    """Their shapes fit either way, so the module must say."""
+    module = Stack(up_proj=(2, 3, 3), down_proj=(2, 3, 3))
+    module.is_transposed = is_transposed
+    experts = only(module)
+    turn = (lambda matrix: matrix) if is_transposed else (lambda matrix: matrix.T)
+
+    def run(rows, e):
+        return nn.functional.silu(rows @ turn(module.up_proj[e])) @ turn(module.down_proj[e])
+
+    torch.testing.assert_close(experts.run(ROWS, COUNTS), by_hand(run))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"w1": (2, 8, 3), "w2": (2, 3, 4)}, r"mlp\.whatever looks like experts, but has the 3-D parameters"),
+        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not go together"),
+        (
+            {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "scale": (3,)},
+            r"mlp\.whatever\.scale of shape \(3,\) cannot be distributed with the 2 experts",
+        ),
+        ({"gate_up_proj": (2, 8, 3)}, "ModuleDict has no module of experts"),
+        ({"gate_up_proj": (2, 8, 3), "down_proj": (3, 3, 4)}, "ModuleDict has no module of experts"),
+    ],
+)
+def test_what_is_no_experts_is_named(shapes, text):
+    with pytest.raises(ValueError, match=text):
+        only(Stack(**shapes))
