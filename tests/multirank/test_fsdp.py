@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 
 import fsdp_jobs as jobs
 from fsdp_jobs import Run
+from fsdp_models import make_model
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
@@ -165,6 +167,16 @@ def test_meshes_that_do_not_fit(four):
 def test_more_tokens_than_the_dispatcher_was_made_for(four):
     for text in four.run(jobs.error_of_too_many_tokens):
         assert "max_tokens_per_rank=1" in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="transformers distributes models with accelerate only"
+)
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_models_that_transformers_distributes(four, tmp_path, ep_size):
+    make_model("qwen3").save_pretrained(tmp_path)
+    for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size):
+        assert all(difference < RTOL for difference in differences.values()), differences
 
 
 def test_the_example_learns():
