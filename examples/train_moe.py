@@ -31,7 +31,7 @@ config = Qwen3MoeConfig(
 model = Qwen3MoeForCausalLM(config).to(device)
 
 mesh = fsdp.build_mesh(ep_size=2)
-with fsdp.FuscoDispatcher(mesh, max_tokens_per_rank=NUM_SEQUENCES * LENGTH) as dispatcher:
+with fsdp.FuscoDispatcher(mesh.ep_group, max_tokens_per_rank=NUM_SEQUENCES * LENGTH) as dispatcher:
     fsdp.parallelize(model, mesh, dispatcher)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1 + rank)  # and has its own batches: here, numbers that count up from a random one

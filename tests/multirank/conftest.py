@@ -1,5 +1,7 @@
 """One world of rank processes for all tests: starting them costs seconds."""
 
+import importlib.util
+
 import pytest
 import torch
 from limited_world import LimitedWorld
@@ -7,6 +9,9 @@ from on_device import DeviceWorld
 from rank_setup import meet
 
 from fusco.bench.local_world import LocalWorld
+
+# Not looked through for doctests without what they import; their tests are skipped, and say so.
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 

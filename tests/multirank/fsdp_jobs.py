@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from fsdp_models import (
     SEQUENCE,
     alone,
@@ -24,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fusco import Settings, fsdp
+from fusco import ClosedError, Settings, fsdp
 
 LIMIT_S = 60.0
 
@@ -76,10 +80,10 @@ def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
     if run.dispatcher == "fusco":
         settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
         most = max(4, *run.nums_sequences) * SEQUENCE
-        with fsdp.FuscoDispatcher(mesh, most, settings=settings) as dispatcher:
+        with fsdp.FuscoDispatcher(mesh.ep_group, most, settings=settings) as dispatcher:
             yield dispatcher
     else:
-        yield {"torch": fsdp.TorchDispatcher, "drops a token": DroppingDispatcher}[run.dispatcher](mesh)
+        yield {"torch": fsdp.TorchDispatcher, "drops a token": DroppingDispatcher}[run.dispatcher](mesh.ep_group)
 
 
 @contextlib.contextmanager
@@ -181,6 +185,23 @@ def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[in
     return {"x": difference(x.grad, whole.grad[:, mine]) if x.numel() else 0.0, **differences}
 
 
+def differences_through_transformers(_: dist.ProcessGroup, path: Path, ep_size: int) -> dict[str, float]:
+    """As ``differences_of_gradients``, for a model that transformers has distributed."""
+    nums_sequences = (2, 1, 3, 1)
+    reference = alone("qwen3", nums_sequences)
+    config = importlib.import_module("transformers.distributed").DistributedConfig(
+        fsdp_size=4, ep_size=ep_size, ep_implementation="fusco"
+    )
+    settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
+    with fsdp.registered_with_transformers(3 * SEQUENCE, settings=settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+        batch = make_batch(dist.get_rank(), nums_sequences[dist.get_rank()])
+        # transformers averages gradients over ranks.
+        loss = loss_sum(model, batch) * dist.get_world_size() / num_targets(together(nums_sequences))
+        loss.backward()
+        return {name: difference(model.get_parameter(name).grad, grad) for name, grad in reference.grads.items()}
+
+
 def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
     """How far clipped AdamW steps take parameters from those of a single process, absolutely."""
     expected = make_model(run.kind)
@@ -211,7 +232,7 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
         with torch.no_grad():
             model.model.layers[1].mlp.gate.weight.add_(dist.get_rank())
     try:
-        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh), fsdp.Sharding(expert_dim=run.expert_dim))
+        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim))
     except ValueError as error:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)
@@ -233,12 +254,14 @@ def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
     model = make_model("qwen3")
     batch = make_batch(0, 1)
     error_text = "none"
-    with fsdp.FuscoDispatcher(mesh, 1, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
+    with fsdp.FuscoDispatcher(mesh.ep_group, 1, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
         fsdp.parallelize(model, mesh, dispatcher)
         try:
             loss_sum(model, batch)
         except ValueError as error:
             error_text = str(error)
+    with pytest.raises(ClosedError, match="the dispatcher is closed"):
+        loss_sum(model, batch)
     return error_text
 
 
@@ -269,7 +292,7 @@ class Float32Router(nn.Module):
 def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
     """What is exchanged where parameters are kept in float32 and used in bfloat16."""
     mesh = mesh_of(2, 1)
-    dispatcher = WatchingDispatcher(mesh)
+    dispatcher = WatchingDispatcher(mesh.ep_group)
     model = make_model("qwen3")
     for layer in model.model.layers:
         layer.mlp.gate = Float32Router(layer.mlp.gate)

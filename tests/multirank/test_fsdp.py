@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,11 +14,22 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 
 import fsdp_jobs as jobs
 from fsdp_jobs import Run
+from fsdp_models import make_model
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
-RTOL = 5e-6  # of the largest gradient of a parameter; measured: 2e-7 to 7e-7
+RTOL = 5e-6  # of the largest gradient of a parameter; measured: up to 1.1e-6
+NORM_RTOL = 1e-6  # of loss and gradient norms; measured: up to 5.3e-7
+
+
+def assert_small(differences):
+    wrong = {
+        name: difference
+        for name, difference in differences.items()
+        if not difference < (NORM_RTOL if name == "loss" or name.startswith("norm ") else RTOL)
+    }
+    assert not wrong
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -27,7 +39,7 @@ def test_gradients_are_those_of_one_process(four, ep_size, expert_dim, dispatche
     run = Run(ep_size=ep_size, expert_dim=expert_dim, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
         assert any("mlp.gate.weight" in name for name in differences)
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])
@@ -60,7 +72,7 @@ def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
 def test_ranks_without_labels(four, ep_size, dispatcher):
     run = Run(ep_size=ep_size, nums_sequences=(0, 2, 0, 0), dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -69,7 +81,7 @@ def test_ranks_without_tokens(four, nums_tokens, dispatcher):
     for ep_size in (2, 4):
         run = Run(ep_size=ep_size, dispatcher=dispatcher)
         for differences in four.run(jobs.differences_of_a_block, run, nums_tokens):
-            assert all(difference < RTOL for difference in differences.values()), differences
+            assert_small(differences)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -78,7 +90,7 @@ def test_ranks_whose_experts_get_no_tokens(four, ep_size, dispatcher):
     for expert_dim in (0, 1):
         run = Run(ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
         for differences in four.run(jobs.differences_of_gradients, run):
-            assert all(difference < RTOL for difference in differences.values()), differences
+            assert_small(differences)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "gpt-oss"])
@@ -86,7 +98,7 @@ def test_other_architectures(four, kind):
     for ep_size, dispatcher in ((2, "fusco"), (4, "torch")):
         run = Run(kind=kind, ep_size=ep_size, dispatcher=dispatcher)
         for differences in four.run(jobs.differences_of_gradients, run):
-            assert all(difference < RTOL for difference in differences.values()), differences
+            assert_small(differences)
 
 
 @pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
@@ -94,7 +106,7 @@ def test_other_architectures(four, kind):
 def test_replicas(four, dp_replicate, ep_size, expert_dim):
     run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -102,7 +114,7 @@ def test_replicas(four, dp_replicate, ep_size, expert_dim):
 def test_activation_checkpointing(four, kind, dispatcher):
     run = Run(kind=kind, recomputes=True, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)
 
 
 def test_under_mixed_precision_narrow_rows_travel_and_weights_stay_exact(four):
@@ -120,7 +132,7 @@ def test_the_next_block_and_its_experts_are_asked_for_ahead_of_time(four):
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_gradient_accumulation(four, ep_size):
     for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +179,16 @@ def test_more_tokens_than_the_dispatcher_was_made_for(four):
         assert "max_tokens_per_rank=1" in text
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="transformers distributes models with accelerate only"
+)
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_models_that_transformers_distributes(four, tmp_path, ep_size):
+    make_model("qwen3").save_pretrained(tmp_path)
+    for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size):
+        assert_small(differences)
+
+
 def test_the_example_learns():
     """A whole program, under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_moe.py"]
@@ -184,4 +206,4 @@ def test_eight_ranks(eight, dp_replicate, ep_size, dispatcher):
     sequences = (1, 2, 1, 0, 1, 1, 3, 1)
     run = Run(ep_size=ep_size, dp_replicate=dp_replicate, nums_sequences=sequences, dispatcher=dispatcher)
     for differences in eight.run(jobs.differences_of_gradients, run):
-        assert all(difference < RTOL for difference in differences.values()), differences
+        assert_small(differences)

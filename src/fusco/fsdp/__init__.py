@@ -25,3 +25,4 @@ from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
+from fusco.fsdp.transformers_door import registered_with_transformers as registered_with_transformers

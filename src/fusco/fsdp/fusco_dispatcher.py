@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from fusco.communicator import Communicator
+from fusco.errors import ClosedError
 from fusco.fsdp.dispatcher import Arrival
-from fusco.fsdp.mesh import EPMesh
 from fusco.settings import Settings
 
 
@@ -21,7 +22,7 @@ class FuscoDispatcher:
 
     def __init__(
         self,
-        mesh: EPMesh,
+        group: dist.ProcessGroup,
         max_tokens_per_rank: int,
         *,
         ranks_per_node: int | None = None,
@@ -30,7 +31,7 @@ class FuscoDispatcher:
         """Say what the communicators must be able to take.
 
         Args:
-            mesh: from ``build_mesh``.
+            group: ranks among which experts are distributed: ``EPMesh.ep_group``.
             max_tokens_per_rank: most tokens of a rank's batch: sequences times their length.
             ranks_per_node: how many consecutive ranks of an "ep" group make a node; ``None`` finds out from the hosts.
             settings: of the communicators.
@@ -38,10 +39,10 @@ class FuscoDispatcher:
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
-        self._group, self._max_tokens_per_rank = mesh.ep_group, max_tokens_per_rank
+        self._group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
-        self._open = ExitStack()
+        self._open, self._is_closed = ExitStack(), False
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
@@ -59,8 +60,7 @@ class FuscoDispatcher:
 
     def close(self) -> None:
         """Close all communicators; a collective. A second call does nothing."""
-        self._open.close()
-        self._communicators.clear()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> FuscoDispatcher:
         return self
@@ -68,10 +68,13 @@ class FuscoDispatcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        self._is_closed = True
         self._communicators.clear()
+        self._open.__exit__(kind, error, trace)
 
     def _communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+        if self._is_closed:
+            raise ClosedError("the dispatcher is closed")
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
         if key not in self._communicators:
             comm = Communicator(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from fusco.fsdp.dispatcher import Arrival
-from fusco.fsdp.mesh import EPMesh
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,9 @@ class _Ticket:
 class TorchDispatcher:
     """Two exchanges of duplicated rows with a permutation on either side, all differentiable by PyTorch itself."""
 
-    def __init__(self, mesh: EPMesh) -> None:
-        self._group, self._num_ranks = mesh.ep_group, mesh.ep_size
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Take the group of the ranks among which experts are distributed: ``EPMesh.ep_group``."""
+        self._group, self._num_ranks = group, group.size()
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
