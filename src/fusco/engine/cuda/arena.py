@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from fusco.kernels.cuda.arguments import Failure, Report, comm_type
 from fusco.memory.device_layout import DeviceLayout
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
-_Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Arena:
         self._pinned: list[torch.Tensor] = []
         self.failure, failure_address = self._in_host_memory(Failure)
         self.report, self.report_address = self._in_host_memory(Report)
-        self.report.bad_src = -1
+        self.report.bad_src = -1  # of no rank
         self._abort, abort_address = self._in_host_memory(ctypes.c_uint32)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "end")}
         self.comm = comm_type(layout.num_ranks)(
@@ -125,15 +123,3 @@ class Arena:
         self._views.clear()
         self.buffers.clear()
         del self._state
-
-
-def first_rows(num_tokens: Sequence[int]) -> tuple[int, ...]:
-    """Where each rank's rows begin among all ranks', and where the last end.
-
-    >>> first_rows([2, 0, 3])
-    (0, 2, 2, 5)
-    """
-    firsts = [0]
-    for num in num_tokens:
-        firsts.append(firsts[-1] + num)
-    return tuple(firsts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
-from fusco.engine.cuda.arena import Arena, allocate_visible, first_rows
+from fusco.engine.cuda.arena import Arena, allocate_visible
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.kernels import Kernels, Payload
 from fusco.engine.cuda.plan import DevicePlan
@@ -141,7 +142,7 @@ class CudaEngine:
                 if not order.static:
                     plan = self._size_exactly(plan)
                 rows = self._scatter(plan, payloads, records, order.launch)
-        self._hand_over(rows, order.launch)
+        self._hand_over([*rows, *plan.tensors], order.launch)
         return Delivery(plan, rows, None if order.static else self._rejection_of(order.routing))
 
     def dispatch_along(
@@ -250,7 +251,7 @@ class CudaEngine:
 
     def _make_plan(self, order: DispatchOrder, records: Sequence[Record]) -> DevicePlan:
         routing, device = order.routing, self._device
-        first_row = first_rows([record.counts[0] for record in records])
+        first_row = (0, *itertools.accumulate(record.counts[0] for record in records))
         shape = (first_row[-1], routing.num_topk)
         num_local = len(self._placement.rank_to_experts[self._rank])
         weights = routing.topk_weights

@@ -37,6 +37,13 @@ class DevicePlan:
     block_to_first_slot: torch.Tensor
     token_to_ranks: torch.Tensor
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds on the device."""
+        optional = [] if self.weights is None else [self.weights]
+        always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
+        return always + optional
+
     def num_tokens_of(self, rank: int) -> int:
         """Tokens of a rank."""
         return self.first_row[rank + 1] - self.first_row[rank]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,10 +54,10 @@ class Kernel:
 class Library:
     """The kernels of one device, each loaded when first used."""
 
-    def __init__(self, device: torch.device, cache_dir: Path | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         self.device, self.num_sms = device, properties.multi_processor_count
-        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}", cache_dir)
+        self._compiler = Compiler(f"sm_{properties.major}{properties.minor}")
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def get(self, name: str, constants: Mapping[str, object]) -> Kernel:
