@@ -14,11 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.device_links import DevicePeaks, measure_device_links
-from fusco.bench.law import WorldInput, apply_experts, combine_error, expected_rows
+from fusco.bench.law import WorldInput, expected_rows
 from fusco.bench.peers import import_peers
 from fusco.bench.progress import ProgressReporter
 from fusco.bench.stopwatch import Stopwatch
 from fusco.bench.traffic import Workload
+from fusco.bench.verification import verify
 from fusco.communicator import Communicator
 from fusco.launch import Launch, StaticSlots
 from fusco.settings import Settings
@@ -92,7 +93,7 @@ def run_device_rank(
     with _communicator(group, workload, settings) as comm:
         variants = _variants(group, comm, workload, world, Launch(num_sms=num_sms))
         for name, shuffle in variants.items():
-            result.errors[name] = _verify(shuffle, workload, world, rank)
+            result.errors[name] = verify(shuffle, workload, world, rank, max_spare_rows=1)
             dist.barrier(group)
             result.times[name] = _time(shuffle, stopwatch, num_iterations)
             _step(progress)
@@ -154,29 +155,6 @@ def _variants(
         "baseline": DeviceShuffle(lambda: baseline.dispatch(x, ids, weights), baseline.combine),
         **import_peers(group, workload, x, ids, weights),
     }
-
-
-def _verify(shuffle: DeviceShuffle, workload: Workload, world: WorldInput, rank: int) -> list[str]:
-    experts = workload.placement.rank_to_experts[rank]
-    # A first round, spoiled, so that the second cannot pass on what lies in memory.
-    rows, _, handle = shuffle.dispatch()
-    shuffle.combine(rows, handle).fill_(torch.nan)
-    rows.fill_(torch.nan)
-    del rows
-
-    rows, counts, handle = shuffle.dispatch()
-    expected, expected_counts = expected_rows(world, experts)
-    counts = list(map(int, counts))
-    if counts != expected_counts:
-        return [f"rank {rank}: counts {counts} instead of {expected_counts}"]
-    num_wrong = int((rows[: len(expected)] != expected).any(dim=1).sum())
-    errors = [f"rank {rank}: {num_wrong} of {len(expected)} dispatched rows are wrong"] if num_wrong else []
-    y = torch.zeros_like(rows)
-    y[: len(expected)] = apply_experts(expected, counts, experts)
-    error = combine_error(world, rank, shuffle.combine(y, handle))
-    if not error <= 1.0:
-        errors.append(f"rank {rank}: combined rows are off by {error:.3g} times what rounding explains")
-    return errors
 
 
 def _time(shuffle: DeviceShuffle, stopwatch: Stopwatch, num_iterations: int) -> DeviceTimes:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from fusco.balancer import BALANCERS
 from fusco.bench.baseline import BaselineShuffle
-from fusco.bench.law import WorldInput, apply_experts, combine_error, expected_rows
+from fusco.bench.law import WorldInput
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.progress import ProgressReporter
 from fusco.bench.traffic import Workload
+from fusco.bench.verification import verify
 from fusco.communicator import Communicator
 from fusco.engine.profile import CallProfile
 from fusco.settings import Settings
@@ -92,7 +93,7 @@ def run_rank(
         }
         world = WorldInput.of(workload)
         for name, shuffle in variants.items():
-            result.errors[name] = _verify(shuffle, workload, world, rank)
+            result.errors[name] = verify(shuffle, workload, world, rank)
             _step(progress)
         for iteration in range(_NUM_WARM_UPS + num_iterations):
             for name, shuffle in variants.items():
@@ -111,29 +112,6 @@ def num_steps(num_iterations: int) -> int:
 def _step(progress: ProgressReporter | None) -> None:
     if progress:
         progress.advance()
-
-
-def _verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int) -> list[str]:
-    experts = workload.placement.rank_to_experts[rank]
-    # A first round, spoiled, so that the second cannot pass on what lies in recycled memory.
-    rows, counts, handle = shuffle.dispatch()
-    shuffle.combine(rows, handle).fill_(torch.nan)
-    rows.fill_(torch.nan)
-    del rows
-
-    rows, counts, handle = shuffle.dispatch()
-    expected, expected_counts = expected_rows(world, experts)
-    errors = []
-    if counts != expected_counts:
-        errors.append(f"rank {rank}: counts {counts} instead of {expected_counts}")
-    elif not torch.equal(rows, expected):
-        wrong = (rows != expected).any(dim=1).nonzero().squeeze(1)
-        errors.append(f"rank {rank}: {len(wrong)} of {len(rows)} dispatched rows are wrong, first row {int(wrong[0])}")
-    combined = shuffle.combine(apply_experts(rows, counts, experts), handle)
-    error = combine_error(world, rank, combined)
-    if not error <= 1.0:
-        errors.append(f"rank {rank}: combined rows are off by {error:.3g} times what rounding explains")
-    return errors
 
 
 def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:

@@ -3,8 +3,9 @@
 import torch
 
 from fusco.bench.law import WorldInput
-from fusco.bench.shuffle import Shuffle, _verify
+from fusco.bench.shuffle import Shuffle
 from fusco.bench.traffic import Pattern, Workload
+from fusco.bench.verification import verify
 from fusco.engine.profile import CallProfile
 from fusco.placement import ExpertPlacement
 from fusco.topology import Topology
@@ -28,9 +29,9 @@ def test_a_shuffle_that_loses_a_row_is_not_verified():
         return Shuffle(lambda: (x[order // 2][permutation], counts, None), combine, CallProfile)
 
     straight = torch.arange(12)
-    assert _verify(shuffle_with(straight), load, WorldInput.of(load), 0) == []
+    assert verify(shuffle_with(straight), load, WorldInput.of(load), 0) == []
     swapped = straight.clone()
     swapped[[0, -1]] = swapped[[-1, 0]]
-    errors = _verify(shuffle_with(swapped), load, WorldInput.of(load), 0)
+    errors = verify(shuffle_with(swapped), load, WorldInput.of(load), 0)
     assert "2 of 12 dispatched rows are wrong, first row 0" in errors[0]
     assert "combined rows are off" in errors[1]
