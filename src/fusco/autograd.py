@@ -28,38 +28,45 @@ class Made:
 
 
 class DispatchRows(torch.autograd.Function):
-    """Expert-major rows from token-major ones. ``grad_x[t]`` is the sum of the gradients of all copies of token t."""
+    """Expert-major rows from token-major ones, and the weight of each row from those of the tokens.
+
+    ``grad_x[t]`` is the sum of the gradients of all copies of token t; each row's weight has its gradient at its token
+    and k. One function for both, as the backward pass communicates: all ranks must do so in the same order, which
+    autograd does not promise of two.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, made: Made, handle: Handle, verbs: Verbs) -> torch.Tensor:
-        """Put what dispatch made of ``x`` into the graph."""
+    def forward(
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put what dispatch made of ``x`` into the graph; with weights of rows unless ``topk_weights`` is ``None``."""
         ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
-        return made.rows
+        ctx.set_materialize_grads(False)  # what nobody used does not travel
+        weights = None
+        if topk_weights is not None:
+            ctx.dtype = topk_weights.dtype
+            weights = handle.plan.slot_weights.to(topk_weights.dtype, copy=True)  # padding rows have weight zero
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        constant = [] if needs_rows else [made.rows]
+        if weights is not None and not needs_weights:
+            constant.append(weights)
+        ctx.mark_non_differentiable(*constant)
+        return made.rows, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """An unweighted combine."""
-        # With the width spelled out, as -1 means nothing for a rank without rows.
-        flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
-        grad_x = ctx.verbs.combine(flat, ctx.handle)
-        return grad_x.view(ctx.shape), None, None, None
-
-
-class RouteWeights(torch.autograd.Function):
-    """The weight of each expert-major row, from ``topk_weights`` (num_tokens, num_topk)."""
-
-    @staticmethod
-    def forward(ctx: Any, topk_weights: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
-        """Padding rows have weight zero."""
-        ctx.handle, ctx.verbs, ctx.dtype = handle.unweighted(), verbs, topk_weights.dtype
-        return handle.plan.slot_weights.to(topk_weights.dtype, copy=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_routed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Each row's gradient goes home to its token and k."""
-        return _weights_home(grad_routed, ctx.handle, ctx.verbs).to(ctx.dtype), None, None
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Unweighted combines."""
+        grad_x = grad_weights = None
+        if grad_rows is not None and ctx.needs_input_grad[0]:
+            # With the width spelled out, as -1 means nothing for a rank without rows.
+            flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
+            grad_x = ctx.verbs.combine(flat, ctx.handle).view(ctx.shape)
+        if grad_row_weights is not None and ctx.needs_input_grad[1]:
+            grad_weights = _weights_home(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
+        return grad_x, grad_weights, None, None, None
 
 
 class CombineRows(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fusco.autograd import CombineRows, DispatchRows, Made, RouteWeights, Verbs
+from fusco.autograd import CombineRows, DispatchRows, Made, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
 from fusco.checks import Checks, check_device, wants_grad
 from fusco.engine.base import Delivery, DispatchOrder, Engine, ExchangeOrder
@@ -127,7 +127,7 @@ class Communicator:
         if self._device.type == "cuda":
             from fusco.engine.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
 
-            self._engine = CudaEngine(roll, group, layout, met.hosts, met.listen_on, self._placement, self._device)
+            self._engine = CudaEngine(roll, layout, met.hosts, met.listen_on, self._placement, self._device)
         else:
             self._engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
         self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
@@ -231,8 +231,9 @@ class Communicator:
         if delivery.rejection:
             raise delivery.rejection
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
-        weights = self._route_weights(handle, launch) if with_weights else None
-        first, *more = self._in_graph(payloads, rows, handle)
+        if with_weights and launch and launch.own_stream:
+            self._engine.wait()  # weights are made on the caller's stream
+        weights, (first, *more) = self._in_graph(payloads, topk_weights if with_weights else None, rows, handle)
         return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
     def dispatch_again(
@@ -250,7 +251,8 @@ class Communicator:
 
         """
         payloads = _as_list(x)
-        return tuple(self._in_graph(payloads, self._dispatch_along(payloads, handle, launch), handle))
+        _, rows = self._in_graph(payloads, None, self._dispatch_along(payloads, handle, launch), handle)
+        return tuple(rows)
 
     def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
         """Bring expert-major rows home: ``out[t]`` is the sum over k of ``topk_weights[t, k] * y[row of (t, k)]``.
@@ -487,18 +489,18 @@ class Communicator:
             raise rejection
         return cast("_Result", result)
 
-    def _route_weights(self, handle: Handle, launch: Launch | None) -> torch.Tensor:
-        if launch and launch.own_stream:
-            self._engine.wait()
-        weights: torch.Tensor = RouteWeights.apply(handle.topk_weights, handle, self._verbs)  # type: ignore[no-untyped-call]
-        return weights
-
     def _in_graph(
-        self, payloads: Sequence[torch.Tensor], rows: list[torch.Tensor], handle: Handle
-    ) -> list[torch.Tensor]:
-        if wants_grad(payloads[0]):
-            return [DispatchRows.apply(payloads[0], Made(rows[0]), handle, self._verbs)]  # type: ignore[no-untyped-call]
-        return rows
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_weights: torch.Tensor | None,
+        rows: list[torch.Tensor],
+        handle: Handle,
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """The weights of rows, if ``topk_weights`` are given, and the rows."""
+        if topk_weights is None and not wants_grad(payloads[0]):
+            return None, rows
+        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, self._verbs)  # type: ignore[no-untyped-call]
+        return weights, [first, *rows[1:]]
 
 
 def _attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception | None]:

@@ -70,8 +70,8 @@ class OnDevice:
         return _back(self._comm.combine(_there(y), handle))
 
     def shuffle(self, send: Any, receive: Any) -> None:
-        there = {rank: _segments_there(segments) for rank, segments in receive.items()}
-        self._comm.shuffle({rank: _segments_there(segments) for rank, segments in send.items()}, there)
+        there = _partners_there(receive)
+        self._comm.shuffle(_partners_there(send), there)
         for rank, segments in there.items():
             receive[rank].base.copy_(segments.base)
 
@@ -98,6 +98,12 @@ def _back(value: torch.Tensor) -> torch.Tensor:
     if not value.requires_grad and value.numel() and value.is_contiguous():
         value.view(-1).view(torch.uint8).fill_(0xFF)
     return copy
+
+
+def _partners_there(partners: Any) -> Any:
+    if not isinstance(partners, dict):
+        return partners  # somebody's mistake
+    return {rank: _segments_there(segments) for rank, segments in partners.items()}
 
 
 def _segments_there(segments: Any) -> Any:

@@ -96,7 +96,9 @@ def check_combine(
     """Combine ``y[r]`` of all ranks and compare with the law."""
     out = comm.combine(y[comm.rank], handle)
     assert out.dtype == y[comm.rank].dtype
-    sums = law.sums(comm.rank, y, weights, comm.topology.rank_to_node)
+    # Where parts of a sum travel in the wire's dtype: between nodes, and on CUDA between ranks.
+    travels_between = comm.topology.rank_to_node if isinstance(comm, fusco.Communicator) else law.ranks
+    sums = law.sums(comm.rank, y, weights, travels_between)
     assert_within(out, sums.exact, law.error_bound(sums, out.dtype, wire_dtype), "combine")
     return out
 

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from fusco.cli.main import app
 
+pytestmark = pytest.mark.cpu_only
+
 ROOT = Path(__file__).parents[2]
 FIELDS = [
     "variant",

@@ -27,6 +27,7 @@ class RollCall:
         of_group = PrefixStore(f"fusco/{ranks}", _get_default_store())
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
         number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
+        self.name = f"fusco/{ranks}/{number}"  # like that of no other roll
         self.store = PrefixStore(str(number), of_group)
         # How to wait for all ranks; once somebody watches them, it may do so with an eye on who dies.
         self.wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None] = self._wait_until

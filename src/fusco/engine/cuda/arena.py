@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusco.engine.cuda.rendezvous import rendezvous
 from fusco.errors import SharedMemoryError
 from fusco.kernels.cuda.arguments import Failure, Report, comm_type
 from fusco.memory.device_layout import DeviceLayout
+from fusco.transport.roll_call import RollCall
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
 
@@ -24,18 +25,6 @@ class SymmetricBuffer:
     memory: torch.Tensor
     addresses: tuple[int, ...]
     handle: Any  # keeps the peers' memory mapped
-
-    @classmethod
-    def share(cls, memory: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffer:
-        """Map everybody's memory, together with all ranks; ``SharedMemoryError`` if a peer is out of reach."""
-        try:
-            handle = symm_mem.rendezvous(memory, group)
-        except RuntimeError as error:
-            raise SharedMemoryError(
-                f"peers' memory could not be mapped on {memory.device}: {str(error).splitlines()[0]}. Ranks of a node "
-                f"must each have a GPU of their own and reach all others' directly (nvidia-smi topo -m)"
-            ) from error
-        return cls(memory, tuple(handle.buffer_ptrs), handle)
 
 
 def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -56,11 +45,12 @@ def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
 class Arena:
     """Peer-visible memory laid out by a ``DeviceLayout``, private words, and words in host memory."""
 
-    def __init__(self, layout: DeviceLayout, rank: int, memory: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Make it, together with all ranks of the group; ``memory`` is from ``allocate_visible``."""
-        self._group, device, self.rank = group, memory.device, rank
+    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, roll: RollCall) -> None:
+        """Make it, together with all ranks of the roll; ``memory`` is from ``allocate_visible``."""
+        self._roll, device, self.rank = roll, memory.device, roll.rank
         self.layout = layout
-        self.buffers = [SymmetricBuffer.share(memory, group)]
+        self.buffers: list[SymmetricBuffer] = []
+        self.share(memory)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
             self.buffers[0].handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
@@ -78,7 +68,7 @@ class Arena:
             failure=failure_address,
             abort=abort_address,
             timeout_ns=int(layout.settings.timeout_s * 1e9),
-            rank=rank,
+            rank=roll.rank,
             max_tokens=layout.capacity.max_tokens_per_rank,
             max_chunks=layout.max_chunks,
             max_topk=layout.capacity.num_topk,
@@ -86,8 +76,10 @@ class Arena:
         )
 
     def share(self, memory: torch.Tensor) -> None:
-        """Have peers read another buffer, too; together with all ranks."""
-        self.buffers.append(SymmetricBuffer.share(memory, self._group))
+        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` if one is out of reach."""
+        ranks = range(self.layout.num_ranks)
+        handle = rendezvous(memory, self._roll, ranks, f"peer memory {len(self.buffers)}")
+        self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Which buffer a contiguous tensor stands in, and at which byte; (-1, 0) if in none."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.arena import Arena, allocate_visible
@@ -47,7 +46,6 @@ class CudaEngine:
     def __init__(
         self,
         roll: RollCall,
-        group: dist.ProcessGroup,
         layout: ArenaLayout,
         hosts: Sequence[str],
         listen_on: str,
@@ -74,7 +72,7 @@ class CudaEngine:
         with torch.cuda.device(device):
             device_layout = DeviceLayout(roll.world_size, layout.capacity, layout.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
-            self._arena = Arena(device_layout, roll.rank, memory, group)
+            self._arena = Arena(device_layout, memory, roll)
             self._library = Library(device)
             self._kernels = Kernels(self._library, self._arena, placement)
             self._own_stream, self._staging_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
