@@ -16,7 +16,8 @@ class Settings:
     Attributes:
         slice_bytes: size of one message between nodes, and of one ring slot within a node. Large enough that the
             cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
-            packing, transfer and unpacking of different slices overlap.
+            packing, transfer and unpacking of different slices overlap. ``None`` means 1 MiB, but 16 MiB between nodes
+            on CUDA, for all nodes together (docs/performance/internode.md says why).
         ring_depth: slots of each ring; 2 is the least that lets a producer work while its consumer does.
         timeout_s: the limit of every wait, in seconds. When it runs out, all ranks raise ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
@@ -30,14 +31,14 @@ class Settings:
 
     """
 
-    slice_bytes: int = 1 << 20
+    slice_bytes: int | None = None
     ring_depth: int = 4
     timeout_s: float = 60.0
     wire_dtype: torch.dtype | None = None
     slice_order: Literal["in-turn", "staged"] = "in-turn"
 
     def __post_init__(self) -> None:
-        if self.slice_bytes < 1:
+        if self.slice_bytes is not None and self.slice_bytes < 1:
             raise ValueError(f"slice_bytes must be positive, got {self.slice_bytes}")
         if self.ring_depth < 2:
             raise ValueError(f"ring_depth must be at least 2, got {self.ring_depth}")

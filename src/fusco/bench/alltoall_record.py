@@ -56,7 +56,7 @@ class ExchangeRecord:
     internode_peak_gbs: float
     copy_peak_gbs: float
     num_iterations: int
-    slice_bytes: int
+    slice_bytes: int | None
     ring_depth: int
     device: str
     versions: dict[str, str]

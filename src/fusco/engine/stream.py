@@ -113,26 +113,22 @@ class StreamIn:
 
 
 class StreamMaker(Protocol):
-    """Makes the two ends of streams to and from any other rank, for one collective."""
+    """Makes the tasks of streams to and from other ranks, for one collective."""
 
     device: torch.device
 
-    def outgoing(self, segments: Segments, dst: int) -> Task:
-        """Segments to a rank."""
-
-    def incoming(self, segments: Segments, src: int) -> Task:
-        """Segments from a rank."""
+    def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
+        """Send segments to some ranks, and receive segments from some."""
 
 
-def exchange_all(
-    streams: StreamMaker, rank: int, send: Mapping[int, Segments], receive: Mapping[int, Segments], watch: Watch
-) -> None:
-    """Run the streams of a shuffle. Each rank starts with the next one, so that receivers take turns."""
-    world_size = 1 + max((rank, *send, *receive))
-    order = [(rank + step) % world_size for step in range(world_size)]
-    tasks = [streams.outgoing(send[peer], peer) for peer in order if peer in send]
-    tasks += [streams.incoming(receive[peer], peer) for peer in order if peer in receive]
-    run(tasks, watch)
+def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segments]]:
+    """Partners in order, the next rank first, so that receivers take turns.
+
+    >>> nothing = Segments(torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    >>> [peer for peer, _ in in_turn(1, {0: nothing, 1: nothing, 2: nothing})]
+    [1, 2, 0]
+    """
+    return sorted(partners.items(), key=lambda entry: (entry[0] < rank, entry[0]))
 
 
 def check_sizes(records: Sequence[Record], world_size: int, unit: str = "bytes") -> None:
@@ -160,7 +156,7 @@ def stream_sizes(send: Mapping[int, Segments], receive: Mapping[int, Segments], 
 def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, watch: Watch) -> Iterator[None]:
     """A stream to or from one rank, which both sides enter with their number of bytes."""
     ours, theirs = word(segments.total_bytes, streams.device), word(0, streams.device)
-    run([streams.outgoing(ours, peer), streams.incoming(theirs, peer)], watch)
+    run(streams.tasks({peer: ours}, {peer: theirs}), watch)
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         watch.end()
         raise MismatchError(

@@ -125,6 +125,11 @@ class Watch:
         """Tell all other ranks that this one leaves for a reason of its own."""
         self._tell(Verdict((self._rank,), reason, self._rank, has_left=True))
 
+    @property
+    def is_anybody_gone(self) -> bool:
+        """Whether a rank on this machine has died, or another rank has found somebody at fault. For any thread."""
+        return bool(self._sentinel.verdict or self._dead())
+
     def close(self) -> None:
         """Give the process descriptors back."""
         while self._process_fds:

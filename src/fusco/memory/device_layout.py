@@ -7,10 +7,14 @@ from functools import cached_property
 
 from fusco.memory.layout import Capacity, MemorySize
 from fusco.settings import Settings
+from fusco.topology import Topology
 
+CHUNK_PAIRS = 512  # expert ids that are pushed and announced together while planning
 CHUNK_ROWS = 16  # rows that are staged and announced together; any number of them begins on a multiple of 16 bytes
 MAX_PARTS = 4  # warps that may share a row, if there are few rows
 MAX_PAYLOADS = 8
+# Settings.slice_bytes says why, and who may choose otherwise.
+_STREAM_SLICE_BYTES, _NETWORK_SLICE_BYTES = 1 << 20, 16 << 20
 _ALIGNMENT = 128  # a cache line, and the largest access of a warp's lane many times over
 
 
@@ -20,31 +24,50 @@ def _align(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh."""
+    """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh.
 
-    num_ranks: int
+    The pool has room for the own rows, and behind them for those that this rank forwards for its node: from one rank of
+    each other node.
+    """
+
+    topology: Topology
     capacity: Capacity
     settings: Settings
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that see each other's memory: those of a node."""
+        return self.topology.ranks_per_node
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that a rank holds at once in one launch: its tokens, or a slice with a row of each other node."""
+        return max(self.capacity.max_tokens_per_rank, self.topology.num_nodes - 1)
+
+    @property
     def max_chunks(self) -> int:
         """Chunks of one rank's rows."""
-        return -(-self.capacity.max_tokens_per_rank // CHUNK_ROWS)
+        return -(-self.max_rows // CHUNK_ROWS)
+
+    @property
+    def max_routing_chunks(self) -> int:
+        """Chunks of one rank's routing."""
+        return max(1, -(-self.max_rows * self.capacity.num_topk // CHUNK_PAIRS))
 
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Where each section begins; ``"end"`` is the size of it all."""
-        tokens, ranks = self.capacity.max_tokens_per_rank, self.num_ranks
+        tokens, ranks, sources = self.max_rows, self.num_ranks, self.topology.world_size
         pairs = tokens * self.capacity.num_topk
         sizes = {
-            "routing_ready": 4 * ranks,
+            "routing_ready": 4 * sources * self.max_routing_chunks,
             "rows_released": 4 * ranks,
             "sums_released": 4 * ranks,
             "rows_ready": 4 * ranks * self.max_chunks,
             "sums_ready": 4 * ranks * tokens * MAX_PARTS,
-            "ids": 2 * ranks * pairs * 4,
-            "weights": 2 * ranks * pairs * 8,
-            "pool": self.capacity.max_row_bytes * tokens + _ALIGNMENT * MAX_PAYLOADS,
+            "ids": 2 * sources * pairs * 4,
+            "weights": 2 * sources * pairs * 8,
+            "pool": self._part_bytes(1) + self._part_bytes(self.topology.num_nodes - 1),
             "sums": ranks * tokens * self.capacity.max_row_bytes,
             "rings": ranks * self.ring_depth * self.slot_bytes,
         }
@@ -61,8 +84,20 @@ class DeviceLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of a ring: one slice of a byte stream."""
-        return _align(self.settings.slice_bytes)
+        """A slot of a ring: one slice of a byte stream within the node."""
+        return _align(self.settings.slice_bytes or _STREAM_SLICE_BYTES)
+
+    @property
+    def slice_bytes(self) -> int:
+        """What a rank sends to all other nodes together before it sends more."""
+        return self.settings.slice_bytes or _NETWORK_SLICE_BYTES
+
+    @property
+    def network_slot_bytes(self) -> int:
+        """A slot of the ring of slices between nodes: at least one row for each, and room to align every message."""
+        num_remote = self.topology.num_nodes - 1
+        least = self.capacity.max_row_bytes * num_remote
+        return _align(max(self.slice_bytes, least)) + _ALIGNMENT * MAX_PAYLOADS * num_remote
 
     def ring_offset(self, consumer: int, message: int) -> int:
         """Where a message to a rank stands."""
@@ -74,6 +109,15 @@ class DeviceLayout:
         before = sum(_align(num_tokens * size) for size in row_bytes[:payload])
         return self.offsets["pool"] + before
 
+    def forwarded_offset(self, num_rows: int, row_bytes: list[int], payload: int) -> int:
+        """The same for the rows that a rank forwards, ``num_rows`` of them."""
+        return self._part_bytes(1) + self.pool_offset(num_rows, row_bytes, payload)
+
+    def _part_bytes(self, num_nodes: int) -> int:
+        """Room in the pool for the rows of one rank of each of some nodes."""
+        rows = self.max_rows * num_nodes
+        return _align(self.capacity.max_row_bytes * rows) + _ALIGNMENT * MAX_PAYLOADS
+
     @property
     def memory_size(self) -> MemorySize:
         """What this comes to, of device memory."""
@@ -83,5 +127,10 @@ class DeviceLayout:
             routing_bytes=at["pool"] - at["ids"],
             pool_bytes=at["rings"] - at["pool"],
             ring_bytes=at["end"] - at["rings"],
-            private_bytes=0,
+            private_bytes=self._private_bytes,
         )
+
+    @property
+    def _private_bytes(self) -> int:
+        """Slices on their way to other nodes."""
+        return self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0

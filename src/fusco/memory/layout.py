@@ -10,7 +10,8 @@ from fusco.topology import Topology
 
 _ALIGNMENT = 64  # a cache line: no two writers share one, and every dtype's view is aligned
 RECORD_TEXT_BYTES = 1024
-_RECORD_HEADER_INTS = 4
+_RECORD_HEADER_INTS = 8
+_SLICE_BYTES = 1 << 20  # unless settings say otherwise
 _NUM_KINDS_OF_FLAGS_PER_NODE = 3
 _NUM_KINDS_OF_FLAGS_PER_LOCAL = 2
 
@@ -94,7 +95,7 @@ class ArenaLayout:
     @cached_property
     def slot_bytes(self) -> int:
         """One ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
-        return _align(max(self.settings.slice_bytes, 2 * self.capacity.max_row_bytes))
+        return _align(max(self.settings.slice_bytes or _SLICE_BYTES, 2 * self.capacity.max_row_bytes))
 
     def rows_per_slot(self, row_bytes: int) -> int:
         """How many rows make a slice: what fits into a slot. Sender and receiver cut by it."""
@@ -102,7 +103,7 @@ class ArenaLayout:
 
     @property
     def record_ints(self) -> int:
-        """Integers of a record: a header, then two for each rank of the group."""
+        """Integers of a record: sizes and what a verb adds, then two for each rank of the group."""
         return _RECORD_HEADER_INTS + 2 * self.topology.world_size
 
     @property

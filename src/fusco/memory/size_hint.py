@@ -22,7 +22,7 @@ def memory_size_hint(
     """
     settings = settings or Settings()
     if device == "cuda":
-        return DeviceLayout(topology.world_size, capacity, settings).memory_size
+        return DeviceLayout(topology, capacity, settings).memory_size
     if device != "cpu":
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     return ArenaLayout(topology, capacity, settings).memory_size

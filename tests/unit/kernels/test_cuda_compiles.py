@@ -14,9 +14,17 @@ import pytest
 from fusco.engine.cuda.kernels import vector_bytes
 from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
-from fusco.kernels.cuda.arguments import CopyArgs, combine_type, plan_type, scatter_type, stage_type
+from fusco.kernels.cuda.arguments import (
+    CopyArgs,
+    GatherArgs,
+    combine_type,
+    plan_type,
+    returned_type,
+    scatter_type,
+    stage_type,
+)
 from fusco.kernels.cuda.compiler import SOURCE_DIR, Compiler
-from fusco.memory.device_layout import CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
+from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
 
@@ -33,9 +41,17 @@ def constants_of(struct: type[ctypes.Structure], num_ranks: int, num_threads: in
     return {**always, **others}
 
 
-def plan(num_ranks: int, num_topk: int, id_bytes: int, weight_bytes: int) -> Constants:
-    struct = plan_type(num_ranks)
-    return constants_of(struct, num_ranks, 512, NUM_TOPK=num_topk, ID_BYTES=id_bytes, WEIGHT_BYTES=weight_bytes)
+def plan(num_ranks: int, num_nodes: int, num_topk: int, id_bytes: int, weight_bytes: int) -> Constants:
+    return constants_of(
+        plan_type(num_ranks, num_nodes),
+        num_ranks,
+        512,
+        NUM_NODES=num_nodes,
+        NUM_TOPK=num_topk,
+        ID_BYTES=id_bytes,
+        WEIGHT_BYTES=weight_bytes,
+        CHUNK_PAIRS=CHUNK_PAIRS,
+    )
 
 
 def stage_rows(num_ranks: int, num_payloads: int) -> Constants:
@@ -58,7 +74,13 @@ def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int) -> Constants:
 
 
 def combine_rows(
-    num_ranks: int, num_topk: int, hidden: int, row_type: str, wire_type: str, weight_bytes: int
+    num_ranks: int,
+    num_topk: int,
+    hidden: int,
+    row_type: str,
+    wire_type: str,
+    weight_bytes: int,
+    out_type: str | None = None,
 ) -> Constants:
     item_bytes, is_narrow = ITEM_BYTES[row_type], num_ranks % 4 == 0
     return constants_of(
@@ -69,6 +91,7 @@ def combine_rows(
         HIDDEN=hidden,
         ROW_TYPE=row_type,
         WIRE_TYPE=wire_type,
+        OUT_TYPE=out_type or row_type,
         WEIGHT_BYTES=weight_bytes,
         VECTOR_ELEMENTS=vector_bytes(hidden * item_bytes) // item_bytes,
         MAX_PARTS=MAX_PARTS,
@@ -77,12 +100,30 @@ def combine_rows(
     )
 
 
+def gather_rows(row_bytes: int) -> Constants:
+    return constants_of(GatherArgs, 1, 512, ROW_BYTES=row_bytes, VECTOR_BYTES=vector_bytes(row_bytes))
+
+
+def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
+    item_bytes = ITEM_BYTES[row_type]
+    return constants_of(
+        returned_type(num_remote),
+        1,
+        256,
+        NUM_REMOTE=num_remote,
+        HIDDEN=hidden,
+        ROW_TYPE=row_type,
+        WIRE_TYPE=wire_type,
+        VECTOR_ELEMENTS=vector_bytes(hidden * item_bytes) // item_bytes,
+    )
+
+
 GRID: dict[str, list[Constants]] = {
     "plan": [
-        plan(num_ranks, num_topk, id_bytes, weight_bytes)
-        for (num_ranks, num_topk), (id_bytes, weight_bytes) in zip(
+        plan(num_ranks, num_nodes, num_topk, id_bytes, weight_bytes)
+        for (num_ranks, num_nodes, num_topk), (id_bytes, weight_bytes) in zip(
             # All ranks and all topk, all ids with all weights; not each with each.
-            itertools.cycle([(1, 1), (2, 8), (4, 32), (8, 8), (8, 32)]),
+            itertools.cycle([(1, 1, 1), (2, 2, 8), (4, 1, 32), (8, 4, 8), (8, 1, 32), (1, 4, 8)]),
             itertools.product((4, 8), (0, 4, 8)),
             strict=False,
         )
@@ -115,6 +156,17 @@ GRID: dict[str, list[Constants]] = {
         combine_rows(1, 8, 33, "F64", "F64", 4),
         combine_rows(8, 8, 34, "F16", "F32", 4),
         combine_rows(4, 8, 1004, "BF16", "BF16", 4),
+        # Between nodes: sums in the wire's dtype that go on, and sums of the own node.
+        combine_rows(2, 8, 7168, "BF16", "F32", 4, "F32"),
+        combine_rows(4, 8, 2880, "F16", "F16", 0, "F32"),
+    ],
+    "gather_rows": [gather_rows(row_bytes) for row_bytes in (14336, 1001, 6, 8, 36)],
+    "add_returned": [
+        add_returned(1, 7168, "BF16", "BF16"),
+        add_returned(3, 2880, "F16", "F32"),
+        add_returned(7, 33, "F32", "F32"),
+        add_returned(1, 5, "F64", "F64"),
+        add_returned(2, 3, "BF16", "BF16"),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
 }

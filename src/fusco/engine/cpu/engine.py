@@ -20,7 +20,7 @@ from fusco.engine.host.connect import connect
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
-from fusco.engine.stream import check_sizes, exchange_all, stream_sizes, stream_with
+from fusco.engine.stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.tasks import run
 from fusco.errors import SlotOverflowError
 from fusco.kernels.warm_up import warm_up_cpu
@@ -213,7 +213,7 @@ class CpuEngine:
             return
         check_sizes(records, world_size)
         with self.profile.spend("wire"):
-            exchange_all(self._streams(), self._rank, send, receive, self._watch)
+            run(self._streams().tasks(send, receive), self._watch)
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
         """See ``Engine``."""
@@ -236,12 +236,12 @@ class CpuEngine:
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``."""
         with self._stream_with(dst, f"gather_send to rank {dst}", segments) as streams:
-            run([streams.outgoing(segments, dst)], self._watch)
+            run(streams.tasks({dst: segments}, {}), self._watch)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """See ``Engine``."""
         with self._stream_with(src, f"scatter_recv from rank {src}", segments) as streams:
-            run([streams.incoming(segments, src)], self._watch)
+            run(streams.tasks({}, {src: segments}), self._watch)
 
     def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""

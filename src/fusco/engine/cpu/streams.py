@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from fusco.engine.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
 from fusco.engine.host.node_memory import NodeMemory
-from fusco.engine.stream import Incoming, Outgoing, StreamIn, StreamOut
+from fusco.engine.stream import Incoming, Outgoing, StreamIn, StreamOut, in_turn
+from fusco.engine.tasks import Task
 from fusco.segments import Segments
 from fusco.transport.gloo import GlooTransport
 
@@ -24,8 +25,13 @@ class Streams:
         self._slice_bytes, self._depth = memory.layout.slot_bytes, memory.layout.settings.ring_depth
         self._send_ring = SendRing(transport, list(private[: self._depth]))
 
-    def outgoing(self, segments: Segments, dst: int) -> StreamOut:
-        """Segments to a rank."""
+    def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
+        """See ``StreamMaker``."""
+        rank = self._memory.rank
+        tasks: list[Task] = [self._outgoing(segments, dst) for dst, segments in in_turn(rank, send)]
+        return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]
+
+    def _outgoing(self, segments: Segments, dst: int) -> StreamOut:
         channel: Outgoing = (
             RingOut(self._memory, self._memory.ranks.index(dst))
             if dst in self._memory.ranks
@@ -33,8 +39,7 @@ class Streams:
         )
         return StreamOut(segments, channel, dst, self._slice_bytes)
 
-    def incoming(self, segments: Segments, src: int) -> StreamIn:
-        """Segments from a rank."""
+    def _incoming(self, segments: Segments, src: int) -> StreamIn:
         channel: Incoming
         if src in self._memory.ranks:
             channel = RingIn(self._memory, self._memory.ranks.index(src))

@@ -20,7 +20,7 @@ _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """Device memory of the same size on every rank; ``addresses[r]`` is where this rank sees that of rank ``r``."""
+    """Device memory of the same size on every rank of a node; ``addresses[r]`` is where this one sees rank ``r``'s."""
 
     memory: torch.Tensor
     addresses: tuple[int, ...]
@@ -47,8 +47,10 @@ class Arena:
 
     def __init__(self, layout: DeviceLayout, memory: torch.Tensor, roll: RollCall) -> None:
         """Make it, together with all ranks of the roll; ``memory`` is from ``allocate_visible``."""
-        self._roll, device, self.rank = roll, memory.device, roll.rank
-        self.layout = layout
+        topology, device = layout.topology, memory.device
+        self._roll, self.rank, self.layout, self.device = roll, roll.rank, layout, device
+        self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
+        self.local = topology.rank_to_local[self.rank]
         self.buffers: list[SymmetricBuffer] = []
         self.share(memory)
         size = (layout.offsets["end"],)
@@ -68,8 +70,8 @@ class Arena:
             failure=failure_address,
             abort=abort_address,
             timeout_ns=int(layout.settings.timeout_s * 1e9),
-            rank=roll.rank,
-            max_tokens=layout.capacity.max_tokens_per_rank,
+            rank=self.local,
+            max_tokens=layout.max_rows,
             max_chunks=layout.max_chunks,
             max_topk=layout.capacity.num_topk,
             **sections,
@@ -77,25 +79,28 @@ class Arena:
 
     def share(self, memory: torch.Tensor) -> None:
         """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` if one is out of reach."""
-        ranks = range(self.layout.num_ranks)
-        handle = rendezvous(memory, self._roll, ranks, f"peer memory {len(self.buffers)}")
+        handle = rendezvous(memory, self._roll, self.node_ranks, f"peer memory {len(self.buffers)}")
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Which buffer a contiguous tensor stands in, and at which byte; (-1, 0) if in none."""
         address, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         for i, buffer in enumerate(self.buffers[1:], start=1):
-            offset = address - buffer.addresses[self.rank]
+            offset = address - buffer.addresses[self.local]
             if offset >= 0 and offset + num_bytes <= len(buffer.memory):
                 return i, offset
         return -1, 0
 
-    def address(self, rank: int, buffer: int, offset: int) -> int:
-        """Where this rank sees a byte of a rank's buffer."""
-        return self.buffers[buffer].addresses[rank] + offset
+    def address(self, local: int, buffer: int, offset: int) -> int:
+        """Where this rank sees a byte of a buffer of the node's rank ``local``."""
+        return self.buffers[buffer].addresses[local] + offset
+
+    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Some of this rank's own memory, as uint8."""
+        return self._views[self.local][offset : offset + num_bytes]
 
     def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
-        """The bytes of a message between two ranks, in the producer's arena."""
+        """The bytes of a message between two ranks of the node, in the producer's arena."""
         layout = self.layout
         first = layout.ring_offset(consumer, message)
         return self._views[producer][first : first + layout.slot_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusco.errors import Stall
@@ -28,8 +29,8 @@ PHASES = (
 )
 
 
-def stall_of(failure: Failure) -> Stall:
-    """The words for a wait that ran out."""
+def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
+    """The words for a wait that ran out, on a device whose node has these ranks."""
     phase = PHASES[failure.phase]
-    on_ranks = (int(failure.peer),) if phase.is_for_peer else ()
+    on_ranks = (node_ranks[failure.peer],) if phase.is_for_peer else ()
     return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", f"{failure.seen}")

@@ -9,10 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from fusco.engine.cuda.arena import Arena
-from fusco.engine.cuda.plan import DevicePlan
-from fusco.kernels.cuda.arguments import CopyArgs, combine_type, plan_type, scatter_type, stage_type
+from fusco.engine.cuda.plan import DevicePlan, HeldRows
+from fusco.kernels.cuda.arguments import (
+    CopyArgs,
+    GatherArgs,
+    combine_type,
+    plan_type,
+    returned_type,
+    scatter_type,
+    stage_type,
+)
 from fusco.kernels.cuda.library import Library
-from fusco.memory.device_layout import CHUNK_ROWS, MAX_PARTS
+from fusco.kernels.reduce_rows import accumulation_dtype
+from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.placement import ExpertPlacement
 
 _WARP_SIZE = 32
@@ -31,6 +40,9 @@ _ROWS_FOR_ALL_WARPS = 12_000
 # multiprocessors only contend.
 _SCATTER_SMS_TIMES_RANKS = 192
 _COPY_THREADS, _PIECE_BYTES = 256, 16 << 10
+# Enough to pack rows several times as fast as any network takes them.
+_GATHER_THREADS, _GATHER_SMS = 512, 8
+_RETURNED_THREADS = 256
 _ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -41,6 +53,15 @@ class Payload:
     address: int
     row_bytes: int
     output_address: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRouting:
+    """Routing of a source that this rank makes known to its node: ids (num_rows, num_topk) and weights, contiguous."""
+
+    source: int
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor | None
 
 
 def vector_bytes(row_bytes: int) -> int:
@@ -69,19 +90,21 @@ class Kernels:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
         self.num_sms = 0  # multiprocessors that moving rows took at once since this was last set to 0
-        self._num_ranks = arena.layout.num_ranks
-        device = library.device
-        local = placement.local_index_table(arena.rank, device)
-        self._expert_to_local = local[:-1].int()
-        self._expert_to_rank = torch.tensor(placement.expert_to_rank, dtype=torch.int32, device=device)
-        self._num_local = len(placement.rank_to_experts[arena.rank])
+        topology, rank, device = arena.layout.topology, arena.rank, library.device
+        self._num_ranks, self._num_nodes = topology.ranks_per_node, topology.num_nodes
+        self._publishers = topology.rank_to_local  # each rank publishes the routing of its counterparts
+        self._expert_to_local = placement.local_index_table(rank, device)[:-1].int()
+        node = topology.rank_to_node[rank]
+        places = zip(topology.rank_to_node, topology.rank_to_local, strict=True)
+        rank_to_place = [local if of_rank == node else -1 for of_rank, local in places]
+        self._expert_to_rank = placement.membership_table(rank_to_place, device)[:-1].int()
+        self._num_local = len(placement.rank_to_experts[rank])
         self._run_counts = torch.empty(library.num_sms * self._num_local, dtype=torch.int32, device=device)
 
     def plan(
         self,
         plan: DevicePlan,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
+        published: Sequence[PublishedRouting],
         *,
         expert_alignment: int,
         is_overflow_reported: bool,
@@ -89,23 +112,26 @@ class Kernels:
         ticket: int,
         num_sms: int | None,
     ) -> None:
-        """Exchange routing and fill the plan's tensors."""
+        """Exchange routing within the node and fill the plan's tensors; ``published`` has one entry for each node."""
         num_pairs = plan.first_row[-1] * plan.num_topk
         grid = max(1, min(self._sms(num_sms), -(-num_pairs // _PAIRS_PER_PLAN_BLOCK)))
-        arguments = plan_type(self._num_ranks)(
+        arguments = plan_type(self._num_ranks, self._num_nodes)(
             comm=self._arena.comm,
-            topk_idx=topk_idx.data_ptr(),
-            topk_weights=0 if topk_weights is None else topk_weights.data_ptr(),
+            topk_idx=tuple(routing.topk_idx.data_ptr() for routing in published),
+            topk_weights=tuple(_address(routing.topk_weights) for routing in published),
             expert_to_local=self._expert_to_local.data_ptr(),
             expert_to_rank=self._expert_to_rank.data_ptr(),
             row_to_slots=plan.row_to_slots.data_ptr(),
-            row_weights=0 if plan.weights is None else plan.weights.data_ptr(),
+            row_weights=_address(plan.weights),
             num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
             block_to_first_slot=plan.block_to_first_slot.data_ptr(),
             token_to_ranks=plan.token_to_ranks.data_ptr(),
             run_counts=self._run_counts.data_ptr(),
             report=self._arena.report_address,
             first_row=plan.first_row,
+            publishers=self._publishers,
+            published=tuple(routing.source for routing in published),
+            held=plan.held,
             num_experts=self._placement.num_experts,
             num_local_experts=self._num_local,
             expert_alignment=expert_alignment,
@@ -115,9 +141,11 @@ class Kernels:
         )
         num_words = (_PLAN_THREADS // _WARP_SIZE + 3) * self._num_local + 1
         constants = {
+            "NUM_NODES": self._num_nodes,
             "NUM_TOPK": plan.num_topk,
-            "ID_BYTES": topk_idx.element_size(),
-            "WEIGHT_BYTES": 0 if topk_weights is None else topk_weights.element_size(),
+            "ID_BYTES": published[0].topk_idx.element_size(),
+            "WEIGHT_BYTES": 0 if plan.weights is None else plan.weights.element_size(),
+            "CHUNK_PAIRS": CHUNK_PAIRS,
         }
         self._launch("plan", constants, arguments, grid, _PLAN_THREADS, shared_bytes=4 * num_words)
 
@@ -148,13 +176,16 @@ class Kernels:
     def scatter(
         self,
         plan: DevicePlan,
+        held: HeldRows,
         payloads: Sequence[Payload],
         rows: Sequence[Sequence[int]],
+        *,
         in_place_ranks: int,
+        clears_padding: bool,
         num_sms: int | None,
     ) -> None:
-        """Pull rows into their slots. ``rows[r][p]`` is where payload ``p`` of rank ``r`` can be read."""
-        is_staged = not in_place_ranks >> self._arena.rank & 1
+        """Pull rows into their slots. ``rows[r][p]`` is where payload ``p`` of what rank ``r`` holds can be read."""
+        is_staged = not in_place_ranks >> self._arena.local & 1
         wanted = num_sms or _SCATTER_SMS_TIMES_RANKS // self._num_ranks
         if num_sms and is_staged:
             wanted -= self._share_for_staging(num_sms)
@@ -164,13 +195,13 @@ class Kernels:
             comm=self._arena.comm,
             rows=tuple(row_type(*of_rank) for of_rank in rows),
             outputs=tuple(payload.output_address for payload in payloads),
-            row_to_slots=plan.row_to_slots.data_ptr(),
+            row_to_slots=held.row_to_slots.data_ptr(),
             block_to_first_slot=plan.block_to_first_slot.data_ptr(),
             num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
-            first_row=plan.first_row,
-            num_local_experts=self._num_local,
-            longest=plan.longest,
-            parts=self._parts(plan),
+            first_row=held.first_row,
+            num_local_experts=self._num_local if clears_padding else 0,
+            longest=held.longest,
+            parts=self._parts(held),
             in_place_ranks=in_place_ranks,
         )
         constants = {
@@ -186,34 +217,37 @@ class Kernels:
 
     def combine(
         self,
-        plan: DevicePlan,
+        held: HeldRows,
         rows: torch.Tensor,
-        weights: torch.Tensor | None,
         wire_dtype: torch.dtype,
         out: torch.Tensor,
+        *,
+        is_weighted: bool,
         num_sms: int | None,
     ) -> None:
-        """Sum expert-major rows into the owners' token-major rows."""
+        """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's."""
         sms = self._sms(num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
         self.num_sms, grid = sms, sms * blocks_per_sm
+        weights = held.weights if is_weighted else None
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
             rows=rows.data_ptr(),
             out=out.data_ptr(),
-            row_to_slots=plan.row_to_slots.data_ptr(),
-            row_weights=0 if weights is None else weights.data_ptr(),
-            token_to_ranks=plan.token_to_ranks.data_ptr(),
-            first_row=plan.first_row,
-            longest=plan.longest,
-            parts=self._parts(plan),
+            row_to_slots=held.row_to_slots.data_ptr(),
+            row_weights=_address(weights),
+            token_to_ranks=held.token_to_ranks.data_ptr(),
+            first_row=held.first_row,
+            longest=held.longest,
+            parts=self._parts(held),
         )
         hidden, item_bytes = rows.shape[1], rows.element_size()
         constants = {
-            "NUM_TOPK": plan.num_topk,
+            "NUM_TOPK": held.row_to_slots.shape[1],
             "HIDDEN": hidden,
             "ROW_TYPE": _ELEMENT_TYPES[rows.dtype],
             "WIRE_TYPE": _ELEMENT_TYPES[wire_dtype],
+            "OUT_TYPE": _ELEMENT_TYPES[out.dtype],
             "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
             "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
             "MAX_PARTS": MAX_PARTS,
@@ -221,6 +255,43 @@ class Kernels:
             "UNROLL": unroll,
         }
         self._launch("combine_rows", constants, arguments, grid, num_threads)
+
+    def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
+        """Pack ``rows[places[i]]`` into the front of a message of bytes; ``places`` is int32."""
+        row_bytes = rows.shape[1:].numel() * rows.element_size()
+        if not (len(places) and row_bytes):
+            return
+        arguments = GatherArgs(
+            rows=rows.data_ptr(), message=message.data_ptr(), places=places.data_ptr(), num_rows=len(places)
+        )
+        constants = {"ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+        grid = min(len(places), _GATHER_SMS)
+        self._launch("gather_rows", constants, arguments, grid, _GATHER_THREADS, stream=stream)
+
+    def add_returned(
+        self, own: torch.Tensor, returned: Sequence[torch.Tensor], places: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """``out[t]``: ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin."""
+        num_tokens, hidden = out.shape
+        if not num_tokens:
+            return
+        arguments = returned_type(len(returned))(
+            own=own.data_ptr(),
+            returned=tuple(rows.data_ptr() for rows in returned),
+            places=tuple(of_node.data_ptr() for of_node in places),
+            out=out.data_ptr(),
+            num_tokens=num_tokens,
+        )
+        assert own.dtype == accumulation_dtype(out.dtype), (own.dtype, out.dtype)
+        constants = {
+            "NUM_REMOTE": len(returned),
+            "HIDDEN": hidden,
+            "ROW_TYPE": _ELEMENT_TYPES[out.dtype],
+            "WIRE_TYPE": _ELEMENT_TYPES[returned[0].dtype],
+            "VECTOR_ELEMENTS": vector_bytes(hidden * out.element_size()) // out.element_size(),
+        }
+        grid = min(-(-num_tokens * _WARP_SIZE // _RETURNED_THREADS), self._library.num_sms * 4)
+        self._launch("add_returned", constants, arguments, grid, _RETURNED_THREADS)
 
     def copy_segments(
         self,
@@ -245,9 +316,9 @@ class Kernels:
     def _sms(self, num_sms: int | None) -> int:
         return min(num_sms or self._library.num_sms, self._library.num_sms)
 
-    def _parts(self, plan: DevicePlan) -> int:
+    def _parts(self, held: HeldRows) -> int:
         """How many warps share a row."""
-        num_rows = max(1, plan.longest * self._num_ranks)
+        num_rows = max(1, held.longest * self._num_ranks)
         return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))
 
     def _launch(
@@ -274,3 +345,7 @@ class Kernels:
             num_threads=num_threads,
             shared_bytes=shared_bytes,
         )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

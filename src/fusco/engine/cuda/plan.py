@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,25 +12,52 @@ from fusco.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldRows:
+    """Rows that stand in the pools of a node's ranks, and where they go on this one: what one launch moves.
+
+    Attributes:
+        first_row: ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to
+            ``first_row[r + 1]``.
+        row_to_slots: int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped.
+        weights: float32 or float64 (num_rows, num_topk), or ``None``.
+        token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
+            expert of it.
+
+    """
+
+    first_row: tuple[int, ...]
+    row_to_slots: torch.Tensor
+    weights: torch.Tensor | None
+    token_to_ranks: torch.Tensor
+
+    @property
+    def longest(self) -> int:
+        """Most rows that any rank holds."""
+        return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """See ``fusco.engine.base.Plan``. "Row" counts the tokens of all ranks, by source rank.
+    """See ``fusco.engine.base.Plan``. A *source* is a rank of any node; its rows are those of its tokens on this node.
 
     Attributes:
         rank: the rank whose plan it is.
         placement: which rank owns which expert.
-        first_row: ``num_ranks + 1`` entries; rank ``r`` has rows ``first_row[r]`` to ``first_row[r + 1]``.
+        first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
+            tokens of this node's ranks are all there, of other ranks only those that concern this node.
+        held: the sources whose rows stand in this rank's pool; itself first.
         num_slots: rows of the expert-major output.
-        row_to_slots: int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped.
-        weights: float32 or float64 (num_rows, num_topk), or ``None``.
+        row_to_slots, weights: see ``HeldRows``; in order of source.
+        token_to_ranks: see ``HeldRows``; in order of ``held``.
         num_rows_per_expert: int64 (num_local_experts,), padding not counted.
         block_to_first_slot: int32 (num_local_experts + 1,).
-        token_to_ranks: int32 (num_tokens,); bit ``r`` is set if rank ``r`` owns an expert of this rank's token.
 
     """
 
     rank: int
     placement: ExpertPlacement
     first_row: tuple[int, ...]
+    held: tuple[int, ...]
     num_slots: int
     row_to_slots: torch.Tensor
     weights: torch.Tensor | None
@@ -44,24 +72,53 @@ class DevicePlan:
         always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
         return always + optional
 
-    def num_tokens_of(self, rank: int) -> int:
-        """Tokens of a rank."""
-        return self.first_row[rank + 1] - self.first_row[rank]
+    def num_rows_of(self, source: int) -> int:
+        """Rows of a source."""
+        return self.first_row[source + 1] - self.first_row[source]
 
     @property
     def num_tokens(self) -> int:
         """Tokens of this rank."""
-        return self.num_tokens_of(self.rank)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of any rank."""
-        return max(map(self.num_tokens_of, range(len(self.first_row) - 1)))
+        return self.num_rows_of(self.rank)
 
     @property
     def num_topk(self) -> int:
         """Expert slots of a token."""
         return self.row_to_slots.shape[1]
+
+    @cached_property
+    def rows(self) -> HeldRows:
+        """All rows, where there is only one node."""
+        assert len(self.held) == 1, self.held
+        return HeldRows(
+            first_row=self.first_row,
+            row_to_slots=self.row_to_slots,
+            weights=self.weights,
+            token_to_ranks=self.token_to_ranks,
+        )
+
+    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], own: int) -> HeldRows:
+        """Some of the rows, copied together.
+
+        Args:
+            runs: for each rank of the node what it holds, in order: rows ``first`` to ``end`` of a source.
+            own: the index of this rank in the node.
+
+        """
+        places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
+        first_row = [0]
+        for of_rank in places:
+            first_row.append(first_row[-1] + sum(end - first for first, end in of_rank))
+        pieces = [piece for of_rank in places for piece in of_rank]
+        before = {src: sum(map(self.num_rows_of, self.held[:i])) for i, src in enumerate(self.held)}
+        return HeldRows(
+            first_row=tuple(first_row),
+            row_to_slots=_picked(self.row_to_slots, pieces),
+            weights=None if self.weights is None else _picked(self.weights, pieces),
+            token_to_ranks=_picked(
+                self.token_to_ranks, [(before[src] + first, before[src] + end) for src, first, end in runs[own]]
+            ),
+        )
 
     @cached_property
     def slot_weights(self) -> torch.Tensor:
@@ -79,3 +136,11 @@ class DevicePlan:
         # One slot more, for all pairs that have none.
         slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
         return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
+
+
+def _picked(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Runs of rows, one behind the other; not copied where there is one."""
+    runs = [values[first:end] for first, end in pieces if first < end]
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat(runs) if runs else values[:0]

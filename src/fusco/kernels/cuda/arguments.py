@@ -33,6 +33,24 @@ class CopyArgs(ctypes.Structure):
     _fields_ = [*((name, _POINTER) for name in ("src", "dst", "pieces")), ("num_pieces", ctypes.c_int64)]
 
 
+class GatherArgs(ctypes.Structure):
+    """``GatherArgs`` of gather_rows.cu."""
+
+    _fields_ = [*((name, _POINTER) for name in ("rows", "message", "places")), ("num_rows", _I32)]
+
+
+@cache
+def returned_type(num_remote: int) -> type[ctypes.Structure]:
+    """``ReturnedArgs`` of add_returned.cu."""
+    fields = [
+        ("own", _POINTER),
+        *((name, _POINTER * num_remote) for name in ("returned", "places")),
+        ("out", _POINTER),
+        ("num_tokens", _I32),
+    ]
+    return type("ReturnedArgs", (ctypes.Structure,), {"_fields_": fields})
+
+
 @cache
 def comm_type(num_ranks: int) -> type[ctypes.Structure]:
     """``Comm`` of comm.cuh."""
@@ -59,25 +77,18 @@ def comm_type(num_ranks: int) -> type[ctypes.Structure]:
 
 
 @cache
-def plan_type(num_ranks: int) -> type[ctypes.Structure]:
+def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
     """``PlanArgs`` of plan.cu."""
-    pointers = (
-        "topk_idx",
-        "topk_weights",
-        "expert_to_local",
-        "expert_to_rank",
-        "row_to_slots",
-        "row_weights",
-        "num_rows_per_expert",
-        "block_to_first_slot",
-        "token_to_ranks",
-        "run_counts",
-        "report",
-    )
+    num_sources = num_ranks * num_nodes
+    tables = ("expert_to_local", "expert_to_rank")
+    made = ("row_to_slots", "row_weights", "num_rows_per_expert", "block_to_first_slot", "token_to_ranks")
     fields = [
         ("comm", comm_type(num_ranks)),
-        *((name, _POINTER) for name in pointers),
-        ("first_row", _I32 * (num_ranks + 1)),
+        *((name, _POINTER * num_nodes) for name in ("topk_idx", "topk_weights")),
+        *((name, _POINTER) for name in (*tables, *made, "run_counts", "report")),
+        ("first_row", _I32 * (num_sources + 1)),
+        ("publishers", _I32 * num_sources),
+        *((name, _I32 * num_nodes) for name in ("published", "held")),
         *((name, _I32) for name in ("num_experts", "num_local_experts", "expert_alignment")),
         *((name, _I32) for name in ("max_slots", "is_overflow_reported")),
         ("ticket", _U32),

@@ -4,8 +4,8 @@
 // k ascending, ranks ascending.
 // Twin: fusco.kernels.reference.combine_rows.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE and WIRE_TYPE (BF16, F16, F32, F64),
-// WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE, WIRE_TYPE and OUT_TYPE (BF16, F16, F32,
+// F64), WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
 #include "comm.cuh"
 #include "elements.cuh"
 
@@ -17,20 +17,23 @@ struct CombineArgs {
     const u8* row_weights;  // [row][k]
     const u32* token_to_ranks;
     i32 first_row[NUM_RANKS + 1];
-    i32 longest;  // most tokens of any rank
+    i32 longest;  // most rows of any rank
     i32 parts;    // warps that share a row
 };
 static_assert(sizeof(CombineArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
 
 using Row = Element<ROW_TYPE>;
 using Wire = Element<WIRE_TYPE>;
+using Out = Element<OUT_TYPE>;
 using Sum = Row::Sum;
 constexpr u32 N = VECTOR_ELEMENTS;
 constexpr i32 NUM_VECTORS = HIDDEN / N;
 using RowPack = Pack<Row, N>;
 using WirePack = Pack<Wire, N>;
+using OutPack = Pack<Out, N>;
 constexpr u64 ROW_BYTES = HIDDEN * sizeof(Row::Bits);
 constexpr u64 WIRE_BYTES = HIDDEN * sizeof(Wire::Bits);
+constexpr u64 OUT_BYTES = HIDDEN * sizeof(Out::Bits);
 
 struct Terms {
     i32 slot;     // of the lane-th pair, or negative
@@ -132,7 +135,7 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
     const u32 lane = lane_index(), ranks = args.token_to_ranks[token];
     const Terms terms = terms_of(args, args.first_row[comm.rank] + token);
     const Range range = range_of(part, args.parts);
-    u8* const to = args.out + token * ROW_BYTES;
+    u8* const to = args.out + token * OUT_BYTES;
     for (i32 base = range.begin; base < range.end; base += UNROLL * WARP_SIZE) {
         const i32 first = base + static_cast<i32>(lane);
         Sum sums[UNROLL][N] = {};
@@ -155,9 +158,9 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
 #pragma unroll
         for (u32 u = 0; u < UNROLL; ++u)
             if (first + u * WARP_SIZE < range.end) {
-                RowPack pack;
+                OutPack pack;
                 pack.round_from(sums[u]);
-                pack.store(to + (first + u * WARP_SIZE) * RowPack::BYTES);
+                pack.store(to + (first + u * WARP_SIZE) * OutPack::BYTES);
             }
     }
 }

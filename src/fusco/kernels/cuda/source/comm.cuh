@@ -1,6 +1,6 @@
-// What every kernel knows of its communicator, and the waits and signals between ranks.
+// What every kernel knows of its communicator, and the waits and signals between ranks of a node, which are numbered from 0.
 //
-// Compile-time constants: NUM_RANKS. The structs mirror those of fusco/kernels/cuda/arguments.py, field by field.
+// Compile-time constants: NUM_RANKS, those of the node. The structs mirror those of fusco/kernels/cuda/arguments.py, field by field.
 #pragma once
 
 #include "base.cuh"
@@ -13,7 +13,6 @@ enum State : u32 {
     COMBINE_EPOCH,  // combines done
     GRID_COUNT,     // blocks that arrived at the grid barrier
     GRID_GENERATION,
-    NUM_PUSHED,     // blocks that pushed their part of the routing
     NUM_DONE,       // blocks that finished their kernel
     FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
     NUM_STAGED,     // blocks that finished staging
@@ -35,13 +34,13 @@ struct Comm {
     const u32* abort;      // in host memory: not zero once the host gives up
     u64 timeout_ns;
     // Byte offsets of the sections of an arena.
-    u64 routing_ready;  // [src] plan epoch whose routing of src stands here
+    u64 routing_ready;  // [source][chunk] plan epoch whose chunk of a source's routing stands here
     u64 rows_released;  // [peer] dispatch epoch after which peer no longer reads here
     u64 sums_released;  // [peer] combine epoch after which peer has read what this rank pushed to it
     u64 rows_ready;     // [src][chunk] dispatch epoch whose chunk of src's rows is in its pool
     u64 sums_ready;     // [src][token][part] combine epoch whose partial sum stands here
-    u64 ids;            // [parity][src][max_tokens * num_topk] i32
-    u64 weights;        // [parity][src][max_tokens * num_topk] 4 or 8 bytes
+    u64 ids;            // [parity][source][max_tokens * num_topk] i32
+    u64 weights;        // [parity][source][max_tokens * num_topk] 4 or 8 bytes
     u64 sums;           // [src][max_tokens] partial sums
     i32 rank;
     i32 max_tokens;

@@ -1,10 +1,14 @@
-// Planning: every rank pushes its routing to all others, then sorts the node's pooled routing by its own experts.
+// Planning: every rank pushes routing to all others of its node, then sorts the node's pooled routing by its own experts.
 //
-// A stable counting sort over pairs (row, k), rows in order of (source rank, token). Each block takes an equal run of
-// rows, each warp an equal run of the block's pairs: counts of all runs, summed over the runs before, say where a run
-// begins in every expert's block. Twin: fusco.kernels.reference.plan_slots.
+// A *source* is a rank of any node whose rows are on this one. Each rank publishes the routing of as many as there are
+// nodes: its own, and what came from its counterpart on each other node.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8), NUM_THREADS.
+// A stable counting sort over pairs (row, k), rows in order of (source, token). Each block takes an equal run of rows,
+// each warp an equal run of the block's pairs: counts of all runs, summed over the runs before, say where a run begins in
+// every expert's block. Twin: fusco.kernels.reference.plan_slots.
+//
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_NODES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8),
+// NUM_THREADS, CHUNK_PAIRS.
 #include "comm.cuh"
 
 // In host memory, for whoever sizes the output by it.
@@ -15,20 +19,25 @@ struct Report {
     i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all did
 };
 
+constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
+
 struct PlanArgs {
     Comm comm;
-    const u8* topk_idx;
-    const u8* topk_weights;
+    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes
+    const u8* topk_weights[NUM_NODES];
     const i32* expert_to_local;  // -1 for experts of other ranks
-    const i32* expert_to_rank;
+    const i32* expert_to_rank;   // the index in the node; -1 for experts of other nodes
     i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
     u8* row_weights;           // [row][k]
     i64* num_rows_per_expert;
     i32* block_to_first_slot;  // [num_local_experts + 1]
-    u32* token_to_ranks;       // [own token]: bit r is set if rank r owns one of its experts
+    u32* token_to_ranks;       // [row of a held source]: bit r is set if rank r of the node owns one of its experts
     i32* run_counts;           // [expert][block]: scratch
     Report* report;
-    i32 first_row[NUM_RANKS + 1];
+    i32 first_row[NUM_SOURCES + 1];
+    i32 publishers[NUM_SOURCES];  // the rank of the node that publishes a source's routing
+    i32 published[NUM_NODES];     // the sources whose routing this rank publishes
+    i32 held[NUM_NODES];          // the sources whose rows stand in this rank's pool
     i32 num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
@@ -49,34 +58,72 @@ __device__ __forceinline__ RowPlace place_of(const PlanArgs& args, i32 row) {
     return {src, row - args.first_row[src]};
 }
 
-__device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 src) {
-    return static_cast<u64>(parity * NUM_RANKS + src) * comm.max_tokens * comm.max_topk;
+__device__ __forceinline__ i32 num_pairs_of(const PlanArgs& args, i32 src) {
+    return (args.first_row[src + 1] - args.first_row[src]) * NUM_TOPK;
 }
 
-__device__ void push_routing(const PlanArgs& args, u32 parity) {
+__device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 src) {
+    return static_cast<u64>(parity * NUM_SOURCES + src) * comm.max_tokens * comm.max_topk;
+}
+
+__device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
+    return max(1, (comm.max_tokens * comm.max_topk + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
+}
+
+// Chunk by chunk, each announced to all ranks of the node. A source without rows has one chunk, too.
+__device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     const Comm& comm = args.comm;
-    const i32 num_pairs = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * NUM_TOPK;
-    const u64 first = pooled_index(comm, parity, comm.rank);
-    for (i32 pair = blockIdx.x * NUM_THREADS + threadIdx.x; pair < num_pairs; pair += gridDim.x * NUM_THREADS) {
-        i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
-                               : reinterpret_cast<const i32*>(args.topk_idx)[pair];
-        if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // no expert, and narrowing must not mend it
+    i32 number = 0;
+    for (u32 i = 0; i < NUM_NODES; ++i) {
+        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src);
+        const u64 base = pooled_index(comm, parity, src);
+        for (i32 chunk = 0; chunk == 0 || chunk * CHUNK_PAIRS < num_pairs; ++chunk, ++number) {
+            if (number % gridDim.x != blockIdx.x) continue;
+            const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
+            for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
+                i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
+                                       : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
+                if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // no expert, nor after narrowing
 #if WEIGHT_BYTES == 4
-        const u32 weight = reinterpret_cast<const u32*>(args.topk_weights)[pair];
+                const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
 #elif WEIGHT_BYTES == 8
-        const u64 weight = reinterpret_cast<const u64*>(args.topk_weights)[pair];
+                const u64 weight = reinterpret_cast<const u64*>(args.topk_weights[i])[pair];
 #endif
 #pragma unroll
-        for (u32 i = 0; i < NUM_RANKS; ++i) {
-            const u32 dst = (comm.rank + i) % NUM_RANKS;
-            section<i32>(comm, dst, comm.ids)[first + pair] = static_cast<i32>(id);
+                for (u32 step = 0; step < NUM_RANKS; ++step) {
+                    const u32 dst = (comm.rank + step) % NUM_RANKS;
+                    section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
 #if WEIGHT_BYTES == 4
-            section<u32>(comm, dst, comm.weights)[first + pair] = weight;
+                    section<u32>(comm, dst, comm.weights)[base + pair] = weight;
 #elif WEIGHT_BYTES == 8
-            section<u64>(comm, dst, comm.weights)[first + pair] = weight;
+                    section<u64>(comm, dst, comm.weights)[base + pair] = weight;
 #endif
+                }
+            }
+            __syncthreads();
+            for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
+                store_release_system(
+                    section<u32>(comm, peer, comm.routing_ready) + src * max_routing_chunks(comm) + chunk, epoch);
         }
     }
+}
+
+// Wait for the chunks of routing that rows `first` to `end` came in; the first block waits for something of every source,
+// so that no rank gets ahead of another by more than a plan.
+__device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end, u32 epoch) {
+    const Comm& comm = args.comm;
+    bool is_ready = true;
+    for (i32 src = 0; src < NUM_SOURCES; ++src) {
+        const i32 begin = max(first, args.first_row[src]) - args.first_row[src];
+        const i32 stop = min(end, args.first_row[src + 1]) - args.first_row[src];
+        i32 chunk = begin * NUM_TOPK / CHUNK_PAIRS, last = (stop * NUM_TOPK - 1) / CHUNK_PAIRS;
+        if (begin >= stop) chunk = 0, last = blockIdx.x == 0 ? 0 : -1;
+        const u32* const flags =
+            section<u32>(comm, comm.rank, comm.routing_ready) + src * max_routing_chunks(comm);
+        for (chunk += threadIdx.x; chunk <= last; chunk += NUM_THREADS)
+            is_ready &= wait_for_epoch(comm, flags + chunk, epoch, EXCHANGING_ROUTING, args.publishers[src]);
+    }
+    return __syncthreads_and(is_ready);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
@@ -91,19 +138,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
 
-    // Step 1: push the own routing. The pool has two sides: a rank that begins plan n has seen all others begin n - 1,
-    // so none of them reads what plan n - 2 left.
+    // Step 1: push routing. The pool has two sides: a rank that begins plan n has seen all others begin n - 1, so none of
+    // them reads what plan n - 2 left.
     const u32 parity = epoch % 2;
-    push_routing(args, parity);
-    if (block_is_last(comm.state + NUM_PUSHED)) signal_peers(comm, comm.routing_ready, epoch, threadIdx.x, NUM_THREADS);
+    push_routing(args, parity, epoch);
     for (i32 i = threadIdx.x; i < NUM_WARPS * num_experts; i += NUM_THREADS) warp_counts[i] = 0;
-    if (!block_waits_for_peers(comm, comm.routing_ready, epoch, EXCHANGING_ROUTING)) return;
+    const i32 num_rows = args.first_row[NUM_SOURCES];
+    const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
+    const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
+    const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
+    if (!block_waits_for_routing(args, first_row, end_row, epoch)) return;
 
     // Step 2: count this block's pairs for each expert, warp by warp.
-    const i32 num_rows = args.first_row[NUM_RANKS];
-    const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
-    const i32 block_first = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block) * NUM_TOPK;
-    const i32 block_end = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block) * NUM_TOPK;
+    const i32 block_first = first_row * NUM_TOPK, block_end = end_row * NUM_TOPK;
     const i32 rounds = (block_end - block_first + NUM_THREADS - 1) / NUM_THREADS;
     const i32 warp_first = block_first + warp * rounds * WARP_SIZE;
     const i32* const pooled_ids = section<i32>(comm, comm.rank, comm.ids);
@@ -193,18 +240,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             *reinterpret_cast<const volatile u64*>(pooled_weights + offset * WEIGHT_BYTES);
 #endif
     }
-    const i32 num_tokens = args.first_row[comm.rank + 1] - args.first_row[comm.rank];
-    for (i32 token = blockIdx.x * NUM_THREADS + threadIdx.x; token < num_tokens; token += gridDim.x * NUM_THREADS) {
-        const i32* ids = pooled_ids + pooled_index(comm, parity, comm.rank) + token * NUM_TOPK;
-        u32 ranks = 0;
-        for (u32 k = 0; k < NUM_TOPK; ++k) {
-            const i32 id = *reinterpret_cast<const volatile i32*>(ids + k);
-            if (id >= 0 && id < args.num_experts) ranks |= 1u << args.expert_to_rank[id];
+    i32 num_before_source = 0;
+    for (u32 i = 0; i < NUM_NODES; ++i) {
+        const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
+        const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
+        for (i32 token = blockIdx.x * NUM_THREADS + threadIdx.x; token < num_tokens; token += gridDim.x * NUM_THREADS) {
+            u32 ranks = 0;
+            for (u32 k = 0; k < NUM_TOPK; ++k) {
+                const i32 id = *reinterpret_cast<const volatile i32*>(ids_of_source + token * NUM_TOPK + k);
+                const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
+                if (rank >= 0) ranks |= 1u << rank;
+            }
+            args.token_to_ranks[num_before_source + token] = ranks;
         }
-        args.token_to_ranks[token] = ranks;
+        num_before_source += num_tokens;
     }
 
-    // Step 5: the first block tells what came of it, the last one closes the epoch.
+    // Step 5: the first block tells what came of it, and closes the epoch, which all blocks had read when they met.
     if (blockIdx.x == 0) {
         for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
             const i32 first = min(first_slot[expert], args.max_slots);
@@ -232,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             report->num_slots = needed;
             __threadfence_system();
             if (args.ticket) *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
+            comm.state[PLAN_EPOCH] = epoch;
         }
     }
-    if (block_is_last(comm.state + NUM_DONE) && threadIdx.x == 0) comm.state[PLAN_EPOCH] = epoch;
 }

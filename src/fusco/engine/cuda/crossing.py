@@ -1,0 +1,183 @@
+"""Which rows cross between nodes: on the device by token; on the host by rank, node and slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from fusco.engine.cuda.plan import DevicePlan, HeldRows
+from fusco.groups import Groups
+from fusco.planner.forwarding import mark_destinations
+
+
+@dataclass(frozen=True)
+class DeviceForwarding:
+    """What one rank sends to each other node, as ``fusco.planner.NodeForwarding``, without the host knowing how much.
+
+    Attributes:
+        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; what follows them means
+            nothing.
+        token_to_place: int32 (num_nodes, num_tokens): where a token stands among those for a node; -1 if not at all.
+        summary: int64 (num_nodes + 2,): how many tokens go to each node; the first pair whose id is no expert, or the
+            number of pairs if there is none; and that id.
+
+    """
+
+    node_to_tokens: torch.Tensor
+    token_to_place: torch.Tensor
+    summary: torch.Tensor
+
+
+def plan_forwarding_on_device(
+    topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int
+) -> DeviceForwarding:
+    """Plan what a rank sends to each other node.
+
+    Args:
+        topk_idx: int (num_tokens, num_topk); an id that is no expert counts as none.
+        expert_to_node: of ``ExpertPlacement.membership_table``, on the same device.
+        num_nodes: how many nodes there are.
+        own_node: nothing crosses to it.
+
+    Two nodes with two experts each; the rank is on node 0.
+
+    >>> table = torch.tensor([0, 0, 1, 1, -1])
+    >>> plan = plan_forwarding_on_device(torch.tensor([[0, 1], [3, 0], [-1, 2]]), table, num_nodes=2, own_node=0)
+    >>> plan.node_to_tokens[1, :2].tolist(), plan.token_to_place[1].tolist(), plan.summary.tolist()
+    ([1, 2], [-1, 0, 1], [0, 2, 6, 0])
+
+    """
+    num_tokens, num_experts, device = len(topk_idx), len(expert_to_node) - 1, topk_idx.device
+    is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
+    marks = mark_destinations(torch.where(is_expert, topk_idx, -1), expert_to_node, num_nodes).T.contiguous()
+    marks[own_node] = False
+    places = marks.cumsum(1) - 1
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=device).expand(num_nodes, num_tokens)
+    node_to_tokens = torch.empty(num_nodes, num_tokens + 1, dtype=torch.int32, device=device)
+    node_to_tokens.scatter_(1, torch.where(marks, places, num_tokens), tokens)
+
+    # One pair more, so that there is a first one.
+    is_stranger = torch.cat([~(is_expert | (topk_idx == -1)).view(-1), torch.ones(1, dtype=torch.bool, device=device)])
+    first = is_stranger.int().argmax()
+    stranger = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
+    return DeviceForwarding(
+        node_to_tokens=node_to_tokens,
+        token_to_place=torch.where(marks, places, -1).int(),
+        summary=torch.cat([marks.sum(1), torch.stack([first, stranger])]),
+    )
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Who sends how many rows where, and who forwards them: the same on all ranks.
+
+    Attributes:
+        rank: whose view it is.
+        groups: who forwards for whom.
+        num_rows: ``num_rows[r][n]`` tokens of rank ``r`` concern node ``n``, another one than its own.
+
+    """
+
+    rank: int
+    groups: Groups
+    num_rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def node(self) -> int:
+        """The own node."""
+        return self.groups.topology.rank_to_node[self.rank]
+
+    @cached_property
+    def destinations(self) -> tuple[tuple[int, int], ...]:
+        """Every other node and its forwarder, the next node first, so that not all send to the same one at first."""
+        num_nodes = self.groups.topology.num_nodes
+        nodes = [(self.node + step) % num_nodes for step in range(1, num_nodes)]
+        return tuple((node, self.groups.forwarder(self.rank, node)) for node in nodes)
+
+    @cached_property
+    def local_to_sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank of the own node, the ranks of other nodes whose rows it forwards, by ascending node."""
+        topology = self.groups.topology
+        found: list[list[int]] = [[] for _ in range(topology.ranks_per_node)]
+        for node in topology.remote_nodes(self.rank):
+            for src in topology.node_to_ranks[node]:
+                found[topology.rank_to_local[self.groups.forwarder(src, self.node)]].append(src)
+        return tuple(map(tuple, found))
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Those that this rank forwards."""
+        return self.local_to_sources[self.groups.topology.rank_to_local[self.rank]]
+
+    def num_rows_on_node(self, num_tokens: Sequence[int]) -> list[int]:
+        """Rows of every source on the own node: all tokens of its own ranks, of others what concerns it."""
+        nodes = self.groups.topology.rank_to_node
+        return [
+            num_tokens[src] if nodes[src] == self.node else self.num_rows[src][self.node] for src in range(len(nodes))
+        ]
+
+    def num_slices(self, rows_per_slice: int) -> int:
+        """How many slices the longest message of any rank has."""
+        nodes = self.groups.topology.rank_to_node
+        crossing = [n for src, of in enumerate(self.num_rows) for node, n in enumerate(of) if node != nodes[src]]
+        return -(-max(crossing, default=0) // rows_per_slice)
+
+    def cut(self, src: int, node: int, number: int, rows_per_slice: int) -> tuple[int, int]:
+        """The first and the end of a slice's rows, among those that ``src`` sends to ``node``."""
+        num_rows = self.num_rows[src][node]
+        return min(num_rows, number * rows_per_slice), min(num_rows, (number + 1) * rows_per_slice)
+
+    def first_in_pool(self, local: int, number: int, rows_per_slice: int) -> int:
+        """Where a slice begins among the rows that a rank of the own node forwards: they stand slice by slice."""
+        return sum(self.cut(src, self.node, number, rows_per_slice)[0] for src in self.local_to_sources[local])
+
+    @property
+    def num_forwarded(self) -> tuple[int, ...]:
+        """Rows that each rank of the own node forwards."""
+        return tuple(sum(self.num_rows[src][self.node] for src in sources) for sources in self.local_to_sources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternodePlan(DevicePlan):
+    """A plan between nodes.
+
+    Attributes:
+        crossing: who sends how much where.
+        forwarding: which tokens this rank sends.
+
+    """
+
+    crossing: Crossing
+    forwarding: DeviceForwarding
+    _slices: dict[int, list[HeldRows]] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds on the device."""
+        return [*super().tensors, self.forwarding.node_to_tokens, self.forwarding.token_to_place]
+
+    @cached_property
+    def own_rows(self) -> HeldRows:
+        """The tokens of this node's ranks."""
+        topology = self.crossing.groups.topology
+        runs = [[(rank, 0, self.num_rows_of(rank))] for rank in topology.node_to_ranks[self.crossing.node]]
+        return self.rows_of(runs, topology.rank_to_local[self.rank])
+
+    def slices(self, rows_per_slice: int) -> list[HeldRows]:
+        """The rows of other nodes' ranks, slice by slice."""
+        if rows_per_slice not in self._slices:
+            crossing = self.crossing
+            self._slices[rows_per_slice] = [
+                self.rows_of(
+                    [
+                        [(src, *crossing.cut(src, crossing.node, number, rows_per_slice)) for src in sources]
+                        for sources in crossing.local_to_sources
+                    ],
+                    crossing.groups.topology.rank_to_local[self.rank],
+                )
+                for number in range(crossing.num_slices(rows_per_slice))
+            ]
+        return self._slices[rows_per_slice]

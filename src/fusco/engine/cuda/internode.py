@@ -1,0 +1,349 @@
+"""Between nodes: one copy of a row for each node, in slices, packing, network and scattering all at work at once.
+
+A slice goes through three streams. On one, rows are packed into a slot of a ring; on the network's, they travel into
+the pool of the node's forwarder; on the caller's, all ranks of that node pull them out of the pool into their slots.
+Tokens of the own node go there before all others. Combine is the mirror: a node's sum of a row goes home in one piece.
+
+NCCL must be told how much a message has when it is launched. So the host waits once in each dispatch, until the device
+has counted the rows for each node; exactly sized outputs take a second wait, as within a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from fusco.balancer import Traffic
+from fusco.engine.base import DispatchOrder
+from fusco.engine.cuda.crossing import Crossing, DeviceForwarding, InternodePlan, plan_forwarding_on_device
+from fusco.engine.cuda.kernels import Payload
+from fusco.engine.cuda.network import Network
+from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
+from fusco.engine.cuda.plan import DevicePlan
+from fusco.engine.record import Agreement
+from fusco.errors import RejectedInputError, Stall
+from fusco.kernels.reduce_rows import accumulation_dtype
+from fusco.launch import Launch
+from fusco.planner.cost import routing_bytes_per_row
+from fusco.planner.routing import Routing, describe_stranger
+from fusco.transport.nccl import Message
+
+# Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
+_NUM_SMS = 32
+
+
+class InternodeShuffle:
+    """What one rank does where there are several nodes."""
+
+    def __init__(self, node: NodeShuffle, network: Network) -> None:
+        self._node, self._network, layout = node, network, node.arena.layout
+        self._layout, self._topology = layout, layout.topology
+        device, rank = node.arena.device, node.arena.rank
+        self._own_node = self._topology.rank_to_node[rank]
+        self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)
+        self._packing_stream = torch.cuda.Stream(device, priority=-1)
+        self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
+        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
+        self._has_summary = torch.cuda.Event()
+
+    def dispatch(
+        self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
+    ) -> tuple[InternodePlan | None, list[torch.Tensor], Exception | None]:
+        """See ``NodeShuffle.dispatch``."""
+        self._refuse_capture()
+        node, launch = self._node, _with_sms(order.launch)
+        order = replace(order, launch=launch)
+        payloads, routing = list(map(plain, order.payloads)), order.routing
+        with node.timeline.span("plan", "rows for each node"):
+            forwarding = plan_forwarding_on_device(
+                routing.topk_idx, self._expert_to_node, self._topology.num_nodes, self._own_node
+            )
+        *counts, bad_pair, bad_id = self._read(forwarding.summary, stream)
+        rejection = self._rejection_of(routing, bad_pair, bad_id)
+        if rejection:
+            agreement = replace(agreement, rejection=str(rejection))
+        records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
+        if rejection:
+            return None, [], rejection
+
+        num_rows = tuple(record.counts[3:] for record in records)
+        groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
+        crossing = Crossing(node.arena.rank, groups, num_rows)
+        published = self._exchange_routing(routing, forwarding, crossing, stream)
+        with node.staging(payloads, records, launch, stream):
+            on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
+            made = node.make_plan(order, published, records, on_node, crossing.sources)
+            arrivals = self._send(payloads, forwarding, crossing, stream)
+            if not order.static:
+                made = node.size_exactly(made)
+            plan = _between_nodes(made, crossing, forwarding)
+            rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
+        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+        return plan, rows, None
+
+    def dispatch_along(
+        self,
+        agreement: Agreement,
+        plan: InternodePlan,
+        payloads: Sequence[torch.Tensor],
+        launch: Launch,
+        stream: torch.cuda.Stream,
+    ) -> list[torch.Tensor]:
+        """See ``NodeShuffle.dispatch_along``."""
+        self._refuse_capture()
+        node, launch = self._node, _with_sms(launch)
+        payloads = list(map(plain, payloads))
+        records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
+        with node.staging(payloads, records, launch, stream):
+            arrivals = self._send(payloads, plan.forwarding, plan.crossing, stream)
+            rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
+        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+        return rows
+
+    def combine(
+        self,
+        plan: InternodePlan,
+        rows: torch.Tensor,
+        wire_dtype: torch.dtype,
+        launch: Launch,
+        stream: torch.cuda.Stream,
+        *,
+        is_weighted: bool,
+    ) -> torch.Tensor:
+        """Sum rows: first those of other nodes' tokens, as these have the network ahead of them."""
+        self._refuse_capture()
+        node, crossing, hidden = self._node, plan.crossing, rows.shape[1]
+        num_sms = _with_sms(launch).num_sms
+        rows_per_slice = self._rows_per_slice(hidden * wire_dtype.itemsize)
+        own_rows = crossing.num_rows[plan.rank]
+        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in crossing.destinations}
+        arrival = None
+        self._network.stream.wait_stream(stream)
+        for number, held in enumerate(plan.slices(rows_per_slice)):
+            slot = self._free_slot(number, stream)
+            num_rows = sum(end - first for _, first, end in self._coming(crossing, number, rows_per_slice))
+            sums = self._ring[slot][: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
+            with node.timeline.span("sum", f"slice {number}", stream):
+                node.kernels.combine(held, rows, wire_dtype, sums, is_weighted=is_weighted, num_sms=num_sms)
+            sends, first_row = [], 0
+            for src, first, end in self._coming(crossing, number, rows_per_slice):
+                sends += _messages(src, sums[first_row : first_row + end - first])
+                first_row += end - first
+            receives = [
+                message
+                for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice)
+                for message in _messages(forwarder, returned[remote][first:end])
+            ]
+            arrival = self._exchange(sends, receives, f"sums of slice {number}", slot, stream)
+        own = rows.new_empty(plan.num_tokens, hidden, dtype=accumulation_dtype(rows.dtype))
+        with node.timeline.span("sum", "own tokens", stream):
+            node.kernels.combine(plan.own_rows, rows, wire_dtype, own, is_weighted=is_weighted, num_sms=num_sms)
+        if arrival:
+            stream.wait_event(arrival)
+        out = rows.new_empty(plan.num_tokens, hidden)
+        remote_nodes = sorted(returned)
+        with node.timeline.span("add", "sums of other nodes", stream):
+            node.kernels.add_returned(
+                own,
+                [returned[remote] for remote in remote_nodes],
+                [plan.forwarding.token_to_place[remote] for remote in remote_nodes],
+                out,
+            )
+        return out
+
+    def _exchange_routing(
+        self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing, stream: torch.cuda.Stream
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Tell the counterparts on other nodes what concerns them; returns the own routing and theirs."""
+        topology, rank = self._topology, self._node.arena.rank
+        own = (routing.topk_idx.int(), travelling_weights(routing))
+        sends: list[Message] = []
+        receives: list[Message] = []
+        published, kept = [own], []
+        for remote in topology.remote_nodes(rank):
+            counterpart = topology.node_to_ranks[remote][topology.rank_to_local[rank]]
+            tokens = forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]]
+            theirs: list[torch.Tensor | None] = []
+            for values in own:
+                if values is None:
+                    theirs.append(None)
+                    continue
+                message = values.index_select(0, tokens)
+                coming = values.new_empty(crossing.num_rows[counterpart][self._own_node], values.shape[1])
+                sends += _messages(counterpart, message)
+                receives += _messages(counterpart, coming)
+                kept.append(message)  # it must live until it is on its way
+                theirs.append(coming)
+            ids, weights = theirs
+            assert ids is not None
+            published.append((ids, weights))
+        self._network.stream.wait_stream(stream)
+        with self._node.timeline.span("network", "routing", self._network.stream):
+            done = self._network.exchange(sends, receives, "routing")
+        stream.wait_event(done)
+        num_sent = sum(crossing.num_rows[rank][remote] for remote in topology.remote_nodes(rank))
+        weight_bytes = 0 if own[1] is None else own[1].element_size()
+        self._node.rounds.profile.internode_metadata_bytes += num_sent * routing_bytes_per_row(
+            routing.num_topk, weight_bytes
+        )
+        return published
+
+    def _send(
+        self,
+        payloads: Sequence[torch.Tensor],
+        forwarding: DeviceForwarding,
+        crossing: Crossing,
+        stream: torch.cuda.Stream,
+    ) -> list[torch.cuda.Event]:
+        """Launch the way of all slices into the forwarders' pools; an event for each that arrives here."""
+        node, local = self._node, self._node.arena.local
+        sizes = list(map(row_bytes, payloads))
+        rows_per_slice = self._rows_per_slice(sum(sizes))
+        # Nobody reads the pool any more once everything before this is done.
+        self._network.stream.wait_stream(stream)
+        self._packing_stream.wait_stream(stream)
+        arrivals = []
+        for number in range(crossing.num_slices(rows_per_slice)):
+            slot = self._free_slot(number, self._packing_stream)
+            free = self._ring[slot]
+            sends: list[Message] = []
+            with node.timeline.span("gather", f"slice {number}", self._packing_stream):
+                for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice):
+                    for payload, size in zip(payloads, sizes, strict=True):
+                        message, free = _take(free, (end - first) * size)
+                        places = forwarding.node_to_tokens[remote, first:end]
+                        node.kernels.gather(payload, places, message, self._packing_stream.cuda_stream)
+                        sends += _messages(forwarder, message)
+            receives = []
+            first_row = crossing.first_in_pool(local, number, rows_per_slice)
+            for src, first, end in self._coming(crossing, number, rows_per_slice):
+                for p, size in enumerate(sizes):
+                    start = self._layout.forwarded_offset(crossing.num_forwarded[local], sizes, p) + first_row * size
+                    receives += _messages(src, node.arena.bytes_at(start, (end - first) * size))
+                first_row += end - first
+            arrivals.append(self._exchange(sends, receives, f"slice {number}", slot, self._packing_stream))
+        return arrivals
+
+    def _scatter_slices(
+        self,
+        plan: InternodePlan,
+        payloads: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        arrivals: Sequence[torch.cuda.Event],
+        launch: Launch,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        node, crossing = self._node, plan.crossing
+        sizes = list(map(row_bytes, payloads))
+        rows_per_slice = self._rows_per_slice(sum(sizes))
+        moved = [
+            Payload(address=0, row_bytes=size, output_address=output.data_ptr())
+            for size, output in zip(sizes, outputs, strict=True)
+        ]
+        for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
+            stream.wait_event(arrival)
+            rows = [
+                [
+                    node.arena.address(local, 0, self._layout.forwarded_offset(num_forwarded, sizes, p))
+                    + crossing.first_in_pool(local, number, rows_per_slice) * size
+                    for p, size in enumerate(sizes)
+                ]
+                for local, num_forwarded in enumerate(crossing.num_forwarded)
+            ]
+            # In place: each rank announces its rows when it comes here, and stays until all others have read them.
+            with node.timeline.span("scatter", f"slice {number}", stream):
+                node.kernels.scatter(
+                    plan,
+                    held,
+                    moved,
+                    rows,
+                    in_place_ranks=(1 << self._layout.num_ranks) - 1,
+                    clears_padding=False,
+                    num_sms=launch.num_sms,
+                )
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        what: str,
+        slot: int,
+        producer: torch.cuda.Stream,
+    ) -> torch.cuda.Event:
+        self._network.stream.wait_stream(producer)
+        with self._node.timeline.span("network", what, self._network.stream):
+            done = self._network.exchange(sends, receives, what)
+        self._slot_is_free[slot] = done
+        self._node.rounds.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
+        return done
+
+    def _free_slot(self, number: int, stream: torch.cuda.Stream) -> int:
+        """A slot of the ring, which the stream waits for."""
+        slot = number % len(self._slot_is_free)
+        if is_free := self._slot_is_free[slot]:
+            stream.wait_event(is_free)
+        return slot
+
+    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int, int]]:
+        """What this rank sends in a slice: node, forwarder, first and end among the rows for that node."""
+        for remote, forwarder in crossing.destinations:
+            first, end = crossing.cut(crossing.rank, remote, number, rows_per_slice)
+            if first < end:
+                yield remote, forwarder, first, end
+
+    def _coming(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int]]:
+        """What it receives: source, first and end among that source's rows for this node."""
+        for src in crossing.sources:
+            first, end = crossing.cut(src, self._own_node, number, rows_per_slice)
+            if first < end:
+                yield src, first, end
+
+    def _rows_per_slice(self, size: int) -> int:
+        """Rows that go to each node in a slice; as many for all nodes together as fit into the pool of sums."""
+        num_remote = self._topology.num_nodes - 1
+        by_bytes = self._layout.slice_bytes // max(1, size * num_remote)
+        return max(1, min(by_bytes, self._layout.max_rows // num_remote))
+
+    def _read(self, summary: torch.Tensor, stream: torch.cuda.Stream) -> list[int]:
+        self._summary.copy_(summary, non_blocking=True)
+        self._has_summary.record(stream)
+        others = tuple(rank for rank in range(self._topology.world_size) if rank != self._node.arena.rank)
+        stall = Stall("planning on the device", others, "the number of rows for each node", "none yet")
+        self._node.watch.wait_until(self._has_summary.query, lambda: stall)
+        return [int(entry) for entry in self._summary.tolist()]
+
+    def _rejection_of(self, routing: Routing, bad_pair: int, bad_id: int) -> ValueError | None:
+        if bad_pair == routing.topk_idx.numel():
+            return None
+        token, k = divmod(bad_pair, routing.num_topk)
+        return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
+
+    def _refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RejectedInputError(
+                "calls between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages when "
+                "they are launched, and these depend on the routing"
+            )
+
+
+def _between_nodes(plan: DevicePlan, crossing: Crossing, forwarding: DeviceForwarding) -> InternodePlan:
+    same = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    return InternodePlan(**same, crossing=crossing, forwarding=forwarding)
+
+
+def _with_sms(launch: Launch) -> Launch:
+    return launch if launch.num_sms else replace(launch, num_sms=_NUM_SMS)
+
+
+def _messages(peer: int, memory: torch.Tensor) -> list[Message]:
+    """One, or none if there is nothing to send."""
+    return [Message(peer, memory.data_ptr(), memory.nbytes)] if memory.nbytes else []
+
+
+def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some bytes, and what is left behind them, aligned."""
+    aligned = -(-num_bytes // 16) * 16
+    return free[:num_bytes], free[aligned:]

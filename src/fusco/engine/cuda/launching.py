@@ -1,0 +1,58 @@
+"""On which stream a rank's work is launched, and in what order with everything before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fusco.engine.cuda.kernels import Kernels
+from fusco.launch import Launch
+
+
+class StreamOrder:
+    """Keeps all that a communicator launches in one order, whichever streams its callers use."""
+
+    def __init__(self, device: torch.device, kernels: Kernels) -> None:
+        self._device, self._kernels = device, kernels
+        self._own = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self.latest: torch.cuda.Stream | None = None  # on which the latest call was launched
+
+    @contextmanager
+    def on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[torch.cuda.Stream]:
+        """Launch on the caller's stream or the own one, after everything launched before."""
+        callers = torch.cuda.current_stream(self._device)
+        stream = self._own if launch.own_stream else callers
+        if stream != callers:
+            stream.wait_stream(callers)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the caller may let go of it before it is read
+        if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self.latest)
+        self.latest = stream
+        self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
+        if stream == callers and torch.cuda.current_device() == self._device.index:
+            yield stream
+            return
+        with torch.cuda.stream(stream):
+            yield stream
+
+    def hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
+        """What was made on the own stream will be used on the caller's."""
+        if launch.own_stream:
+            for output in outputs:
+                output.record_stream(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Have the current stream wait for everything that was launched."""
+        if self.latest is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.latest)
+
+    def mark(self) -> torch.cuda.Event:
+        """What is recorded once everything launched so far is done, graphs on the current stream included."""
+        self.wait()
+        self._done.record(torch.cuda.current_stream(self._device))
+        return self._done

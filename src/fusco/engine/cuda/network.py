@@ -1,0 +1,104 @@
+"""Messages between nodes on a stream of their own, and a thread that ends them when nobody comes.
+
+A kernel of NCCL's waits for its peer without a limit, and so does whoever waits for the stream behind it. The guard
+gives up when nothing has arrived for as long as the limit, when a rank has died or left, or when NCCL says that the
+network failed: it aborts NCCL, so that streams go on, and keeps the words for the error that the next call raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.errors import Stall
+from fusco.liveness.watch import Watch
+from fusco.transport.nccl import Message, NcclTransport
+from fusco.transport.roll_call import RollCall
+
+_BETWEEN_LOOKS_S = 0.02
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    is_done: Callable[[], bool]
+    stall: Stall
+
+
+class Network:
+    """Sends and receives device memory between ranks of different nodes, in the order of calls."""
+
+    def __init__(self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float) -> None:
+        """Connect, together with all ranks."""
+        self._nccl = NcclTransport(roll, watch.wait_until)
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.guard = Guard(self._nccl, watch, timeout_s)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
+        """Launch messages that travel side by side; the event is recorded once they are through."""
+        self._nccl.exchange(sends, receives, self.stream.cuda_stream)
+        done = torch.cuda.Event()
+        done.record(self.stream)
+        peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
+        num_bytes = sum(message.num_bytes for message in receives)
+        self.guard.watch_over(done.query, Stall("the network", peers, what, f"not all of {num_bytes:,} bytes"))
+        return done
+
+    def close(self) -> None:
+        """Give everything back; what is still under way is ended."""
+        self.guard.close()
+        self._nccl.abort()
+
+
+class Guard:
+    """Watches over what is under way on the network."""
+
+    def __init__(self, nccl: NcclTransport, watch: Watch, timeout_s: float) -> None:
+        self._nccl, self._watch, self._timeout_s = nccl, watch, timeout_s
+        self._under_way: deque[_UnderWay] = deque()
+        self._since_progress = time.monotonic()
+        self._has_work, self._is_closed = threading.Event(), False
+        self.stall: Stall | None = None  # what was waited for when the guard gave up
+        self.on_stall: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="fusco network guard", daemon=True)
+        self._thread.start()
+
+    def watch_over(self, is_done: Callable[[], bool], stall: Stall) -> None:
+        """Give up if ``is_done`` stays false while nothing else gets done either."""
+        if not self._under_way:
+            self._since_progress = time.monotonic()
+        self._under_way.append(_UnderWay(is_done, stall))
+        self._has_work.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self._has_work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            if not self._under_way:
+                self._has_work.wait()
+                self._has_work.clear()
+                continue
+            oldest = self._under_way[0]
+            if oldest.is_done():
+                self._under_way.popleft()
+                self._since_progress = time.monotonic()
+                continue
+            if self._is_in_vain():
+                self.stall = oldest.stall
+                self._under_way.clear()
+                self.on_stall()
+                self._nccl.abort()
+                return
+            time.sleep(_BETWEEN_LOOKS_S)
+
+    def _is_in_vain(self) -> bool:
+        is_late = time.monotonic() - self._since_progress > self._timeout_s
+        return is_late or self._watch.is_anybody_gone or bool(self._nccl.failure)

@@ -1,0 +1,240 @@
+"""Within a node: planning, pulling rows into their slots, and summing them up again, as kernels on one stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from fusco.engine.base import DispatchOrder
+from fusco.engine.cuda.arena import Arena
+from fusco.engine.cuda.kernels import Kernels, Payload, PublishedRouting
+from fusco.engine.cuda.plan import DevicePlan, HeldRows
+from fusco.engine.host.rounds import Rounds
+from fusco.engine.record import Agreement, Record
+from fusco.errors import RejectedInputError, Stall
+from fusco.launch import Launch
+from fusco.liveness.watch import Watch
+from fusco.placement import ExpertPlacement
+from fusco.planner.routing import Routing, describe_stranger
+from fusco.timeline import NO_TIMELINE, NoTimeline, Timeline
+
+_NO_LIMIT = 2**31 - 1
+STAGED = (-1, 0)  # where rows are that peers read in the pool
+
+
+class NodeShuffle:
+    """What one rank does for rows that stand in the memory of its node's ranks."""
+
+    def __init__(
+        self, arena: Arena, kernels: Kernels, placement: ExpertPlacement, rounds: Rounds, watch: Watch
+    ) -> None:
+        self.arena, self.kernels, self.placement, self.rounds, self.watch = arena, kernels, placement, rounds, watch
+        self.timeline: Timeline | NoTimeline = NO_TIMELINE
+        self._staging_stream = torch.cuda.Stream(arena.device)
+        self._may_stage, self._has_staged = torch.cuda.Event(), torch.cuda.Event()
+        self._num_plans = 0
+
+    def dispatch(
+        self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
+    ) -> tuple[DevicePlan, list[torch.Tensor], Exception | None]:
+        """Plan and move rows, where there is one node only; the last is what was wrong with somebody's routing."""
+        payloads, routing = list(map(plain, order.payloads)), order.routing
+        records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
+        with self.staging(payloads, records, order.launch, stream):
+            plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
+            if not order.static:
+                plan = self.size_exactly(plan)
+            rows = self.scatter_own(plan, plan.rows, payloads, records, order.launch)
+        return plan, rows, None if order.static else self.rejection_of(routing)
+
+    def dispatch_along(
+        self,
+        agreement: Agreement,
+        plan: DevicePlan,
+        payloads: Sequence[torch.Tensor],
+        launch: Launch,
+        stream: torch.cuda.Stream,
+    ) -> list[torch.Tensor]:
+        """Move rows along an earlier plan."""
+        payloads = list(map(plain, payloads))
+        records = self.rounds.publish(agreement, [plan.num_tokens, *self.place_of(payloads)])
+        with self.staging(payloads, records, launch, stream):
+            return self.scatter_own(plan, plan.rows, payloads, records, launch)
+
+    def combine(
+        self,
+        plan: DevicePlan,
+        rows: torch.Tensor,
+        wire_dtype: torch.dtype,
+        launch: Launch,
+        stream: torch.cuda.Stream,
+        *,
+        is_weighted: bool,
+    ) -> torch.Tensor:
+        """Sum rows."""
+        out = rows.new_empty(plan.num_tokens, rows.shape[1])
+        with self.timeline.span("sum", "tokens", stream):
+            self.kernels.combine(plan.rows, rows, wire_dtype, out, is_weighted=is_weighted, num_sms=launch.num_sms)
+        return out
+
+    def place_of(self, payloads: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Where peers find the rows: in a buffer that they see, or in the pool."""
+        return self.arena.place_of(payloads[0]) if len(payloads) == 1 and payloads[0].numel() else STAGED
+
+    def make_plan(
+        self,
+        order: DispatchOrder,
+        routing: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        records: Sequence[Record],
+        num_rows: Sequence[int] | None = None,
+        held: Sequence[int] = (),
+    ) -> DevicePlan:
+        """Plan on the device.
+
+        Args:
+            order: what is dispatched.
+            routing: ids and weights that this rank publishes: its own, then those of its counterparts on other nodes.
+            records: of all ranks; the first count is their number of tokens.
+            num_rows: of each source on this node; ``None`` means all its tokens.
+            held: sources whose rows this rank forwards.
+
+        """
+        arena, device, rank = self.arena, self.arena.device, self.arena.rank
+        topology = arena.layout.topology
+        if num_rows is None:
+            num_rows = [record.counts[0] for record in records]
+        first_row = (0, *itertools.accumulate(num_rows))
+        counterparts = [topology.node_to_ranks[node][arena.local] for node in topology.remote_nodes(rank)]
+        weights = order.routing.topk_weights
+        num_local, shape = len(self.placement.rank_to_experts[rank]), (first_row[-1], order.routing.num_topk)
+        plan = DevicePlan(
+            rank=rank,
+            placement=self.placement,
+            first_row=first_row,
+            held=(rank, *held),
+            num_slots=order.static.num_slots if order.static else 0,
+            row_to_slots=torch.empty(shape, dtype=torch.int32, device=device),
+            weights=None if weights is None else torch.empty(shape, dtype=weights.dtype, device=device),
+            num_rows_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
+            block_to_first_slot=torch.empty(num_local + 1, dtype=torch.int32, device=device),
+            token_to_ranks=torch.empty(
+                sum(num_rows[source] for source in (rank, *held)), dtype=torch.int32, device=device
+            ),
+        )
+        self._num_plans += 1
+        with self.timeline.span("plan", "slots"):
+            self.kernels.plan(
+                plan,
+                [
+                    PublishedRouting(source=source, topk_idx=ids, topk_weights=of_source)
+                    for source, (ids, of_source) in zip((rank, *counterparts), routing, strict=True)
+                ],
+                expert_alignment=order.expert_alignment,
+                is_overflow_reported=order.static is not None and order.static.on_overflow == "raise",
+                max_slots=order.static.num_slots if order.static else _NO_LIMIT,
+                ticket=0 if order.static else self._num_plans,
+                num_sms=order.launch.num_sms,
+            )
+        return plan
+
+    def size_exactly(self, plan: DevicePlan) -> DevicePlan:
+        """Wait until the plan is made, for the one number that the host needs."""
+        report, ticket = self.arena.report, self._num_plans
+        peers = tuple(rank for rank in self.arena.node_ranks if rank != self.arena.rank)
+        stall = Stall("planning on the device", peers, "the plan", "none yet")
+        self.watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
+        return replace(plan, num_slots=report.num_slots)
+
+    def rejection_of(self, routing: Routing) -> Exception | None:
+        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
+        report = self.arena.report
+        src = report.bad_src
+        if src < 0:
+            return None
+        report.bad_src = -1
+        num_experts = self.placement.num_experts
+        token, k = report.bad_token, report.bad_k
+        if src == self.arena.rank:
+            return ValueError(describe_stranger(token, k, int(routing.topk_idx[token, k]), num_experts))
+        reason = describe_stranger(token, k, report.bad_id, num_experts)
+        return RejectedInputError(
+            f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
+        )
+
+    @contextmanager
+    def staging(
+        self, payloads: Sequence[torch.Tensor], records: Sequence[Record], launch: Launch, stream: torch.cuda.Stream
+    ) -> Iterator[None]:
+        """Copy rows to where peers read them, beside what is launched inside; rows in place stay where they are."""
+        if records[self.arena.rank].counts[1] != STAGED[0]:
+            yield
+            return
+        moved = [Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload)) for payload in payloads]
+        num_tokens, sizes = len(payloads[0]), [payload.row_bytes for payload in moved]
+        offsets = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(moved))]
+        pools = [self.arena.address(self.arena.local, 0, offset) for offset in offsets]
+        self._may_stage.record(stream)
+        self._staging_stream.wait_event(self._may_stage)
+        with self.timeline.span("stage", "own rows", self._staging_stream):
+            self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self._staging_stream.cuda_stream)
+        yield
+        self._has_staged.record(self._staging_stream)
+        stream.wait_event(self._has_staged)
+
+    def scatter_own(
+        self,
+        plan: DevicePlan,
+        held: HeldRows,
+        payloads: Sequence[torch.Tensor],
+        records: Sequence[Record],
+        launch: Launch,
+    ) -> list[torch.Tensor]:
+        """Make the outputs, and fill them from the tokens of this node's ranks."""
+        outputs = [payload.new_empty(plan.num_slots, *payload.shape[1:]) for payload in payloads]
+        moved = [
+            Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload), output_address=output.data_ptr())
+            for payload, output in zip(payloads, outputs, strict=True)
+        ]
+        sizes = [payload.row_bytes for payload in moved]
+        rows, in_place_ranks = [], 0
+        for local, rank in enumerate(self.arena.node_ranks):
+            num_tokens, buffer, offset = records[rank].counts[:3]
+            if local == self.arena.local:
+                rows.append([payload.address for payload in moved])
+            elif buffer != STAGED[0]:
+                rows.append([self.arena.address(local, buffer, offset)])
+            else:
+                starts = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(sizes))]
+                rows.append([self.arena.address(local, 0, start) for start in starts])
+            in_place_ranks |= (buffer != STAGED[0]) << local
+        with self.timeline.span("scatter", "own rows"):
+            self.kernels.scatter(
+                plan,
+                held,
+                moved,
+                rows,
+                in_place_ranks=in_place_ranks,
+                clears_padding=True,
+                num_sms=launch.num_sms,
+            )
+        return outputs
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and aligned for 16-byte accesses."""
+    same = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return same if same.data_ptr() % 16 == 0 else same.clone()
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row."""
+    return rows.shape[1:].numel() * rows.element_size()
+
+
+def travelling_weights(routing: Routing) -> torch.Tensor | None:
+    """Weights as they are sent, contiguous."""
+    return None if routing.topk_weights is None else routing.topk_weights.detach().contiguous()
