@@ -13,13 +13,18 @@ collect_ignore_glob = ["*/conftest.py"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tests of several ranks run")
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda", "cuda-nodes"),
+        default="cpu",
+        help="where tests of several ranks run; on CUDA all ranks are one node, unless nodes are asked for",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    device = config.getoption("--device")
+    device = config.getoption("--device").removesuffix("-nodes")
     wrong, why = {
-        "cuda": ("cpu_only", "not for --device cuda: it needs several nodes, or looks inside the CPU engine"),
+        "cuda": ("cpu_only", "not for --device cuda: it looks inside the CPU engine, or runs on the CPU anyway"),
         "cpu": ("cuda_only", "only for --device cuda, which needs GPUs"),
     }[device]
     for item in items:

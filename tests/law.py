@@ -120,12 +120,15 @@ class Law:
             for token in range(len(self.topk_idx[src]))
         )
 
-    def error_bound(self, sums: Sums, dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.Tensor:
+    def error_bound(
+        self, sums: Sums, dtype: torch.dtype, wire_dtype: torch.dtype | None, num_journeys: int = 1
+    ) -> torch.Tensor:
         """How far combine may be from the exact sums.
 
         All terms are weighted and added in float32 (float64 for float64 rows): at most one rounding for each product
         and one for each of fewer than ``num_topk`` + 2 * world size additions. What comes from another node is rounded
-        once more to the dtype of the rows, or the wire's if that is wider, and the result to the dtype of the rows.
+        once more to the dtype of the rows, or the wire's if that is wider, for each of its journeys, and the result to
+        the dtype of the rows.
         """
         wire_dtype = torch.promote_types(dtype, wire_dtype or dtype)
         accumulation = torch.float64 if dtype == torch.float64 else torch.float32
@@ -133,7 +136,7 @@ class Law:
         if accumulation == torch.float64:
             num_roundings *= 2  # the sums given as exact are in float64 themselves
         bound = num_roundings * _half_ulp(accumulation, sums.size)
-        if wire_dtype != accumulation:
+        for _ in range(num_journeys if wire_dtype != accumulation else 0):
             # Each of at most num_topk partial sums may fall below the smallest normal value.
             bound = bound + _half_ulp(wire_dtype, sums.remote_size + bound) + self._num_topk * _least(wire_dtype)
         if dtype != accumulation:

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from limited_world import LimitedWorld
-from on_device import DeviceWorld
+from on_device import DeviceWorld, talk_over_network
 from rank_setup import meet
 
 from fusco.bench.local_world import LocalWorld
@@ -18,14 +18,17 @@ SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 
 @pytest.fixture(scope="session")
 def world(request):
-    device = request.config.getoption("--device")
+    where = request.config.getoption("--device")
+    device = where.removesuffix("-nodes")
     num_ranks = SIZES[0] if device == "cpu" else min(SIZES[0], torch.cuda.device_count())
     with LocalWorld(num_ranks, device) as world:
         # The largest group first: PyTorch names groups by how many each process knows already (pytorch issue 173608).
         for size in SIZES:
             if size <= num_ranks:
                 world.run(meet, size)
-        yield world if device == "cpu" else DeviceWorld(world)
+        if where == "cuda-nodes":
+            world.run(talk_over_network, num_ranks)
+        yield world if device == "cpu" else DeviceWorld(world, in_nodes=where == "cuda-nodes")
 
 
 @pytest.fixture(scope="session")

@@ -6,35 +6,42 @@ Every output is poisoned on the device once it has been copied, so that nothing 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fusco
 from fusco.bench.local_world import LocalWorld
 
 
 class DeviceWorld:
-    """A ``LocalWorld`` in which every ``Setup`` that a test passes is one for CUDA, all ranks on one node."""
+    """A ``LocalWorld`` in which every ``Setup`` that a test passes is one for CUDA; all ranks on one node, or as it says."""
 
-    def __init__(self, world: LocalWorld) -> None:
-        self._world = world
+    def __init__(self, world: LocalWorld, *, in_nodes: bool) -> None:
+        self._world, self._in_nodes = world, in_nodes
 
     def run(self, function: Any, num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
         if num_ranks > self._world.world_size:
             pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {self._world.world_size}")
-        return self._world.run(function, num_ranks, *_for_cuda(args), **_for_cuda(kwargs))
+        return self._world.run(function, num_ranks, *self._for_cuda(args), **self._for_cuda(kwargs))
+
+    def _for_cuda(self, value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and hasattr(value, "ranks_per_node"):
+            ranks_per_node = value.ranks_per_node if self._in_nodes else None
+            return dataclasses.replace(value, device="cuda", ranks_per_node=ranks_per_node)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._for_cuda, value))
+        if isinstance(value, dict):
+            return {key: self._for_cuda(entry) for key, entry in value.items()}
+        return value
 
 
-def _for_cuda(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and hasattr(value, "ranks_per_node"):
-        return dataclasses.replace(value, device="cuda", ranks_per_node=None)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_for_cuda, value))
-    if isinstance(value, dict):
-        return {key: _for_cuda(entry) for key, entry in value.items()}
-    return value
+def talk_over_network(group: dist.ProcessGroup) -> None:
+    """Have NCCL, which has not begun yet, take every rank to be on a host of its own."""
+    os.environ.update(NCCL_HOSTID=f"rank {dist.get_rank(group)}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 class OnDevice:
