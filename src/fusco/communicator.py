@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import TracebackType
 from typing import TypeVar, cast
@@ -27,6 +28,7 @@ from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.settings import Settings
+from fusco.timeline import NO_TIMELINE, Timeline
 from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
 
@@ -395,6 +397,25 @@ class Communicator:
         self._engine.synchronize()
         if error := self._engine.pending_error():
             raise error
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record when what is launched inside ran on the device; a collective, for CUDA only.
+
+        All ranks' times have about the same origin. On the CPU, ``profile`` says where the time went.
+        """
+        if self._device.type != "cuda":
+            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._device}")
+        timeline = Timeline()
+        self.synchronize()
+        with self._engine.collective("record_timeline"):
+            self._engine.agree(Agreement("record_timeline"))
+            timeline.begin()
+        self._engine.record(timeline)
+        try:
+            yield timeline
+        finally:
+            self._engine.record(NO_TIMELINE)
 
     def close(self) -> None:
         """Wait until every rank closes, then give everything back; a second call does nothing.

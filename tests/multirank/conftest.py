@@ -17,18 +17,23 @@ SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 
 
 @pytest.fixture(scope="session")
-def world(request):
-    where = request.config.getoption("--device")
-    device = where.removesuffix("-nodes")
+def world_of(request):
+    """``"cpu"``, ``"cuda"`` or ``"cuda-nodes"``."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def world(world_of):
+    device = world_of.removesuffix("-nodes")
     num_ranks = SIZES[0] if device == "cpu" else min(SIZES[0], torch.cuda.device_count())
     with LocalWorld(num_ranks, device) as world:
         # The largest group first: PyTorch names groups by how many each process knows already (pytorch issue 173608).
         for size in SIZES:
             if size <= num_ranks:
                 world.run(meet, size)
-        if where == "cuda-nodes":
+        if world_of == "cuda-nodes":
             world.run(talk_over_network, num_ranks)
-        yield world if device == "cpu" else DeviceWorld(world, in_nodes=where == "cuda-nodes")
+        yield world if device == "cpu" else DeviceWorld(world, in_nodes=world_of == "cuda-nodes")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from fusco.bench.local_world import LocalWorld
 
 
 class DeviceWorld:
-    """A ``LocalWorld`` in which every ``Setup`` that a test passes is one for CUDA; all ranks on one node, or as it says."""
+    """A ``LocalWorld`` where every ``Setup`` that a test passes is for CUDA: all ranks on one node, or on nodes."""
 
     def __init__(self, world: LocalWorld, *, in_nodes: bool) -> None:
         self._world, self._in_nodes = world, in_nodes

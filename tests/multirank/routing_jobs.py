@@ -16,8 +16,8 @@ HIDDEN = 5
 
 def check_routings(
     group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, longest_pause_ms: int = 0
-) -> list[str]:
-    """Dispatch and combine a case for each seed, kinds in turn; returns fingerprints of all outputs of this rank."""
+) -> list[tuple[str, str]]:
+    """Dispatch and combine a case for each seed, kinds in turn; returns fingerprints of both outputs of this rank."""
     digests = []
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
@@ -55,6 +55,6 @@ def _check_case(comm, setup, case, dtype, longest_pause_ms):
     dawdle(comm.rank, -case.seed, longest_pause_ms)
     y = world_rows(law, HIDDEN, dtype, case.seed)
     out = check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y, setup.settings.wire_dtype)
-    fingerprint = digest(dispatched.rows, out)
+    fingerprints = digest(dispatched.rows), digest(out)
     poison(dispatched.rows, out)
-    return fingerprint
+    return fingerprints

@@ -17,6 +17,7 @@ from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
+from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
 
 
@@ -179,6 +180,9 @@ class Engine(Protocol):
 
     def synchronize(self) -> None:
         """Wait, within the limit, until everything that was launched is done."""
+
+    def record(self, timeline: Timeline | NoTimeline) -> None:
+        """Put what is launched from now on into a timeline; only where there is a device to time."""
 
     def abandon(self, reason: str) -> None:
         """Tell all other ranks that this one will not come back, and refuse further calls."""

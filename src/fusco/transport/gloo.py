@@ -10,13 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+
+from fusco.transport.in_thread import in_thread
 
 # What connecting may take of the limit: less than it takes to give ranks up, so that gloo can say what is wrong.
 _CONNECTING = 0.6
@@ -58,7 +58,7 @@ class GlooTransport:
         """
         self._limit = timedelta(seconds=timeout_s)
         # Where a rank dies while others connect to it, gloo takes several times its limit.
-        connecting = _in_thread(lambda: dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit))
+        connecting = in_thread(lambda: dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit))
         wait_until(connecting.done)
         self._group = connecting.result()
         self._waiters: dict[tuple[str, int], _Waiter] = {}
@@ -147,20 +147,6 @@ class GlooTransport:
         if (direction, peer) not in self._waiters:
             self._waiters[direction, peer] = _Waiter(f"fusco-{direction}-{peer}")
         return self._waiters[direction, peer]
-
-
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread that nobody need wait for, not even the interpreter's end."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except RuntimeError as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="fusco-connect", daemon=True).start()
-    return future
 
 
 class _Waiter:

@@ -1,48 +1,32 @@
 """NCCL's point-to-point messages between device memories, on streams of ours and with limits of ours.
 
 Not through PyTorch's process group: that one makes connections without a limit, runs on streams of its own, and ends
-the process if a peer fails. Here every call returns at once (NCCL's non-blocking mode), and ``abort`` ends what is
-under way.
+the process if a peer fails. Nor in NCCL's non-blocking mode, in which every launch costs the host a millisecond.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
 
+import torch
+
 from fusco.errors import Stall, TransportError
+from fusco.transport.in_thread import in_thread
 from fusco.transport.roll_call import RollCall
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _INT8 = 0
 _UNIQUE_ID_BYTES = 128
-_MAGIC = 0xCAFEBEEF
-_UNDEFINED = -(2**31)
-# The version whose ``ncclConfig_t`` is below; later ones take it as it is.
-_CONFIG_VERSION = 21800
+_LAUNCHING_S = 0.5  # longer than any launch that does not wait for a peer
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
-
-
-class _Config(ctypes.Structure):
-    """``ncclConfig_t`` of NCCL 2.18."""
-
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-        ("cga_cluster_size", ctypes.c_int),
-        ("min_ctas", ctypes.c_int),
-        ("max_ctas", ctypes.c_int),
-        ("net_name", ctypes.c_char_p),
-        ("split_share", ctypes.c_int),
-    ]
 
 
 @dataclass(frozen=True)
@@ -57,52 +41,62 @@ class Message:
 class NcclTransport:
     """One rank's end of a communicator of NCCL's among all ranks. ``abort`` may be called from another thread."""
 
-    def __init__(self, roll: RollCall, wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None]) -> None:
-        """Connect, together with all ranks, on the current device.
+    def __init__(
+        self,
+        roll: RollCall,
+        device: torch.device,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Connect, together with all ranks.
 
         Raises ``TransportError`` if NCCL fails; whatever ``wait_until`` raises if a rank does not come.
         """
-        self._nccl, self._wait_until = _library(), wait_until
-        self._comm, self._lock, self._is_open = ctypes.c_void_p(), Lock(), True
-        self._others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+        self._nccl = _library()
+        self._comm, self._lock = ctypes.c_void_p(), Lock()
+        self._is_open, self._is_launching = True, False
         unique_id = _UniqueId()
         if roll.rank == 0:
             self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)), "making an id")
-        ctypes.memmove(
-            ctypes.byref(unique_id), bytes.fromhex(roll.gather("nccl", bytes(unique_id).hex())[0]), _UNIQUE_ID_BYTES
-        )
-        config = _Config(
-            size=ctypes.sizeof(_Config),
-            magic=_MAGIC,
-            version=_CONFIG_VERSION,
-            blocking=0,
-            cga_cluster_size=_UNDEFINED,
-            min_ctas=_UNDEFINED,
-            max_ctas=_UNDEFINED,
-            net_name=None,
-            split_share=_UNDEFINED,
-        )
-        result = self._nccl.ncclCommInitRankConfig(
-            ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank, ctypes.byref(config)
-        )
-        self._settle(result, "connecting")
+        known = bytes.fromhex(roll.gather("nccl", bytes(unique_id).hex())[0])
+        ctypes.memmove(ctypes.byref(unique_id), known, _UNIQUE_ID_BYTES)
+
+        def connect() -> int:
+            torch.cuda.set_device(device)  # of this thread
+            result: int = self._nccl.ncclCommInitRank(ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank)
+            return result
+
+        # In a thread, as it waits for all ranks without a limit.
+        connecting = in_thread(connect)
+        others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+        stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
+        wait_until(connecting.done, lambda: stall)
+        self._check(connecting.result(), "connecting")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
-        """Launch messages that travel side by side, on a stream. Every rank's sends and receives must match."""
-        if not (sends or receives):
-            return
-        with self._lock:
-            result = self._launch(sends, receives, stream) if self._is_open else _IN_PROGRESS
-        self._settle(result, "launching messages")
+        """Launch messages that travel side by side, on a stream. Every rank's sends and receives must match.
 
-    def _launch(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> int:
+        The first messages between two ranks connect them, for which each waits for the other. Does nothing after
+        ``abort``, and returns soon if it is called meanwhile.
+        """
+        with self._lock:
+            if not (self._is_open and (sends or receives)):
+                return
+            self._is_launching = True
+        try:
+            self._launch(sends, receives, stream)
+        except TransportError:
+            if self._is_open:
+                raise
+        finally:
+            self._is_launching = False
+
+    def _launch(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
         self._check(self._nccl.ncclGroupStart(), "beginning a group")
         for messages, call in ((sends, self._nccl.ncclSend), (receives, self._nccl.ncclRecv)):
             for message in messages:
                 result = call(message.address, message.num_bytes, _INT8, message.peer, self._comm, stream)
                 self._check(result, f"a message of {message.num_bytes} bytes with rank {message.peer}")
-        end: int = self._nccl.ncclGroupEnd()
-        return end
+        self._check(self._nccl.ncclGroupEnd(), "launching messages")
 
     @property
     def failure(self) -> str:
@@ -110,43 +104,28 @@ class NcclTransport:
         with self._lock:
             if not self._is_open:
                 return ""
-            state = self._state()
-        return "" if state in (_SUCCESS, _IN_PROGRESS) else f"NCCL: {self._text(state)}"
+            state = ctypes.c_int()
+            result = self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)) or state.value
+        return "" if result in (_SUCCESS, _IN_PROGRESS) else f"NCCL: {self._text(result)}"
 
     def abort(self) -> None:
         """End everything under way, which leaves garbage, and give everything back; a second call does nothing."""
         with self._lock:
-            if self._is_open and self._comm:
-                self._is_open = False
-                self._nccl.ncclCommAbort(self._comm)
-
-    def _settle(self, result: int, what: str) -> None:
-        """Wait until NCCL has done on the host what it was asked for."""
-        self._check(result, what)
-        stall = Stall(f"NCCL {what}", self._others, "an end of it", "none yet")
-        seen = _IN_PROGRESS
-
-        def is_settled() -> bool:
-            nonlocal seen
-            with self._lock:
-                # Once it is called off, whoever did so has words for it, which the wait finds.
-                seen = self._state() if self._is_open else _IN_PROGRESS
-            return seen != _IN_PROGRESS
-
-        self._wait_until(is_settled, lambda: stall)
-        self._check(seen, what)
-
-    def _state(self) -> int:
-        state = ctypes.c_int()
-        result: int = self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state))
-        return result or state.value
+            if not (self._is_open and self._comm):
+                return
+            self._is_open = False
+        # A launch is over at once, or it waits for a peer, and only this ends it.
+        deadline = time.monotonic() + _LAUNCHING_S
+        while self._is_launching and time.monotonic() < deadline:
+            time.sleep(_LAUNCHING_S / 100)
+        self._nccl.ncclCommAbort(self._comm)
 
     def _check(self, result: int, what: str) -> None:
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise TransportError(f"NCCL failed in {what}: {self._text(result)}")
 
     def _text(self, result: int) -> str:
-        last: bytes = self._nccl.ncclGetLastError(self._comm) or b""
+        last: bytes = self._nccl.ncclGetLastError(None) or b""
         words: bytes = self._nccl.ncclGetErrorString(result)
         return f"{words.decode()} {last.decode(errors='replace').strip()}".strip()
 
@@ -161,7 +140,7 @@ def _library() -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name in ("ncclSend", "ncclRecv"):
         getattr(nccl, name).argtypes = [pointer, size, integer, integer, pointer, pointer]
-    nccl.ncclCommInitRankConfig.argtypes = [pointer, integer, _UniqueId, integer, pointer]
+    nccl.ncclCommInitRank.argtypes = [pointer, integer, _UniqueId, integer]
     nccl.ncclCommGetAsyncError.argtypes = [pointer, pointer]
     nccl.ncclCommAbort.argtypes = [pointer]
     nccl.ncclGetLastError.argtypes = [pointer]

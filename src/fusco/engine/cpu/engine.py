@@ -33,6 +33,7 @@ from fusco.planner.sending import plan_stages, warm_up_stages
 from fusco.schedule.choice import schedule_for
 from fusco.schedule.itinerary import make_itinerary
 from fusco.segments import Segments
+from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
 
@@ -253,6 +254,9 @@ class CpuEngine:
 
     def synchronize(self) -> None:
         """See ``Engine``: here nothing is ever under way."""
+
+    def record(self, timeline: Timeline | NoTimeline) -> None:
+        """See ``Engine``. Nothing is launched here; ``profile`` has the times."""
 
     def abandon(self, reason: str) -> None:
         """See ``Engine``."""

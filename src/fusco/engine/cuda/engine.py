@@ -32,6 +32,7 @@ from fusco.memory.layout import ArenaLayout
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import describe_stranger
 from fusco.segments import Segments
+from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
 from fusco.transport.roll_call import RollCall
 
@@ -225,6 +226,10 @@ class CudaEngine:
             self._watch.wait_until(done.query, lambda: stall)
             if waited_in_vain := self._device_stall():
                 self._watch.find_fault(waited_in_vain, _IN_VAIN)
+
+    def record(self, timeline: Timeline | NoTimeline) -> None:
+        """See ``Engine``."""
+        self._node.timeline = timeline
 
     def abandon(self, reason: str) -> None:
         """See ``Engine``."""

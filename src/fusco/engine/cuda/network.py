@@ -34,18 +34,22 @@ class Network:
 
     def __init__(self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float) -> None:
         """Connect, together with all ranks."""
-        self._nccl = NcclTransport(roll, watch.wait_until)
+        self._nccl = NcclTransport(roll, device, watch.wait_until)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.guard = Guard(self._nccl, watch, timeout_s)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
         """Launch messages that travel side by side; the event is recorded once they are through."""
-        self._nccl.exchange(sends, receives, self.stream.cuda_stream)
-        done = torch.cuda.Event()
-        done.record(self.stream)
         peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
         num_bytes = sum(message.num_bytes for message in receives)
-        self.guard.watch_over(done.query, Stall("the network", peers, what, f"not all of {num_bytes:,} bytes"))
+        stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
+        has_launched = threading.Event()
+        self.guard.watch_over(has_launched.is_set, stall)
+        self._nccl.exchange(sends, receives, self.stream.cuda_stream)
+        has_launched.set()
+        done = torch.cuda.Event()
+        done.record(self.stream)
+        self.guard.watch_over(done.query, stall)
         return done
 
     def close(self) -> None:

@@ -1,0 +1,22 @@
+"""Calls that wait without a limit, made where nobody need wait for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call a function in a thread that nobody need wait for, not even the interpreter's end."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fusco-connect", daemon=True).start()
+    return future
