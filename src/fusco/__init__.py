@@ -10,7 +10,7 @@ Layers, each importing only those below it::
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
     balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
-    groups  topology  placement  segments  settings  launch  hosts  errors      plain values
+    groups  topology  placement  segments  settings  launch  hosts  timeline  errors      plain values
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
 """

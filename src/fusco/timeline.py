@@ -1,0 +1,163 @@
+"""What ran on the device when: named spans on lanes, written as a trace that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class TimingEvent(Protocol):
+    """A mark in a stream, as ``torch.cuda.Event(enable_timing=True)``."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark this moment in a stream; ``None`` means the current one."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the mark has been reached."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this mark to another; both have been reached."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took its time on a device: when it began, after the origin, and how long it took."""
+
+    lane: str
+    name: str
+    begin_us: float
+    duration_us: float
+
+
+class Timeline:
+    """Records spans of one rank; cheap enough to stay out of the way of what it times: two events for each span.
+
+    >>> class Tick:  # a stand-in for an event: each one recorded is a millisecond later than the one before
+    ...     now = 0
+    ...     def record(self, stream=None):
+    ...         Tick.now += 1
+    ...         self.at = Tick.now
+    ...     def synchronize(self): pass
+    ...     def elapsed_time(self, end): return end.at - self.at
+    >>> timeline = Timeline(Tick)
+    >>> timeline.begin()
+    >>> with timeline.span("network", "slice 0"):
+    ...     pass
+    >>> timeline.spans()
+    [Span(lane='network', name='slice 0', begin_us=1000.0, duration_us=1000.0)]
+    """
+
+    def __init__(self, new_event: Callable[[], TimingEvent] | None = None) -> None:
+        """Make an empty timeline; ``new_event`` makes a timing event, by default a CUDA one."""
+        self._new_event = new_event or _cuda_event
+        self._origin: TimingEvent | None = None
+        self._marks: list[tuple[str, str, TimingEvent, TimingEvent]] = []
+
+    def begin(self, stream: Any = None) -> None:
+        """Record the origin of all times on a stream, and forget what came before.
+
+        Timelines of several ranks have one origin if all their devices have met on that stream right before.
+        """
+        self._marks.clear()
+        self._origin = self._new_event()
+        self._origin.record(stream)
+
+    @contextmanager
+    def span(self, lane: str, name: str, stream: Any = None) -> Iterator[None]:
+        """Time what the block launches on ``stream`` (``None``: the current one); the host waits for nothing.
+
+        Args:
+            lane: the row on which the span is drawn, such as ``"network"``.
+            name: what it says there.
+            stream: the stream on which all of it is launched.
+
+        """
+        start, end = self._new_event(), self._new_event()
+        if self._origin is None:
+            self._origin = start
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self._marks.append((lane, name, start, end))
+
+    def spans(self) -> list[Span]:
+        """All spans so far, in order of beginning; waits until the device has come to the last of them."""
+        origin, spans = self._origin, []
+        for lane, name, start, end in self._marks:
+            assert origin is not None, "whoever records a span has an origin"
+            end.synchronize()
+            spans.append(Span(lane, name, origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3))
+        return sorted(spans, key=lambda span: span.begin_us)
+
+
+class NoTimeline:
+    """Takes the place of a ``Timeline`` while none is recorded."""
+
+    _NOTHING = nullcontext()
+
+    def span(self, lane: str, name: str, stream: Any = None) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return self._NOTHING
+
+
+NO_TIMELINE = NoTimeline()
+
+
+def write_chrome_trace(
+    path: Path, rank_to_spans: Sequence[Sequence[Span]], about: Mapping[str, str] | None = None
+) -> None:
+    """Write the spans of all ranks in Chrome's trace format: a process for each rank, a thread for each lane.
+
+    Args:
+        path: of the JSON file.
+        rank_to_spans: what ``Timeline.spans`` gave on each rank. Lanes are drawn in order of first appearance.
+        about: what else a reader of the file should know.
+
+    Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+    """
+    in_order = [span.lane for spans in rank_to_spans for span in spans]
+    lane_to_thread = {lane: thread for thread, lane in enumerate(dict.fromkeys(in_order))}
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(rank_to_spans):
+        events += _labels(rank, lane_to_thread)
+        events += [
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": lane_to_thread[span.lane],
+                "cat": span.lane,
+                "name": span.name,
+                "ts": round(span.begin_us, 3),
+                "dur": round(span.duration_us, 3),
+            }
+            for span in spans
+        ]
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _labels(rank: int, lane_to_thread: Mapping[str, int]) -> list[dict[str, Any]]:
+    """How a rank and its lanes are called, and in which order they are drawn."""
+    labels: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
+    ]
+    for lane, thread in lane_to_thread.items():
+        about = {"ph": "M", "pid": rank, "tid": thread}
+        labels.append({**about, "name": "thread_name", "args": {"name": lane}})
+        labels.append({**about, "name": "thread_sort_index", "args": {"sort_index": thread}})
+    return labels
+
+
+def _cuda_event() -> TimingEvent:
+    import torch  # noqa: PLC0415  the rest of this file needs none
+
+    event: TimingEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
