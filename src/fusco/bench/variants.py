@@ -19,7 +19,7 @@ WHAT = {
     "baseline": "all_to_all_single and index_select",
     "deep_ep": "DeepEP's normal kernels and index_select",
     "no-engine": "fusco's plan and balancer, by isend and irecv, all_to_all_single and index_select",
-    "no-planner": "a copy of each token for each rank that wants it, through fusco; the copies are made beforehand",
+    "no-planner": "a copy of a token for each rank that wants it, through fusco; copies are made untimed, summed timed",
     "no-balancer": "as fusco, ranks of the same local rank forward for each other",
 }
 

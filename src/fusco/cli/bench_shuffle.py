@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from fusco.cli import options
-from fusco.cli.running import choose_shape, run_on_ranks
+from fusco.cli.running import choose_shape, new_console, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.console import Console
 
     from fusco.bench.device_results import DeviceRecord, InternodeRecord
     from fusco.bench.device_shuffle import DeviceResult
@@ -120,7 +121,7 @@ def shuffle(
         has_timeline=timeline is not None,
     )
     _check_timeline(run)
-    console = Console()
+    console = new_console()
     measured = _run_on_devices(run, timeline, console) if device is Device.CUDA else _run_on_cpus(run, console)
     if measured is None:
         return  # rank 0 of the launched job has the results

@@ -1,4 +1,4 @@
-"""What ``fusco bench shuffle`` shows for the CPU: a column for each variant."""
+"""What ``fusco bench shuffle`` shows for the CPU: a column for each variant, or a row if there are many."""
 
 from __future__ import annotations
 
@@ -29,28 +29,65 @@ _ROWS = (
 )
 
 
+_HEADINGS = (
+    ("dispatch\nms", "dispatch_ms"),
+    ("combine\nms", "combine_ms"),
+    ("both\nms", "total_ms"),
+    ("planning\nms", "planning_ms"),
+    ("wire\nms", "wire_ms"),
+    ("only re-\narranging, ms", "rearranging_ms"),
+    ("between\nnodes, MB", "internode_row_bytes"),
+    ("lower\nbound, MB", "internode_row_bytes_lower_bound"),
+    ("busiest\nrank, MB", "busiest_rank_bytes"),
+)
+_MOST_COLUMNS = 3
+
+
 def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
-    """The variants of one workload side by side, and below them what the run looked like."""
+    """The variants of one workload, and below them what the run looked like."""
     ours = records[0]
-    by_name = {record.variant: record for record in records}
-    has_ratio = {"fusco", "baseline"} <= set(by_name)
     title = (
         f"shuffle, {ours.traffic} traffic: {ours.nodes} nodes x {ours.ranks_per_node} ranks, {ours.tokens} tokens a "
         f"rank, hidden {ours.hidden}, top-{ours.num_topk} of {ours.num_experts}, {ours.dtype}, on {ours.device}"
     )
     table = Table(title=title, title_justify="left", caption="\n".join(_notes(ours)), caption_justify="left")
     table.add_column("")
+    if len(records) > _MOST_COLUMNS:
+        _add_row_each(table, records)
+    else:
+        _add_column_each(table, records)
+    console.print(table)
+
+
+def _add_column_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
+    by_name = {record.variant: record for record in records}
+    has_ratio = {"fusco", "baseline"} <= set(by_name)
     for name in (*by_name, *(["baseline / fusco"] if has_ratio else [])):
         table.add_column(name, justify="right")
     for label, name, unit in _ROWS:
-        scale = 1.0 if unit == "ms" else 1e-6
-        cells = [f"{getattr(record, name) * scale:,.2f} {unit}" for record in records]
+        cells = [f"{_value(record, name, unit)} {unit}" for record in records]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
-    table.add_row("verified", *("[green]yes[/]" if record.is_right else "[red]NO[/]" for record in records))
-    console.print(table)
+    table.add_row("verified", *map(_verdict, records))
+
+
+def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
+    for heading, _ in _HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("verified", justify="right")
+    for record in records:
+        cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
+        table.add_row(record.variant, *cells, _verdict(record))
+
+
+def _value(record: ShuffleRecord, name: str, unit: str) -> str:
+    return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
+
+
+def _verdict(record: ShuffleRecord) -> str:
+    return "[green]yes[/]" if record.is_right else "[red]NO[/]"
 
 
 def _notes(record: ShuffleRecord) -> list[str]:

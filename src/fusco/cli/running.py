@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rich.console import Console
-
     from fusco.bench.joined_world import Launched
 
 _Result = TypeVar("_Result")
+
+
+_WIDE = 150  # of a table in a log
+
+
+def new_console() -> Console:
+    """Where results are shown: as wide as the terminal, or as the tables are if it is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _WIDE))
 
 
 def choose_shape(
