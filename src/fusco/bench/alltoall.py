@@ -46,11 +46,11 @@ def run_rank(
     schedule: ScheduleMode | None,
     settings: Settings,
     num_iterations: int,
-    progress_port: int,
+    progress_port: int | None,
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """One rank's part of the benchmark; every step is reported as progress by rank 0."""
     rank = dist.get_rank(group)
-    advance = ProgressReporter(progress_port).advance if rank == 0 else lambda: None
+    advance = ProgressReporter.of_rank(rank, progress_port).advance
     links, results = measure_links(group, topology), []
     with Communicator(
         group,

@@ -85,7 +85,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     ranks_per_node = run.topology.ranks_per_node
     node = np.array(run.topology.rank_to_node)
     crossing = np.where(node[:, None] != node, run.rank_bytes, 0)
-    peak_gbs = median(peaks.internode_gbs for peaks in links)
+    peak_gbs = median(peaks.internode.best_gbs for peaks in links)
     bound = _lane_bound(schedule)
     errors = [error for rank in ranks for error in rank.errors]
 

@@ -1,16 +1,23 @@
-"""What the links between this run's GPUs can do, by copy engine and by multiprocessors, all ranks at work at once."""
+"""What the links between this run's GPUs can do, all ranks at work at once.
+
+Within a node by copy engine and by multiprocessors, between nodes by NCCL's messages.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusco.bench.links import InternodePeaks, measure_between_nodes
 from fusco.bench.stopwatch import Stopwatch
+from fusco.topology import Topology
 
 _NUM_BYTES = 256 << 20
+_NUM_INTERNODE_BYTES = 128 << 20  # of a message between nodes
 _NUM_REPEATS = 10
 
 
@@ -19,7 +26,8 @@ class DevicePeaks:
     """Bandwidths in 10^9 bytes a second and rank; every rank talks to the next one, so each link carries both ways.
 
     ``copy_engine`` is a plain device-to-device copy, ``sm`` an elementwise kernel; to ``push`` is to write to the peer,
-    to ``pull`` to read from it. ``local_gbs`` counts bytes read and written. Zeros with a single rank.
+    to ``pull`` to read from it; these four are zeros unless there is one node of several ranks. ``local_gbs`` counts
+    bytes read and written.
     """
 
     copy_engine_push_gbs: float = 0.0
@@ -27,19 +35,22 @@ class DevicePeaks:
     sm_push_gbs: float = 0.0
     sm_pull_gbs: float = 0.0
     local_gbs: float = 0.0
+    internode: InternodePeaks = field(default_factory=InternodePeaks)
 
 
-def measure_device_links(group: dist.ProcessGroup, stopwatch: Stopwatch) -> DevicePeaks:
+def measure_device_links(group: dist.ProcessGroup, topology: Topology, stopwatch: Stopwatch) -> DevicePeaks:
     """Measure, together with all ranks of the group."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     own = torch.ones(_NUM_BYTES // 4, dtype=torch.int32, device="cuda")
     other = torch.empty_like(own)
 
-    def gbs(work: object) -> float:
-        assert callable(work)
+    def gbs(work: Callable[[], object]) -> float:
         return round(_NUM_BYTES / 1e6 / stopwatch.median_ms(work, _NUM_REPEATS), 1)
 
     local_gbs = 2 * gbs(lambda: other.copy_(own))
+    if topology.num_nodes > 1:
+        parts = (tensor.view(torch.uint8)[:_NUM_INTERNODE_BYTES] for tensor in (own, other))
+        return DevicePeaks(local_gbs=local_gbs, internode=measure_between_nodes(group, topology, stopwatch, *parts))
     if num_ranks == 1:
         return DevicePeaks(local_gbs=local_gbs)
     visible = symm_mem.empty(own.numel(), dtype=torch.int32, device=own.device)

@@ -1,38 +1,29 @@
-"""From what ranks measured on their GPUs to one record for each variant."""
+"""From what ranks measured on their GPUs to one record for each workload and variant."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
 from fusco.bench.device_shuffle import DeviceResult
-from fusco.bench.environment import commit, hardware, versions
-from fusco.bench.traffic import Workload
+from fusco.bench.results import CrossingRecord, VariantRecord, describe_crossing, describe_variant
+from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.traffic import Workload, internode_rows_lower_bound
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceRecord:
-    """One variant's line. Times in milliseconds, on the device: medians over iterations of the slowest rank's.
+class DeviceRecord(VariantRecord):
+    """One variant's line, within a node. Times in milliseconds, on the device: medians of the slowest rank's.
 
     ``None`` stands where a variant was not timed. ``remote_row_bytes`` is what the neediest rank must take in from
     others, each row once; ``dispatch_gbs`` and ``combine_gbs`` are those bytes over the time, and the ``_of_peak``
     fractions hold them against the copy engine (pulling for dispatch, pushing for combine).
     """
 
-    variant: str
-    traffic: str
-    nodes: int
-    ranks_per_node: int
-    tokens: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    dtype: str
-    device: str
-    verified: bool
     dispatch_ms: float | None
     combine_ms: float | None
     total_ms: float | None
@@ -44,26 +35,56 @@ class DeviceRecord:
     num_sms: dict[str, int]
     kernel_us: dict[str, float]
     peaks: dict[str, float]
-    num_iterations: int
-    trace: str
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
-    errors: list[str]
+
+    @property
+    def is_right(self) -> bool:
+        """The law holds."""
+        return self.verified
 
 
-def summarize_device(workload: Workload, ranks: Sequence[DeviceResult], num_iterations: int) -> list[DeviceRecord]:
-    """One record for each variant, from all ranks' results."""
-    return [_summarize_variant(variant, workload, ranks, num_iterations) for variant in ranks[0].times]
+@dataclass(frozen=True, kw_only=True)
+class InternodeRecord(CrossingRecord):
+    """One variant's line, between nodes. Times in milliseconds, on the device: medians of the slowest rank's.
+
+    ``bound_ms`` is the time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
+    the times over it: 1 means that the network of the busiest rank never waited. ``emulation`` says which variables
+    the benchmark set so that nodes of one machine meet over the network only; empty on a cluster.
+    """
+
+    dispatch_ms: float
+    combine_ms: float
+    total_ms: float
+    bound_ms: float
+    dispatch_over_bound: float | None
+    combine_over_bound: float | None
+    combine_metadata_bytes: int
+    num_sms: dict[str, int]
+    peaks: dict[str, float]
+    emulation: str
 
 
-def _summarize_variant(
-    variant: str, workload: Workload, ranks: Sequence[DeviceResult], num_iterations: int
-) -> DeviceRecord:
-    def slowest(name: str) -> float | None:
-        of_ranks = [getattr(rank.times[variant], name) for rank in ranks]
-        return round(median(map(max, zip(*of_ranks, strict=True))), 4) if of_ranks[0] else None
+def summarize_device(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]]) -> list[DeviceRecord]:
+    """One record for each variant within a node, from all ranks' results."""
+    records = []
+    for i, workload in enumerate(run.workloads):
+        of_ranks = [results[i] for results in ranks]
+        records += [_within_node(variant, workload, run, of_ranks) for variant in of_ranks[0].times]
+    return records
 
+
+def summarize_internode(
+    run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], emulation: str
+) -> list[InternodeRecord]:
+    """One record for each variant between nodes, from all ranks' results."""
+    records = []
+    for i, workload in enumerate(run.workloads):
+        bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
+        of_ranks = [results[i] for results in ranks]
+        records += [_between_nodes(variant, workload, run, of_ranks, bound, emulation) for variant in run.variants]
+    return records
+
+
+def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Sequence[DeviceResult]) -> DeviceRecord:
     def share(rate: float | None, peak: float) -> float | None:
         return round(rate / peak, 3) if rate and peak else None
 
@@ -72,26 +93,18 @@ def _summarize_variant(
     num_bytes = max(rank.remote_row_bytes for rank in ranks)
     if variant == "fusco-fp8":  # a byte for each value, and a float32 scale for each block
         num_bytes = num_bytes // workload.bytes_per_token * (workload.hidden + 4 * -(-workload.hidden // 128))
-    dispatch_ms, combine_ms = slowest("dispatch_ms"), slowest("combine_ms")
+    dispatch_ms, combine_ms = (_slowest(variant, name, ranks) for name in ("dispatch_ms", "combine_ms"))
     dispatch_gbs, combine_gbs = (
         round(num_bytes / 1e6 / time_ms, 1) if time_ms else None for time_ms in (dispatch_ms, combine_ms)
     )
-    errors = [error for rank in ranks for error in rank.errors[variant]]
+    described = _on_device(describe_variant(variant, workload, run, _errors(variant, ranks)))
+    if variant == "fusco-fp8":
+        described["dtype"] = "float8_e4m3fn"
     return DeviceRecord(
-        variant=variant,
-        traffic=workload.pattern.value,
-        nodes=workload.topology.num_nodes,
-        ranks_per_node=workload.topology.ranks_per_node,
-        tokens=workload.tokens,
-        hidden=workload.hidden,
-        num_experts=workload.placement.num_experts,
-        num_topk=workload.num_topk,
-        dtype="float8_e4m3fn" if variant == "fusco-fp8" else str(workload.dtype).removeprefix("torch."),
-        device="cuda",
-        verified=not errors,
+        **described,
         dispatch_ms=dispatch_ms,
         combine_ms=combine_ms,
-        total_ms=slowest("total_ms"),
+        total_ms=_slowest(variant, "total_ms", ranks),
         remote_row_bytes=num_bytes,
         dispatch_gbs=dispatch_gbs,
         combine_gbs=combine_gbs,
@@ -99,11 +112,58 @@ def _summarize_variant(
         combine_of_peak=share(combine_gbs, peaks.copy_engine_push_gbs),
         num_sms=ranks[0].num_sms if is_ours else {},
         kernel_us=ranks[0].kernel_us if variant == "fusco" else {},
-        peaks=asdict(peaks),
-        num_iterations=num_iterations,
-        trace=workload.trace.name if workload.trace else "",
-        versions=versions(),
-        hardware={**hardware(), "gpu": torch.cuda.get_device_name(0)},
-        commit=commit(),
-        errors=errors,
+        peaks={name: value for name, value in asdict(peaks).items() if name != "internode"},
     )
+
+
+def _between_nodes(
+    variant: str, workload: Workload, run: ShuffleRun, ranks: Sequence[DeviceResult], bound: int, emulation: str
+) -> InternodeRecord:
+    profiles = [rank.profiles[variant] for rank in ranks]
+    rows_sent, metadata = (
+        [sum(getattr(profile[way], name) for profile in profiles) for way in (0, 1)]
+        for name in ("internode_row_bytes", "internode_metadata_bytes")
+    )
+    described = _on_device(
+        describe_crossing(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
+    )
+    internode = ranks[0].peaks.internode
+    bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
+    dispatch_ms, combine_ms, total_ms = (
+        _slowest(variant, name, ranks) or 0.0 for name in ("dispatch_ms", "combine_ms", "total_ms")
+    )
+    is_ours = any(profile.num_sms for profile in profiles[0])
+    return InternodeRecord(
+        **described,
+        internode_row_bytes_lower_bound=bound,
+        metadata_bytes=metadata[0],
+        combine_metadata_bytes=metadata[1],
+        internode_peak_gbs=round(internode.best_gbs, 3),
+        dispatch_ms=dispatch_ms,
+        combine_ms=combine_ms,
+        total_ms=total_ms,
+        bound_ms=round(bound_ms, 4),
+        dispatch_over_bound=round(dispatch_ms / bound_ms, 3) if bound_ms else None,
+        combine_over_bound=round(combine_ms / bound_ms, 3) if bound_ms else None,
+        num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_ours else {},
+        peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
+        emulation=emulation,
+    )
+
+
+def _on_device(described: dict[str, Any]) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "unknown"
+    return {**described, "hardware": {**described["hardware"], "gpu": gpu}}
+
+
+def _rounded(peaks: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in peaks.items()}
+
+
+def _errors(variant: str, ranks: Sequence[DeviceResult]) -> list[str]:
+    return [error for rank in ranks for error in rank.errors[variant]]
+
+
+def _slowest(variant: str, name: str, ranks: Sequence[DeviceResult]) -> float | None:
+    of_ranks = [getattr(rank.times[variant], name) for rank in ranks]
+    return round(median(map(max, zip(*of_ranks, strict=True))), 4) if of_ranks[0] else None

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.device_links import DevicePeaks, measure_device_links
 from fusco.bench.law import WorldInput, expected_rows
 from fusco.bench.peers import import_peers
 from fusco.bench.progress import ProgressReporter
+from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import Stopwatch
 from fusco.bench.traffic import Workload
+from fusco.bench.variants import recorded_variant
 from fusco.bench.verification import verify
+from fusco.bench.ways import Shuffle, Ways
 from fusco.communicator import Communicator
+from fusco.engine.profile import CallProfile
 from fusco.launch import Launch, StaticSlots
-from fusco.settings import Settings
+from fusco.timeline import Span, Timeline
 
+_FP8, _DEEP_EP = "fusco-fp8", "deep_ep"
 _FP8_BLOCK = 128  # values that share a scale
 KERNELS = ("plan", "stage_rows", "scatter_rows", "combine_rows")
-
-
-@dataclass(frozen=True)
-class DeviceShuffle:
-    """A way to shuffle.
-
-    Attributes:
-        dispatch: gives expert-major rows, rows of each local expert, and whatever ``combine`` needs.
-        combine: gives token-major rows.
-        is_graph: whether it is captured in a CUDA graph and replayed.
-
-    """
-
-    dispatch: Callable[[], tuple[torch.Tensor, torch.Tensor | list[int], Any]]
-    combine: Callable[[torch.Tensor, Any], torch.Tensor]
-    is_graph: bool = False
 
 
 @dataclass
@@ -55,109 +43,110 @@ class DeviceTimes:
 
 @dataclass
 class DeviceResult:
-    """What one rank measured.
+    """What one rank measured with one workload.
 
     Attributes:
         peaks: of the links.
-        remote_row_bytes: rows of other ranks that it needs, each once.
+        remote_row_bytes: rows of other ranks that it needs, each once; 0 with several nodes.
         errors: for each variant, where it broke the law; empty if nowhere.
         times: for each variant.
-        kernel_us: median duration of each of fusco's kernels, waiting for peers included.
+        profiles: for each variant, of a dispatch and of a combine.
+        kernel_us: median duration of each of fusco's kernels, waiting for peers included; empty with several nodes.
         num_sms: most multiprocessors that fusco's dispatch and combine took.
+        spans: of one dispatch and combine of fusco, if they were to be recorded.
 
     """
 
     peaks: DevicePeaks
-    remote_row_bytes: int
+    remote_row_bytes: int = 0
     errors: dict[str, list[str]] = field(default_factory=dict)
     times: dict[str, DeviceTimes] = field(default_factory=dict)
+    profiles: dict[str, tuple[CallProfile, CallProfile]] = field(default_factory=dict)
     kernel_us: dict[str, float] = field(default_factory=dict)
     num_sms: dict[str, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
 
-def run_device_rank(
-    group: dist.ProcessGroup,
-    workload: Workload,
-    settings: Settings,
-    num_sms: int | None,
-    num_iterations: int,
-    progress_port: int,
-) -> DeviceResult:
-    """One rank's part of the benchmark; rank 0 reports every step as progress."""
-    rank = dist.get_rank(group)
-    progress = ProgressReporter(progress_port) if rank == 0 else None
+class TimelineRecorder(Protocol):
+    """What a communicator must have for its timeline to be recorded."""
+
+    def record_timeline(self) -> AbstractContextManager[Timeline]:
+        """Record what runs on this rank's device inside the ``with`` block."""
+
+
+def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
+    """One rank's part of the benchmark, a result for each workload; rank 0 reports every step as progress."""
+    progress = ProgressReporter.of_rank(dist.get_rank(group), progress_port)
     stopwatch = Stopwatch(group)
-    world = WorldInput.of(workload, "cuda")
-    result = DeviceResult(measure_device_links(group, stopwatch), _remote_row_bytes(world, workload, rank))
-    _step(progress)
-    with _communicator(group, workload, settings) as comm:
-        variants = _variants(group, comm, workload, world, Launch(num_sms=num_sms))
-        for name, shuffle in variants.items():
-            result.errors[name] = verify(shuffle, workload, world, rank, max_spare_rows=1)
-            dist.barrier(group)
-            result.times[name] = _time(shuffle, stopwatch, num_iterations)
-            _step(progress)
-        result.errors["fusco-fp8"], result.times["fusco-fp8"] = _fp8(
-            comm, workload, world, stopwatch, Launch(num_sms=num_sms), num_iterations
-        )
-        _step(progress)
-        result.num_sms, result.kernel_us = _look_inside(comm, variants["fusco"], stopwatch)
-        _step(progress)
-    return result
+    peaks, results = measure_device_links(group, run.topology, stopwatch), []
+    progress.advance()
+    with Ways(group, run) as ways:
+        for workload in run.workloads:
+            measurement = _Measurement(group, run, workload, stopwatch, progress)
+            results.append(measurement.take(ways, DeviceResult(peaks)))
+    return results
 
 
-def num_device_steps() -> int:
-    """How many steps ``run_device_rank`` reports, peers not counted."""
-    return 7
+def num_device_steps(run: ShuffleRun) -> int:
+    """How many steps ``run_device_rank`` reports."""
+    return 1 + len(run.workloads) * (len(run.variants) + 1)
 
 
-def _step(progress: ProgressReporter | None) -> None:
-    if progress:
-        progress.advance()
+class _Measurement:
+    """One workload on one rank."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        run: ShuffleRun,
+        workload: Workload,
+        stopwatch: Stopwatch,
+        progress: ProgressReporter,
+    ) -> None:
+        self._group, self._rank, self._run, self._workload = group, dist.get_rank(group), run, workload
+        self._stopwatch, self._progress = stopwatch, progress
+        self._world = WorldInput.of(workload, "cuda")
+
+    def take(self, ways: Ways, result: DeviceResult) -> DeviceResult:
+        """Verify and time every variant, then look inside fusco's."""
+        run, workload, world = self._run, self._workload, self._world
+        shuffles: dict[str, Shuffle] = {}
+        for name in run.variants:
+            if name == _FP8:
+                launch = Launch(num_sms=run.num_sms)
+                result.errors[name], result.times[name] = _fp8(
+                    ways.communicator(), workload, world, self._stopwatch, launch, run.num_iterations
+                )
+            elif name == _DEEP_EP:
+                own = (part[self._rank] for part in (world.rows, world.topk_idx, world.topk_weights))
+                shuffles.update(import_peers(self._group, workload, *own))
+            else:
+                shuffles[name] = ways.make(name, workload, world)
+            if name in shuffles:
+                self._compare(name, shuffles[name], result)
+            self._progress.advance()
+        if run.has_timeline and (recorded := recorded_variant(run.variants)):
+            result.spans = _record(ways.communicator(), shuffles[recorded], self._stopwatch)
+        if not run.has_nodes:
+            result.remote_row_bytes = _remote_row_bytes(world, workload, self._rank)
+        if not run.has_nodes and "fusco" in shuffles:
+            result.num_sms, result.kernel_us = _look_inside(ways.communicator(), shuffles["fusco"], self._stopwatch)
+        self._progress.advance()
+        return result
+
+    def _compare(self, name: str, shuffle: Shuffle, result: DeviceResult) -> None:
+        result.errors[name] = verify(shuffle, self._workload, self._world, self._rank, max_spare_rows=1)
+        rows, _, handle = shuffle.dispatch()
+        dispatched = replace(shuffle.profile())
+        shuffle.combine(rows, handle)
+        result.profiles[name] = (dispatched, replace(shuffle.profile()))
+        del rows, handle
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        result.times[name] = _time(shuffle, self._stopwatch, self._run.num_iterations)
 
 
-@contextmanager
-def _communicator(group: dist.ProcessGroup, workload: Workload, settings: Settings) -> Iterator[Communicator]:
-    with Communicator(
-        group,
-        num_experts=workload.placement.num_experts,
-        num_topk=workload.num_topk,
-        max_tokens_per_rank=workload.tokens,
-        max_bytes_per_token=workload.bytes_per_token,
-        expert_placement=workload.placement.expert_to_rank,
-        settings=settings,
-        device="cuda",
-    ) as comm:
-        yield comm
-
-
-def _variants(
-    group: dist.ProcessGroup, comm: Communicator, workload: Workload, world: WorldInput, launch: Launch
-) -> dict[str, DeviceShuffle]:
-    """What is compared: fusco sized exactly; with static slots, in a graph; with rows in place; others."""
-    x, ids, weights = (part[comm.rank] for part in (world.rows, world.topk_idx, world.topk_weights))
-    baseline = BaselineShuffle(group, workload.placement, workload.topology, "cuda")
-    static = StaticSlots(max(1, comm.dispatch(x, ids, weights).handle.num_slots))
-    visible = comm.empty(x.shape, x.dtype)
-    visible.copy_(x)
-
-    def dispatch(rows: torch.Tensor, size: StaticSlots | None) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        sent = comm.dispatch(rows, ids, weights, static=size, launch=launch)
-        return sent.rows, sent.num_rows_per_expert, sent.handle
-
-    def combine(rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        return comm.combine(rows, handle, launch=launch)
-
-    return {
-        "fusco": DeviceShuffle(lambda: dispatch(x, None), combine),
-        "fusco-graph": DeviceShuffle(lambda: dispatch(x, static), combine, is_graph=True),
-        "fusco-in-place": DeviceShuffle(lambda: dispatch(visible, static), combine, is_graph=True),
-        "baseline": DeviceShuffle(lambda: baseline.dispatch(x, ids, weights), baseline.combine),
-        **import_peers(group, workload, x, ids, weights),
-    }
-
-
-def _time(shuffle: DeviceShuffle, stopwatch: Stopwatch, num_iterations: int) -> DeviceTimes:
+def _time(shuffle: Shuffle, stopwatch: Stopwatch, num_iterations: int) -> DeviceTimes:
     rows, _, handle = shuffle.dispatch()
     parts = {
         "dispatch_ms": shuffle.dispatch,
@@ -216,9 +205,7 @@ def _fp8(
         return errors, DeviceTimes(dispatch_ms=stopwatch.times_ms(replay, num_iterations))
 
 
-def _look_inside(
-    comm: Communicator, shuffle: DeviceShuffle, stopwatch: Stopwatch
-) -> tuple[dict[str, int], dict[str, float]]:
+def _look_inside(comm: Communicator, shuffle: Shuffle, stopwatch: Stopwatch) -> tuple[dict[str, int], dict[str, float]]:
     rows, _, handle = shuffle.dispatch()
     num_sms = {"dispatch": comm.profile.num_sms}
     shuffle.combine(rows, handle)
@@ -230,6 +217,16 @@ def _look_inside(
         if event.name in KERNELS:
             durations.setdefault(event.name, []).append(event.time_range.elapsed_us())
     return num_sms, {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
+
+
+def _record(comm: Communicator, shuffle: Shuffle, stopwatch: Stopwatch) -> list[Span]:
+    """One dispatch and combine, from a moment at which all ranks' devices have met."""
+    with cast("TimelineRecorder", comm).record_timeline() as timeline:
+        stopwatch.meet()
+        timeline.begin()
+        shuffle.combine(*_without_counts(shuffle.dispatch()))
+        torch.cuda.synchronize()
+    return timeline.spans()
 
 
 def _remote_row_bytes(world: WorldInput, workload: Workload, rank: int) -> int:

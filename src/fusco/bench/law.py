@@ -50,11 +50,12 @@ def apply_experts(rows: torch.Tensor, num_rows_per_expert: Sequence[int], expert
     return rows * by_row.to(rows.device)[:, None]
 
 
-def combine_error(world: WorldInput, rank: int, combined: torch.Tensor) -> float:
+def combine_error(world: WorldInput, rank: int, combined: torch.Tensor, num_roundings: int = 2) -> float:
     """Largest error of a rank's combined rows against float64, in units of what rounding may cost.
 
-    Up to 1.0 is right. A result in 16 bits may be rounded at each node and at the end, one in float32 at each addition;
-    what a rounding may cost is measured against the sum of the absolute values of a token's terms.
+    Up to 1.0 is right. A result in 16 bits may be rounded ``num_roundings`` times, at each node and at the end or at
+    each rank as well, one in float32 at each addition; what a rounding may cost is measured against the sum of the
+    absolute values of a token's terms.
     """
     rows, ids, weights = world.rows[rank], world.topk_idx[rank], world.topk_weights[rank]
     factors = torch.tensor([_factor(expert) for expert in range(int(ids.max()) + 1)] + [0.0])
@@ -62,7 +63,7 @@ def combine_error(world: WorldInput, rank: int, combined: torch.Tensor) -> float
     terms = (rows[:, None, :] * factors[ids][:, :, None]).double() * (weights * (ids >= 0)).double()[:, :, None]
     magnitude = terms.abs().sum(1)
     is_short = rows.dtype.itemsize == 2
-    tolerance = torch.finfo(rows.dtype).eps * (1.0 if is_short else ids.shape[1] + 2.0) * magnitude
+    tolerance = torch.finfo(rows.dtype).eps * (num_roundings / 2 if is_short else ids.shape[1] + 2.0) * magnitude
     if not bool(torch.isfinite(combined).all()):
         return float("inf")
     units = (combined.double() - terms.sum(1)).abs() / tolerance.clamp_min(torch.finfo(torch.float64).tiny)

@@ -1,15 +1,14 @@
-"""What the links of this run can do: the peaks that measured times are held against."""
+"""What the links of this run can do, all ranks at work at once: the peaks that measured times are held against."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from fusco.bench.messages import exchange_messages
+from fusco.bench.stopwatch import HostStopwatch, Timing
 from fusco.topology import Topology
 
 _NUM_BYTES = 16 << 20
@@ -17,46 +16,80 @@ _NUM_REPEATS = 5
 
 
 @dataclass(frozen=True)
-class LinkPeaks:
-    """Bandwidths with all ranks at work at once, in 10^9 bytes a second and rank.
+class InternodePeaks:
+    """Bandwidths of torch.distributed point-to-point between nodes, in 10^9 bytes a second, rank and direction.
+
+    All ranks send and receive as much at the same time, so that each figure holds in both directions at once. Zeros
+    with one node.
 
     Attributes:
-        internode_gbs: received over torch.distributed point-to-point while sending as much; 0 with one node.
-        copy_gbs: written by a plain memory copy.
+        paired_gbs: a ring over nodes: each rank sends to the rank of the same local rank on the next node, and
+            receives from the one on the node before; on two nodes they are the same rank.
+        spread_gbs: each rank exchanges equal parts with every rank of all other nodes.
 
     """
 
-    internode_gbs: float
+    paired_gbs: float = 0.0
+    spread_gbs: float = 0.0
+
+    @property
+    def best_gbs(self) -> float:
+        """The larger one, which times are held against."""
+        return max(self.paired_gbs, self.spread_gbs)
+
+
+@dataclass(frozen=True)
+class LinkPeaks:
+    """Bandwidths on the CPU, in 10^9 bytes a second and rank: between nodes, and written by a plain memory copy."""
+
+    internode: InternodePeaks
     copy_gbs: float
 
 
 def measure_links(group: dist.ProcessGroup, topology: Topology) -> LinkPeaks:
-    """Measure, together with all ranks of the group."""
-    rank = dist.get_rank(group)
+    """Measure on the CPU, together with all ranks of the group."""
+    stopwatch = HostStopwatch(group)
     source, target = torch.ones(_NUM_BYTES, dtype=torch.uint8), torch.zeros(_NUM_BYTES, dtype=torch.uint8)
-
-    def exchange() -> None:
-        # A ring over nodes between ranks of the same local rank.
-        node, local = topology.rank_to_node[rank], topology.rank_to_local[rank]
-        following = topology.node_to_ranks[(node + 1) % topology.num_nodes][local]
-        preceding = topology.node_to_ranks[(node - 1) % topology.num_nodes][local]
-        receive = dist.irecv(target, group=group, group_src=preceding)
-        send = dist.isend(source, group=group, group_dst=following)
-        for work in (receive, send):
-            assert work is not None
-            work.wait()
-
+    copying_ms = stopwatch.median_ms(lambda: target.copy_(source), _NUM_REPEATS)
     return LinkPeaks(
-        internode_gbs=_bandwidth_gbs(exchange, group) if topology.num_nodes > 1 else 0.0,
-        copy_gbs=_bandwidth_gbs(lambda: target.copy_(source), group),
+        internode=measure_between_nodes(group, topology, stopwatch, source, target),
+        copy_gbs=_NUM_BYTES / copying_ms / 1e6,
     )
 
 
-def _bandwidth_gbs(work: Callable[[], object], group: dist.ProcessGroup) -> float:
-    seconds = []
-    for _ in range(_NUM_REPEATS):
-        dist.barrier(group)
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return _NUM_BYTES / median(seconds) / 1e9
+def measure_between_nodes(
+    group: dist.ProcessGroup, topology: Topology, stopwatch: Timing, source: torch.Tensor, target: torch.Tensor
+) -> InternodePeaks:
+    """Measure, together with all ranks of the group.
+
+    Args:
+        group: the ranks.
+        topology: which of them share a node.
+        stopwatch: of the device on which the tensors are.
+        source: what each rank sends, contiguous uint8.
+        target: as large; what is received goes here.
+
+    """
+    if topology.num_nodes == 1:
+        return InternodePeaks()
+    rank = dist.get_rank(group)
+    node, local = topology.rank_to_node[rank], topology.rank_to_local[rank]
+    following, preceding = (
+        topology.node_to_ranks[(node + step) % topology.num_nodes][local] for step in (1, topology.num_nodes - 1)
+    )
+    others = [peer for other in topology.remote_nodes(rank) for peer in topology.node_to_ranks[other]]
+    share = len(source) // len(others)
+
+    def parts(whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        return [(peer, whole[i * share : (i + 1) * share]) for i, peer in enumerate(others)]
+
+    def pair() -> None:
+        exchange_messages(group, [(following, source)], [(preceding, target)])
+
+    def spread() -> None:
+        exchange_messages(group, parts(source), parts(target))
+
+    return InternodePeaks(
+        paired_gbs=len(source) / 1e6 / stopwatch.median_ms(pair, _NUM_REPEATS),
+        spread_gbs=share * len(others) / 1e6 / stopwatch.median_ms(spread, _NUM_REPEATS),
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -29,13 +30,18 @@ class RankFailedError(RuntimeError):
 class LocalWorld:
     """``world_size`` processes, ranks of one group (gloo, and NCCL for CUDA tensors), each with one compute thread.
 
-    With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices.
+    With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices. The
+    processes have the environment of this one, and ``environment[rank]`` on top, set before anything reads it.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, and its result must pickle.
     """
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self, world_size: int, device: str = "cpu", environment: Sequence[Mapping[str, str]] | None = None
+    ) -> None:
+        if environment is not None and len(environment) != world_size:
+            raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
         self.world_size, self.device = world_size, device
         # The store lives here, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,7 +50,8 @@ class LocalWorld:
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, device, self.store.port, theirs)
+            variables = dict(environment[rank]) if environment else {}
+            arguments = (rank, world_size, device, self.store.port, variables, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -136,7 +143,8 @@ class LocalWorld:
         self.close()
 
 
-def _serve(rank: int, world_size: int, device: str, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:
+    os.environ.update(variables)  # a process of our own; libraries such as NCCL can be told in no other way
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     backend = "gloo"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusco.bench.traffic import Workload
-
-if TYPE_CHECKING:
-    from fusco.bench.device_shuffle import DeviceShuffle
+from fusco.bench.ways import Shuffle
 
 
 def import_peers(
@@ -22,7 +20,7 @@ def import_peers(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-) -> dict[str, DeviceShuffle]:
+) -> dict[str, Shuffle]:
     """Peers that can be imported, by name; one that cannot be set up is left out, with a warning."""
     if importlib.util.find_spec("deep_ep") is None:
         return {}
@@ -39,13 +37,11 @@ def _deep_ep(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
-) -> DeviceShuffle:
+) -> Shuffle:
     """DeepEP's normal kernels within a node (its ``Buffer`` of version 1), and ``index_select`` to expert-major order.
 
     Weights are applied where the rows are expert-major, as its combine adds rows up as they are.
     """
-    from fusco.bench.device_shuffle import DeviceShuffle  # noqa: PLC0415  that module imports this one
-
     deep_ep = importlib.import_module("deep_ep")
     buffer = deep_ep.Buffer(group, int(1e9), 0)
     num_experts = workload.placement.num_experts
@@ -73,4 +69,4 @@ def _deep_ep(
         out: torch.Tensor = buffer.combine(sums.to(y.dtype), handle)[0]
         return out
 
-    return DeviceShuffle(dispatch, combine)
+    return Shuffle(dispatch, combine)

@@ -12,14 +12,20 @@ _KEY = "fusco/progress"
 
 
 class ProgressReporter:
-    """A rank's end: counts steps in the store that started the ranks."""
+    """A rank's end: counts steps in the store that started the ranks; without its port, tells nobody."""
 
-    def __init__(self, port: int) -> None:
-        self._store = TCPStore("127.0.0.1", port, is_master=False)
+    def __init__(self, port: int | None) -> None:
+        self._store = None if port is None else TCPStore("127.0.0.1", port, is_master=False)
+
+    @classmethod
+    def of_rank(cls, rank: int, port: int | None) -> ProgressReporter:
+        """One that speaks for all ranks: rank 0's."""
+        return cls(port if rank == 0 else None)
 
     def advance(self) -> None:
         """One step is done."""
-        self._store.add(_KEY, 1)
+        if self._store:
+            self._store.add(_KEY, 1)
 
 
 @contextmanager

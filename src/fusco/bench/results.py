@@ -7,25 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fusco.bench.crossings import busiest_rows, crossing_rows
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.shuffle import Iteration, RankResult
+from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
+from fusco.bench.variants import DEDUPLICATED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance  # exists for type checkers only
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffleRecord:
-    """One variant's line. Times in milliseconds: medians over iterations of the slowest rank's.
-
-    Bytes are sums over all ranks of one dispatch, unless they say combine. ``internode_row_bytes_lower_bound`` is the
-    distinct (token, remote node) pairs times the size of a row. ``wire_ms`` includes what is fused into the transfer;
-    planning, staging, wire and rearranging are each the slowest rank's, of dispatch and combine together, so that they
-    need not add up to ``total_ms``.
-    """
+class VariantRecord:
+    """What every line has: one variant, on which workload, made with what. ``trace_repeats`` is 0 without a trace."""
 
     variant: str
     traffic: str
@@ -37,22 +34,7 @@ class ShuffleRecord:
     num_topk: int
     dtype: str
     device: str
-    balancer: str
     verified: bool
-    dispatch_ms: float
-    combine_ms: float
-    total_ms: float
-    planning_ms: float
-    staging_ms: float
-    wire_ms: float
-    rearranging_ms: float
-    internode_row_bytes: int
-    internode_row_bytes_lower_bound: int
-    combine_internode_row_bytes: int
-    intranode_row_bytes: int
-    metadata_bytes: int
-    internode_peak_gbs: float
-    copy_peak_gbs: float
     num_iterations: int
     trace: str
     trace_repeats: float
@@ -62,10 +44,58 @@ class ShuffleRecord:
     errors: list[str]
 
 
-def summarize(workload: Workload, balancer: str, ranks: Sequence[RankResult]) -> list[ShuffleRecord]:
-    """One record for each variant, from all ranks' results."""
-    bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-    return [_summarize_variant(variant, workload, balancer, ranks, bound) for variant in ranks[0].iterations]
+@dataclass(frozen=True, kw_only=True)
+class CrossingRecord(VariantRecord):
+    """A variant's line with what it sent between nodes.
+
+    Bytes are sums over all ranks of one dispatch, unless they say combine. ``internode_row_bytes_lower_bound`` is the
+    distinct (token, remote node) pairs times the size of a row. ``busiest_rank_bytes`` is the most that any rank sends
+    or any rank receives, in a dispatch as in a combine.
+    """
+
+    balancer: str
+    internode_row_bytes: int
+    combine_internode_row_bytes: int
+    internode_row_bytes_lower_bound: int
+    metadata_bytes: int
+    busiest_rank_bytes: int
+    internode_peak_gbs: float
+
+    @property
+    def is_right(self) -> bool:
+        """The law holds, and whoever sends one copy for each node sends no row that it need not."""
+        sent = {self.internode_row_bytes, self.combine_internode_row_bytes}
+        is_minimal = self.variant not in DEDUPLICATED or sent == {self.internode_row_bytes_lower_bound}
+        return self.verified and is_minimal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleRecord(CrossingRecord):
+    """One variant's line on the CPU. Times in milliseconds: medians over iterations of the slowest rank's.
+
+    ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and rearranging are each the slowest
+    rank's, of dispatch and combine together, so that they need not add up to ``total_ms``.
+    """
+
+    dispatch_ms: float
+    combine_ms: float
+    total_ms: float
+    planning_ms: float
+    staging_ms: float
+    wire_ms: float
+    rearranging_ms: float
+    intranode_row_bytes: int
+    copy_peak_gbs: float
+
+
+def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[ShuffleRecord]:
+    """One record for each workload and variant, from all ranks' results."""
+    records = []
+    for i, workload in enumerate(run.workloads):
+        bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
+        of_ranks = [results[i] for results in ranks]
+        records += [_summarize_variant(variant, workload, run, of_ranks, bound) for variant in run.variants]
+    return records
 
 
 def write_json_lines(records: Sequence[DataclassInstance], path: Path) -> None:
@@ -73,8 +103,55 @@ def write_json_lines(records: Sequence[DataclassInstance], path: Path) -> None:
     path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
 
 
+def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: list[str]) -> dict[str, Any]:
+    """The fields of a ``VariantRecord``."""
+    return {
+        "variant": variant,
+        "traffic": workload.pattern.value,
+        "nodes": workload.topology.num_nodes,
+        "ranks_per_node": workload.topology.ranks_per_node,
+        "tokens": workload.tokens,
+        "hidden": workload.hidden,
+        "num_experts": workload.placement.num_experts,
+        "num_topk": workload.num_topk,
+        "dtype": str(workload.dtype).removeprefix("torch."),
+        "device": run.device,
+        "verified": not errors,
+        "num_iterations": run.num_iterations,
+        "trace": workload.trace.name if workload.trace else "",
+        "trace_repeats": round(workload.num_repeats, 3),
+        "versions": versions(),
+        "hardware": hardware(),
+        "commit": commit(),
+        "errors": errors,
+    }
+
+
+def describe_crossing(
+    variant: str, workload: Workload, run: ShuffleRun, errors: list[str], bytes_sent: tuple[int, int]
+) -> dict[str, Any]:
+    """The fields of a ``CrossingRecord`` but for the lower bound, the metadata and the peak.
+
+    ``bytes_sent`` were counted between nodes, of rows and by all ranks, in a dispatch and in a combine. If they are not
+    what the routing makes of the variant, that is an error, too.
+    """
+    crossing = crossing_rows(variant, workload, run.balancer)
+    expected = int(crossing.sum()) * workload.bytes_per_token
+    for operation, seen in zip(("dispatch", "combine"), bytes_sent, strict=True):
+        if seen != expected:
+            errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, by its plan it is {expected}"]
+    own = {"baseline": "none", "deep_ep": "none", "no-balancer": "static"}
+    return {
+        **describe_variant(variant, workload, run, errors),
+        "balancer": own.get(variant, run.balancer),
+        "internode_row_bytes": bytes_sent[0],
+        "combine_internode_row_bytes": bytes_sent[1],
+        "busiest_rank_bytes": busiest_rows(crossing) * workload.bytes_per_token,
+    }
+
+
 def _summarize_variant(
-    variant: str, workload: Workload, balancer: str, ranks: Sequence[RankResult], bound: int
+    variant: str, workload: Workload, run: ShuffleRun, ranks: Sequence[RankResult], bound: int
 ) -> ShuffleRecord:
     per_rank = [rank.iterations[variant] for rank in ranks]
 
@@ -86,19 +163,12 @@ def _summarize_variant(
 
     last = [iterations[-1] for iterations in per_rank]
     errors = [error for rank in ranks for error in rank.errors[variant]]
+    bytes_sent = (
+        sum(it.dispatch.internode_row_bytes for it in last),
+        sum(it.combine.internode_row_bytes for it in last),
+    )
     return ShuffleRecord(
-        variant=variant,
-        traffic=workload.pattern.value,
-        nodes=workload.topology.num_nodes,
-        ranks_per_node=workload.topology.ranks_per_node,
-        tokens=workload.tokens,
-        hidden=workload.hidden,
-        num_experts=workload.placement.num_experts,
-        num_topk=workload.num_topk,
-        dtype=str(workload.dtype).removeprefix("torch."),
-        device="cpu",
-        balancer=balancer if variant == "fusco" else "none",
-        verified=not errors,
+        **describe_crossing(variant, workload, run, errors, bytes_sent),
         dispatch_ms=milliseconds(lambda it: it.dispatch_s),
         combine_ms=milliseconds(lambda it: it.combine_s),
         total_ms=milliseconds(lambda it: it.dispatch_s + it.combine_s),
@@ -106,18 +176,9 @@ def _summarize_variant(
         staging_ms=both("staging_s"),
         wire_ms=both("wire_s"),
         rearranging_ms=both("rearranging_s"),
-        internode_row_bytes=sum(it.dispatch.internode_row_bytes for it in last),
         internode_row_bytes_lower_bound=bound,
-        combine_internode_row_bytes=sum(it.combine.internode_row_bytes for it in last),
         intranode_row_bytes=sum(it.dispatch.intranode_row_bytes for it in last),
         metadata_bytes=sum(it.dispatch.internode_metadata_bytes for it in last),
-        internode_peak_gbs=round(median(rank.links.internode_gbs for rank in ranks), 3),
+        internode_peak_gbs=round(ranks[0].links.internode.best_gbs, 3),
         copy_peak_gbs=round(median(rank.links.copy_gbs for rank in ranks), 3),
-        num_iterations=len(per_rank[0]),
-        trace=workload.trace.name if workload.trace else "",
-        trace_repeats=round(workload.num_repeats, 3),
-        versions=versions(),
-        hardware=hardware(),
-        commit=commit(),
-        errors=errors,
     )

@@ -1,15 +1,27 @@
-"""Time on the device, from a moment at which all ranks' devices have met."""
+"""How long work takes, ranks together: on the device, from a moment at which all devices have met, or on the host."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host enqueues what is to be timed
 _NUM_WARM_UPS = 3
+
+
+class Timing(Protocol):
+    """Either stopwatch."""
+
+    def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
+        """This rank's times, in milliseconds, after a few that are not counted."""
+
+    def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
+        """The slowest rank's median, the same on all ranks."""
 
 
 class Stopwatch:
@@ -19,12 +31,16 @@ class Stopwatch:
         self._group = group
         self._token = torch.zeros(1, device="cuda")
 
+    def meet(self) -> None:
+        """Have the current stream wait, after a head start for the host, until all ranks' devices are there."""
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001  nothing public waits
+        dist.all_reduce(self._token, group=self._group)
+
     def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
         """This rank's times, in milliseconds, after a few that are not counted."""
         marks = []
         for _ in range(_NUM_WARM_UPS + num_iterations):
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001  nothing public waits
-            dist.all_reduce(self._token, group=self._group)
+            self.meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             work()
@@ -35,6 +51,31 @@ class Stopwatch:
 
     def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
         """The slowest rank's median."""
-        slowest = torch.tensor([median(self.times_ms(work, num_iterations))])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
-        return float(slowest)
+        return _slowest(median(self.times_ms(work, num_iterations)), self._group)
+
+
+class HostStopwatch:
+    """Times work on the host, from a barrier of all ranks on."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
+        """This rank's times, in milliseconds, after a few that are not counted."""
+        times = []
+        for _ in range(_NUM_WARM_UPS + num_iterations):
+            dist.barrier(self._group)
+            start = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times[_NUM_WARM_UPS:]
+
+    def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
+        """The slowest rank's median."""
+        return _slowest(median(self.times_ms(work, num_iterations)), self._group)
+
+
+def _slowest(time_ms: float, group: dist.ProcessGroup) -> float:
+    slowest = torch.tensor([time_ms])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return float(slowest)

@@ -22,6 +22,10 @@ class Shuffling(Protocol):
     def combine(self) -> Callable[[torch.Tensor, Any], torch.Tensor]:
         """Expert-major rows to token-major ones."""
 
+    @property
+    def num_roundings(self) -> int:
+        """How often a sum of 16-bit rows may be rounded on its way: where its parts travel, and at the end."""
+
 
 def verify(shuffle: Shuffling, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:
     """Where a rank's dispatch or combine breaks the law, in words; empty if nowhere.
@@ -50,7 +54,7 @@ def verify(shuffle: Shuffling, workload: Workload, world: WorldInput, rank: int,
         )
     y = torch.zeros_like(rows)
     y[: len(expected)] = apply_experts(rows[: len(expected)], counts, experts)
-    error = combine_error(world, rank, shuffle.combine(y, handle))
+    error = combine_error(world, rank, shuffle.combine(y, handle), shuffle.num_roundings)
     if not error <= 1.0:
         errors.append(f"rank {rank}: combined rows are off by {error:.3g} times what rounding explains")
     return errors

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.running import choose_shape, run_on_ranks
 from fusco.cli.schedule import ShownMode
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class ExchangedMatrix(str, Enum):
 
 
 def alltoall(
-    nodes: options.Nodes = 2,
-    ranks_per_node: options.RanksPerNode = 2,
+    nodes: options.AnyNodes = None,
+    ranks_per_node: options.AnyRanksPerNode = None,
     matrix: Annotated[list[ExchangedMatrix] | None, typer.Option(help="What ranks send. Default: all four.")] = None,
     bytes_per_rank: Annotated[int, typer.Option(min=1, help="What a rank sends to others, on average.")] = 16 << 20,
     skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
@@ -56,12 +56,14 @@ def alltoall(
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
     from fusco.bench.alltoall_record import ExchangeRun, summarize
+    from fusco.bench.joined_world import launched
     from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
     from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Pattern, Trace, Workload
     from fusco.settings import Settings
     from fusco.topology import Topology
 
+    nodes, ranks_per_node = choose_shape("cpu", nodes, ranks_per_node, launched(), 0)
     workload = Workload(
         pattern=Pattern.TRACE,
         topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),
@@ -87,6 +89,8 @@ def alltoall(
     ]
     console = Console()
     ranks = _run(runs, iterations, console)
+    if ranks is None:
+        return
     records = [
         summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
         for i, run in enumerate(runs)
@@ -107,30 +111,20 @@ def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
 
 def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
-) -> list[tuple[LinkPeaks, list[ExchangeResult]]]:
+) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
     from fusco.bench.alltoall import num_steps, run_rank
-    from fusco.bench.local_world import LocalWorld
-    from fusco.bench.progress import watching
     from fusco.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     run = runs[0]
-    num_ranks = run.topology.world_size
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling (once)", total=num_steps(len(runs), num_iterations))
-        warm_up_cpu()  # here, so that the ranks find it on disk
-        warm_up()
-        progress.update(task, description=f"starting {num_ranks} ranks")
-        with LocalWorld(num_ranks) as world:
-
-            def show(num_done: int) -> None:
-                progress.update(task, completed=num_done, description="measuring" if num_done else "starting")
-
-            with watching(world.store, show):
-                matrices = [each.rank_bytes for each in runs]
-                arguments = (run.topology, matrices, run.mode, run.settings, num_iterations, world.store.port)
-                return world.run(run_rank, num_ranks, *arguments)
+    return run_on_ranks(
+        run_rank,
+        (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, num_iterations),
+        run.topology.world_size,
+        num_steps(len(runs), num_iterations),
+        console,
+        prepare=(warm_up_cpu, warm_up),
+    )
 
 
 def _print(records: Sequence[ExchangeRecord], console: Console) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fusco.bench.traffic import Workload
 
 
@@ -42,12 +44,27 @@ class RowDtype(str, Enum):
 
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes to play on this machine.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of each node.")]
+AnyNodes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own."),
+]
+AnyRanksPerNode = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.")
+]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
 Hidden = Annotated[int, typer.Option(min=1, help="Elements of a row.")]
 NumExperts = Annotated[int, typer.Option(min=1, help="Experts of all ranks together.")]
 NumTopk = Annotated[int, typer.Option(min=1, help="Experts of a token.")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
 Pattern = Annotated[Traffic, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
+Patterns = Annotated[
+    list[str],
+    typer.Option(
+        "--traffic",
+        metavar="[" + "|".join(traffic.value for traffic in Traffic) + "],...",
+        help="Where tokens go (FUSCO, section 5.2); several with commas, or repeated, share one start of the ranks.",
+    ),
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
@@ -62,6 +79,28 @@ Layer = Annotated[int, typer.Option(min=0, help="Which layer of the trace.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write JSON lines here.")]
+
+
+def split_names(given: Sequence[str], allowed: Sequence[str] | None = None, what: str = "") -> list[str]:
+    """Names given with commas between them, repeatedly, or both; ``ValueError`` for one that is not allowed."""
+    names = [name.strip() for part in given for name in part.split(",") if name.strip()]
+    for name in names:
+        if allowed is not None and name not in allowed:
+            raise ValueError(f"{what} {name!r} is none of {', '.join(allowed)}")
+    return list(dict.fromkeys(names))
+
+
+def make_workloads(traffic: Sequence[str], *, trace: Path | None, **shape: Any) -> tuple[Workload, ...]:
+    """A workload for each kind of traffic; for ``shape`` see ``make_workload``.
+
+    ``ValueError`` where options do not go together.
+    """
+    if not traffic:
+        raise ValueError("--traffic needs at least one name")
+    kinds = [Traffic(name) for name in traffic]
+    if trace is not None and Traffic.TRACE not in kinds:
+        raise ValueError(f"--trace goes with --traffic trace, not with {', '.join(traffic)}")
+    return tuple(make_workload(traffic=kind, trace=trace if kind is Traffic.TRACE else None, **shape) for kind in kinds)
 
 
 def make_workload(  # the options of a command, as they are

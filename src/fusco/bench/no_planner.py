@@ -1,0 +1,70 @@
+"""fusco without its planner (FUSCO section 5.4): every token is sent to each rank that wants it on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusco.placement import ExpertPlacement
+from fusco.planner.forwarding import mark_destinations
+from fusco.planner.routing import Routing
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A routing in which each (token, rank that wants it) is a token of its own, with that rank's experts only.
+
+    Attributes:
+        routing: of the copies.
+        copy_to_token: int64 (num_copies,), ascending; by rank among the copies of a token.
+
+    """
+
+    routing: Routing
+    copy_to_token: torch.Tensor
+
+
+def expand(routing: Routing, placement: ExpertPlacement) -> Expanded:
+    """Make a token of each (token, rank); rows arrive in the same order, since each expert still gets a token once.
+
+    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
+    >>> expanded = expand(Routing(torch.tensor([[0, 3], [-1, -1], [2, 3]])), placement)
+    >>> expanded.copy_to_token.tolist(), expanded.routing.topk_idx.tolist()
+    ([0, 0, 2], [[0, -1], [-1, 3], [2, 3]])
+    """
+    ids = routing.topk_idx
+    expert_to_rank = placement.membership_table(range(placement.world_size), ids.device)
+    tokens, ranks = mark_destinations(ids, expert_to_rank, placement.world_size).nonzero(as_tuple=True)
+    is_there = expert_to_rank[ids[tokens].long()] == ranks[:, None]
+    weights = None if routing.topk_weights is None else routing.topk_weights[tokens]
+    return Expanded(Routing(torch.where(is_there, ids[tokens], -1), weights), tokens)
+
+
+class NoPlannerShuffle:
+    """Dispatch of copies made beforehand, and a combine that ends with the sum over a token's copies."""
+
+    def __init__(
+        self,
+        dispatch: Callable[[torch.Tensor, Routing], tuple[torch.Tensor, Any, Any]],
+        combine: Callable[[torch.Tensor, Any], torch.Tensor],
+        x: torch.Tensor,
+        expanded: Expanded,
+    ) -> None:
+        """Make the copies; dispatch and combine are fusco's."""
+        self._dispatch, self._combine = dispatch, combine
+        self._expanded, self._num_tokens = expanded, len(x)
+        self._copies = x.index_select(0, expanded.copy_to_token)
+
+    def dispatch(self) -> tuple[torch.Tensor, Any, Any]:
+        """Expert-major rows, the same as of the tokens themselves."""
+        return self._dispatch(self._copies, self._expanded.routing)
+
+    def combine(self, y: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Token-major rows: what comes back for each copy, summed in float32."""
+        parts = self._combine(y, handle)
+        wide = torch.promote_types(parts.dtype, torch.float32)
+        out = torch.zeros(self._num_tokens, *parts.shape[1:], dtype=wide, device=parts.device)
+        return out.index_add_(0, self._expanded.copy_to_token, parts.to(wide)).to(parts.dtype)

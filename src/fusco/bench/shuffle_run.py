@@ -1,0 +1,58 @@
+"""What all ranks are told to run in ``fusco bench shuffle``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusco.bench.traffic import Workload
+from fusco.settings import Settings
+from fusco.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleRun:
+    """Several workloads that differ in their routing only, and how they are measured.
+
+    Attributes:
+        workloads: one for each kind of traffic, at least one.
+        variants: names of ``fusco.bench.variants``.
+        settings: of fusco's communicators.
+        balancer: a name of ``fusco.BALANCERS``.
+        num_iterations: how many are timed.
+        device: ``"cpu"`` or ``"cuda"``.
+        num_sms: on CUDA, most multiprocessors that fusco may take.
+        has_timeline: whether one dispatch and combine of fusco are recorded.
+
+    """
+
+    workloads: tuple[Workload, ...]
+    variants: tuple[str, ...]
+    settings: Settings
+    balancer: str
+    num_iterations: int
+    device: str = "cpu"
+    num_sms: int | None = None
+    has_timeline: bool = False
+
+    def __post_init__(self) -> None:
+        shapes = {
+            (load.topology, load.placement, load.tokens, load.hidden, load.num_topk, load.dtype)
+            for load in self.workloads
+        }
+        if len(shapes) != 1:
+            raise ValueError(f"workloads of one run must be of one shape, got {len(shapes)}")
+
+    @property
+    def shape(self) -> Workload:
+        """Any of the workloads, for what they have in common."""
+        return self.workloads[0]
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+        return self.shape.topology
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several of them."""
+        return self.topology.num_nodes > 1

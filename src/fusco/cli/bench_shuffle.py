@@ -1,0 +1,212 @@
+"""``fusco bench shuffle``: fusco beside what else there is, on processes, on GPUs, or on a launched job's ranks."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusco.cli import options
+from fusco.cli.running import choose_shape, new_console, run_on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console
+
+    from fusco.bench.device_results import DeviceRecord, InternodeRecord
+    from fusco.bench.device_shuffle import DeviceResult
+    from fusco.bench.results import ShuffleRecord
+    from fusco.bench.shuffle_run import ShuffleRun
+
+    Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
+
+
+class SliceOrder(str, Enum):
+    """The values of ``Settings.slice_order``."""
+
+    IN_TURN = "in-turn"
+    STAGED = "staged"
+
+
+class Device(str, Enum):
+    """Where rows are."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def shuffle(
+    device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
+    nodes: options.AnyNodes = None,
+    ranks_per_node: options.AnyRanksPerNode = None,
+    tokens: options.Tokens = 1024,
+    hidden: options.Hidden = 4096,
+    num_experts: options.NumExperts = 128,
+    num_topk: options.NumTopk = 8,
+    dtype: options.Dtype = options.RowDtype.BFLOAT16,
+    traffic: options.Patterns = (options.Traffic.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    trace: options.TraceFile = None,
+    trace_key: options.TraceKey = None,
+    layer: options.Layer = 0,
+    seed: options.Seed = 0,
+    balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to compare, such as fusco,baseline; names with commas or repeated. Default: the usual."
+        ),
+    ] = None,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Also without the engine, the planner, the balancer (FUSCO, 5.4).")
+    ] = False,
+    slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
+    ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
+    slice_order: Annotated[SliceOrder, typer.Option(help="Which node a rank sends to next.")] = SliceOrder.IN_TURN,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="On CUDA: also record when what ran in one dispatch and combine, as JSON for Perfetto. "
+            "With several kinds of traffic a file for each, with its name before the ending.",
+        ),
+    ] = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Time dispatch and combine of fusco and of the disaggregated baseline in one run.
+
+    Ranks are processes of this machine, on CUDA one for each GPU, that play the nodes asked for; or, under torchrun,
+    its ranks. Every variant is verified against the law first: dispatched rows bit for bit, combined rows within what
+    rounding explains. Exit code 1 if anything is off, or if fusco sends other bytes between nodes than it must.
+    """
+    from fusco.bench.joined_world import launched
+    from fusco.bench.results import write_json_lines
+    from fusco.bench.shuffle_run import ShuffleRun
+    from fusco.bench.variants import choose_variants
+    from fusco.settings import Settings
+
+    shape = choose_shape(device.value, nodes, ranks_per_node, launched(), _num_devices(device))
+    workloads = options.make_workloads(
+        options.split_names(traffic, [each.value for each in options.Traffic], "traffic"),
+        nodes=shape[0],
+        ranks_per_node=shape[1],
+        tokens=tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        dtype=dtype,
+        trace=trace,
+        trace_key=trace_key,
+        layer=layer,
+        seed=seed,
+    )
+    settings = Settings(
+        slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
+    )
+    run = ShuffleRun(
+        workloads=workloads,
+        variants=choose_variants(device.value, shape[0], options.split_names(variants or []), with_ablation=ablation),
+        settings=settings,
+        balancer=balancer.value,
+        num_iterations=iterations,
+        device=device.value,
+        num_sms=num_sms,
+        has_timeline=timeline is not None,
+    )
+    _check_timeline(run)
+    console = new_console()
+    measured = _run_on_devices(run, timeline, console) if device is Device.CUDA else _run_on_cpus(run, console)
+    if measured is None:
+        return  # rank 0 of the launched job has the results
+    records, show = measured
+    if json:
+        write_json_lines(records, json)
+    for _, of_workload in groupby(records, key=lambda record: record.traffic):
+        show(list(of_workload), console)
+    for record in records:
+        for error in record.errors:
+            console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
+    if not all(record.is_right for record in records):
+        raise typer.Exit(1)
+
+
+def _num_devices(device: Device) -> int:
+    if device is Device.CPU:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_timeline(run: ShuffleRun) -> None:
+    from fusco.bench.variants import recorded_variant
+
+    if not run.has_timeline:
+        return
+    if run.device != "cuda":
+        raise ValueError("--timeline shows what runs on GPUs: it goes with --device cuda")
+    if recorded_variant(run.variants) is None:
+        raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
+
+
+def _run_on_cpus(run: ShuffleRun, console: Console) -> tuple[Records, Callable[..., None]] | None:
+    from fusco.bench.results import summarize
+    from fusco.bench.shuffle import num_steps, run_rank
+    from fusco.cli.cpu_tables import print_cpu_records
+    from fusco.kernels.warm_up import warm_up_cpu
+
+    num_ranks = run.topology.world_size
+    ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
+    return None if ranks is None else (summarize(run, ranks), print_cpu_records)
+
+
+def _run_on_devices(
+    run: ShuffleRun, timeline: Path | None, console: Console
+) -> tuple[Records, Callable[..., None]] | None:
+    from fusco.bench.device_results import summarize_device, summarize_internode
+    from fusco.bench.device_shuffle import num_device_steps, run_device_rank
+    from fusco.bench.emulation import describe_emulation, emulated_network
+    from fusco.bench.joined_world import launched
+    from fusco.cli.device_tables import print_device_records, print_internode_records
+
+    ranks = run_on_ranks(
+        run_device_rank,
+        (run,),
+        run.topology.world_size,
+        num_device_steps(run),
+        console,
+        device="cuda",
+        environment=emulated_network(run.topology, os.environ),
+    )
+    if ranks is None:
+        return None
+    if timeline:
+        _write_timelines(run, ranks, timeline)
+    if not run.has_nodes:
+        return summarize_device(run, ranks), print_device_records
+    emulation = "" if launched() else describe_emulation(run.topology, os.environ)
+    return summarize_internode(run, ranks, emulation), print_internode_records
+
+
+def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
+    from fusco.bench.environment import commit
+    from fusco.bench.variants import recorded_variant
+    from fusco.timeline import write_chrome_trace
+
+    for i, workload in enumerate(run.workloads):
+        traffic = workload.pattern.value
+        target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
+        about = {
+            "what": f"one dispatch and combine of {recorded_variant(run.variants)}",
+            "shape": f"{run.topology.num_nodes} nodes x {run.topology.ranks_per_node} ranks, {workload.tokens} tokens "
+            f"a rank, hidden {workload.hidden}, top-{workload.num_topk} of {workload.placement.num_experts}, {traffic}",
+            "commit": commit(),
+        }
+        write_chrome_trace(target, [results[i].spans for results in ranks], about)

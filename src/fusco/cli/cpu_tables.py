@@ -1,0 +1,112 @@
+"""What ``fusco bench shuffle`` shows for the CPU: a column for each variant, or a row if there are many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from fusco.bench.results import ShuffleRecord
+
+_ROWS = (
+    ("dispatch", "dispatch_ms", "ms"),
+    ("combine", "combine_ms", "ms"),
+    ("dispatch + combine", "total_ms", "ms"),
+    ("  planning", "planning_ms", "ms"),
+    ("  staging (copy into shared memory)", "staging_ms", "ms"),
+    ("  wire (and what is fused into it)", "wire_ms", "ms"),
+    ("  only rearranging", "rearranging_ms", "ms"),
+    ("rows between nodes", "internode_row_bytes", "MB"),
+    ("  lower bound", "internode_row_bytes_lower_bound", "MB"),
+    ("  busiest rank", "busiest_rank_bytes", "MB"),
+    ("rows within nodes", "intranode_row_bytes", "MB"),
+    ("metadata between nodes", "metadata_bytes", "MB"),
+)
+
+
+_HEADINGS = (
+    ("dispatch\nms", "dispatch_ms"),
+    ("combine\nms", "combine_ms"),
+    ("both\nms", "total_ms"),
+    ("planning\nms", "planning_ms"),
+    ("wire\nms", "wire_ms"),
+    ("only re-\narranging, ms", "rearranging_ms"),
+    ("between\nnodes, MB", "internode_row_bytes"),
+    ("lower\nbound, MB", "internode_row_bytes_lower_bound"),
+    ("busiest\nrank, MB", "busiest_rank_bytes"),
+)
+_MOST_COLUMNS = 3
+
+
+def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
+    """The variants of one workload, and below them what the run looked like."""
+    ours = records[0]
+    title = (
+        f"shuffle, {ours.traffic} traffic: {ours.nodes} nodes x {ours.ranks_per_node} ranks, {ours.tokens} tokens a "
+        f"rank, hidden {ours.hidden}, top-{ours.num_topk} of {ours.num_experts}, {ours.dtype}, on {ours.device}"
+    )
+    table = Table(title=title, title_justify="left", caption="\n".join(_notes(ours)), caption_justify="left")
+    table.add_column("")
+    if len(records) > _MOST_COLUMNS:
+        _add_row_each(table, records)
+    else:
+        _add_column_each(table, records)
+    console.print(table)
+
+
+def _add_column_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
+    by_name = {record.variant: record for record in records}
+    has_ratio = {"fusco", "baseline"} <= set(by_name)
+    for name in (*by_name, *(["baseline / fusco"] if has_ratio else [])):
+        table.add_column(name, justify="right")
+    for label, name, unit in _ROWS:
+        cells = [f"{_value(record, name, unit)} {unit}" for record in records]
+        if has_ratio:
+            fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
+            cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
+        table.add_row(label, *cells, end_section=name == "rearranging_ms")
+    table.add_row("verified", *map(_verdict, records))
+
+
+def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
+    for heading, _ in _HEADINGS:
+        table.add_column(heading, justify="right")
+    table.add_column("verified", justify="right")
+    for record in records:
+        cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
+        table.add_row(record.variant, *cells, _verdict(record))
+
+
+def _value(record: ShuffleRecord, name: str, unit: str) -> str:
+    return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
+
+
+def _verdict(record: ShuffleRecord) -> str:
+    return "[green]yes[/]" if record.is_right else "[red]NO[/]"
+
+
+def _notes(record: ShuffleRecord) -> list[str]:
+    num_ranks = record.nodes * record.ranks_per_node
+    notes = [
+        f"medians of {record.num_iterations} iterations, the slowest rank's time; bytes of one dispatch, all ranks",
+        f"links, all {num_ranks} ranks at once: copy {record.copy_peak_gbs:.1f} GB/s a rank",
+    ]
+    if record.nodes > 1:
+        share_s = record.internode_row_bytes / num_ranks / (record.internode_peak_gbs * 1e9)
+        notes[-1] += f", between nodes {record.internode_peak_gbs:.2f} GB/s each way"
+        notes.append(
+            f"{record.variant}: dispatch's rows between nodes at that peak: {share_s * 1e3:.1f} ms, "
+            f"{share_s * 1e3 / record.dispatch_ms:.0%} of the time dispatch took"
+        )
+    if record.trace:
+        needed = record.tokens * num_ranks
+        repeats = f"; repeated {record.trace_repeats:.2f} times for {needed} tokens" if record.trace_repeats > 1 else ""
+        notes.append(f"trace: {record.trace}{repeats}")
+    cores = record.hardware["num_cores"]
+    notes.append(f"{record.hardware['cpu']}, {cores} cores; torch {record.versions['torch']}; commit {record.commit}")
+    return notes

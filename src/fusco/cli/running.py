@@ -1,0 +1,102 @@
+"""How a benchmark comes by its ranks: processes of this machine, or the job that a launcher has started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fusco.bench.joined_world import Launched
+
+_Result = TypeVar("_Result")
+
+
+_WIDE = 150  # of a table in a log
+
+
+def new_console() -> Console:
+    """Where results are shown: as wide as the terminal, or as the tables are if it is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _WIDE))
+
+
+def choose_shape(
+    device: str, nodes: int | None, ranks_per_node: int | None, launched: Launched | None, num_devices: int
+) -> tuple[int, int]:
+    """How many nodes, and ranks of each: as asked for, else as launched, else what this machine has.
+
+    Raises ``ValueError`` if that does not divide, if there are too few GPUs, or if a launcher started another number.
+    """
+    if launched:
+        ranks_per_node = ranks_per_node or launched.local_world_size
+        nodes = nodes or max(1, launched.world_size // ranks_per_node)
+        if nodes * ranks_per_node != launched.world_size:
+            raise ValueError(
+                f"{launched.world_size} ranks were launched, {launched.local_world_size} on this machine, which are "
+                f"not {nodes} nodes of {ranks_per_node}"
+            )
+        return nodes, ranks_per_node
+    if device != "cuda":
+        return nodes or 2, ranks_per_node or 2
+    nodes = nodes or 1
+    if ranks_per_node is None:
+        if num_devices % nodes:
+            raise ValueError(f"{num_devices} GPUs do not divide among {nodes} nodes; pass --ranks-per-node")
+        ranks_per_node = max(1, num_devices // nodes)
+    if nodes * ranks_per_node > num_devices:
+        raise ValueError(f"{nodes * ranks_per_node} ranks need a GPU each, but torch finds {num_devices}")
+    return nodes, ranks_per_node
+
+
+def run_on_ranks(
+    function: Callable[..., _Result],
+    arguments: Sequence[Any],
+    num_ranks: int,
+    num_steps: int,
+    console: Console,
+    *,
+    device: str = "cpu",
+    environment: Sequence[Mapping[str, str]] | None = None,
+    prepare: Sequence[Callable[[], object]] = (),
+) -> list[_Result] | None:
+    """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
+
+    Args:
+        function: one rank's part.
+        arguments: what all ranks get alike.
+        num_ranks: how many processes are started, unless a launcher has.
+        num_steps: how many steps the function reports.
+        console: where progress is shown.
+        device: where rows are.
+        environment: for each rank, what its process gets on top of this one's, if it is started here.
+        prepare: what to compile first, so that the ranks find it on disk.
+
+    Returns:
+        ``None`` on all ranks but 0 of a job that a launcher has started.
+
+    """
+    from fusco.bench.joined_world import JoinedWorld, launched
+    from fusco.bench.local_world import LocalWorld
+    from fusco.bench.progress import watching
+
+    if by_launcher := launched():
+        with JoinedWorld(by_launcher, device) as joined:
+            return joined.run(function, *arguments, None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling (once)" if prepare else "", total=num_steps)
+        for each in prepare:
+            each()
+        progress.update(task, description=f"starting {num_ranks} ranks")
+        with LocalWorld(num_ranks, device, environment) as world:
+
+            def show(num_done: int) -> None:
+                doing = "verifying and measuring" if num_done else "starting"
+                progress.update(task, completed=num_done, description=doing)
+
+            with watching(world.store, show):
+                return world.run(function, num_ranks, *arguments, world.store.port)

@@ -1,0 +1,119 @@
+"""Functions on ranks: the benchmark's ways to shuffle without fusco's engine or planner, against the law."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from rank_setup import Setup
+
+import fusco
+from comparison import assert_same_bits, assert_within, world_rows
+from fusco.bench.crossings import crossing_rows
+from fusco.bench.no_engine import NoEngineShuffle
+from fusco.bench.no_planner import NoPlannerShuffle, expand
+from fusco.bench.traffic import Workload
+from fusco.planner.routing import Routing
+from generator import KINDS, Case, any_bits, random_of
+from law import Law
+
+HIDDEN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class OneNodeCase:
+    """All experts of a token are on one node, of all nodes in turn; as ``Case`` otherwise."""
+
+    case: Case
+    num_nodes: int
+
+    def __getattr__(self, name):
+        return getattr(self.case, name)
+
+    def topk_idx(self, rank):
+        per_node = self.num_experts // self.num_nodes
+        ids = torch.rand(self.num_tokens(rank), per_node, generator=random_of(self.seed, "ids", rank)).argsort(1)
+        node = torch.arange(len(ids)) % self.num_nodes
+        return ids[:, : self.num_topk] + node[:, None] * per_node
+
+    @property
+    def world_topk_idx(self):
+        return [self.topk_idx(rank) for rank in range(self.world_size)]
+
+
+def cases_of(setup: Setup, world_size: int):
+    for seed, kind in enumerate(KINDS):
+        yield setup.case(kind, seed, world_size)
+    num_nodes = world_size // setup.ranks_per_node
+    yield OneNodeCase(setup.case("ragged", 50, world_size, num_topk=4), num_nodes)
+
+
+def check_no_engine(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Dispatch and combine of every kind; what is counted between nodes is what must cross."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    topology = fusco.Topology.of_equal_nodes(world_size, setup.ranks_per_node)
+    placement = fusco.ExpertPlacement.of(setup.num_experts, setup.expert_placement, world_size)
+    way = NoEngineShuffle(group, placement, topology, fusco.BALANCERS[setup.balancer])
+    for case in cases_of(setup, world_size):
+        law = Law(case.world_topk_idx, placement.expert_to_rank)
+
+        def dispatch(x, case=case):
+            return way.dispatch(x, case.topk_idx(rank), case.topk_weights(rank))
+
+        sent_bytes = check_way(rank, law, case, dispatch, way.combine, lambda: way.profile)
+        per_rank = [None] * world_size
+        dist.all_gather_object(per_rank, sent_bytes, group=group)
+        crossing = law.num_crossings(topology.rank_to_node) * HIDDEN * 4
+        assert [sum(ways) for ways in zip(*per_rank, strict=True)] == [crossing, crossing]
+
+
+def check_no_planner(group: dist.ProcessGroup, setup: Setup) -> None:
+    """The same through a communicator that is given a token for each (token, rank)."""
+    roomy = dataclasses.replace(setup, max_tokens=setup.max_tokens * dist.get_world_size(group))
+    with roomy.open(group) as comm:
+
+        def send(rows, routing):
+            sent = comm.dispatch(rows, routing.topk_idx, routing.topk_weights)
+            return sent.rows, sent.num_rows_per_expert.tolist(), sent.handle
+
+        for case in cases_of(setup, comm.topology.world_size):
+            law = Law(case.world_topk_idx, comm.placement.expert_to_rank)
+            expanded = expand(Routing(case.topk_idx(comm.rank), case.topk_weights(comm.rank)), comm.placement)
+
+            def dispatch(x, expanded=expanded):
+                way = NoPlannerShuffle(send, comm.combine, x, expanded)
+                rows, counts, handle = way.dispatch()
+                return rows, counts, (way, handle)
+
+            def combine(y, state):
+                way, handle = state
+                return way.combine(y, handle)
+
+            check_way(comm.rank, law, case, dispatch, combine, lambda: comm.profile)
+
+
+def check_way(rank, law, case, dispatch, combine, profile) -> tuple[int, int]:
+    """One dispatch and combine; gives the bytes of rows that this rank sent to other nodes in each."""
+    x = [any_bits((case.num_tokens(src), HIDDEN), torch.float32, case.seed, "x", src) for src in law.ranks]
+    rows, counts, handle = dispatch(x[rank])
+    dispatched = profile().internode_row_bytes
+    assert_same_bits(rows, law.rows(rank, x), f"{case}: dispatch")
+    assert counts == law.counts(rank)
+    y = world_rows(law, HIDDEN, torch.float32, case.seed)
+    out = combine(y[rank], handle)
+    sums = law.sums(rank, y, case.world_topk_weights(), law.ranks)
+    assert_within(out, sums.exact, law.error_bound(sums, out.dtype, None), f"{case}: combine")
+    return dispatched, profile().internode_row_bytes
+
+
+def differ_from_plan(group: dist.ProcessGroup, workload: Workload, balancer: str) -> list[int]:
+    """Bytes that this rank's dispatch and combine send between nodes, less what is computed from all ranks' routing."""
+    rank = dist.get_rank(group)
+    routing = workload.routing(rank)
+    way = NoEngineShuffle(group, workload.placement, workload.topology, fusco.BALANCERS[balancer])
+    rows, _, handle = way.dispatch(workload.rows(rank), routing.topk_idx, routing.topk_weights)
+    dispatched = way.profile.internode_row_bytes
+    way.combine(rows, handle)
+    crossing = crossing_rows("no-engine", workload, balancer) * workload.bytes_per_token
+    return [dispatched - int(crossing[rank].sum()), way.profile.internode_row_bytes - int(crossing[:, rank].sum())]
