@@ -50,7 +50,7 @@ def run_rank(
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """One rank's part of the benchmark; every step is reported as progress by rank 0."""
     rank = dist.get_rank(group)
-    advance = ProgressReporter(progress_port).advance if rank == 0 else lambda: None
+    advance: Callable[[], None] = ProgressReporter(progress_port).advance if rank == 0 else lambda: None
     links, results = measure_links(group, topology), []
     with Communicator(
         group,
