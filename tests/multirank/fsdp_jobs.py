@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ class Run:
         dispatcher: ``"fusco"``, ``"torch"``, or ``"drops a token"``.
         nums_sequences: of each rank's batch.
         is_starved: leave half of the experts without any token.
-        recomputes: keep no activations of blocks, but compute them again.
+        recomputes: how activations of blocks are computed again: ``"full"``, ``"selective"``, or as transformers does
+            it by itself.
         divides: leave FSDP's own divide factor, and the loss to match dense parameters.
 
     """
@@ -57,7 +59,7 @@ class Run:
     nums_sequences: tuple[int, ...] = (2, 1, 3, 1)
     divides: bool = False
     is_starved: bool = False
-    recomputes: bool = False
+    recomputes: Literal["none", "full", "selective", "by transformers"] = "none"
 
 
 class DroppingDispatcher(fsdp.TorchDispatcher):
@@ -92,13 +94,15 @@ def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_starved_model() if run.is_starved else make_model(run.kind)
-        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        how = "none" if run.recomputes == "by transformers" else run.recomputes
+        sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how)
         if run.divides:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(None)
                     module.set_force_sum_reduction_for_comms(False)
-        if run.recomputes:
+        if run.recomputes == "by transformers":
             model.train()
             model.gradient_checkpointing_enable({"use_reentrant": False})
         yield model, mesh
@@ -232,7 +236,8 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
         with torch.no_grad():
             model.model.layers[1].mlp.gate.weight.add_(dist.get_rank())
     try:
-        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim))
+        dispatcher, sharding = fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim)
+        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=run.recomputes)
     except ValueError as error:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)

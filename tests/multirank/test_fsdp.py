@@ -111,8 +111,9 @@ def test_replicas(four, dp_replicate, ep_size, expert_dim):
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek-v3"])
-def test_activation_checkpointing(four, kind, dispatcher):
-    run = Run(kind=kind, recomputes=True, dispatcher=dispatcher)
+@pytest.mark.parametrize("recomputes", ["full", "selective", "by transformers"])
+def test_activation_checkpointing(four, kind, dispatcher, recomputes):
+    run = Run(kind=kind, recomputes=recomputes, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
         assert_small(differences)
 
@@ -154,6 +155,11 @@ def test_gradient_accumulation(four, ep_size):
 )
 def test_what_cannot_be_sharded_is_named(four, run, changes, text):
     assert four.run(jobs.error_of, run, changes) == [text] * 4
+
+
+def test_an_unknown_way_of_checkpointing(four):
+    for text in four.run(jobs.error_of, Run(recomputes="all"), {}):
+        assert text == "activation_checkpointing must be one of ('none', 'full', 'selective'), got 'all'"
 
 
 def test_a_model_without_experts(four):

@@ -19,10 +19,9 @@ from fusco.cli.main import app
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
-SMALL = (
-    "--layers 2 --hidden 32 --num-experts 8 --num-topk 2 --moe-intermediate 16 --tokens 32 --length 16 "
-    "--text-bytes 100000 --timeout-s 60"
-).split()
+SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
+SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+CAP = ["--text-bytes", "100000"]
 
 
 def read(path):
@@ -33,7 +32,7 @@ def read(path):
 def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
     out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "trace.npz", tmp_path / "shuffle.jsonl"
     arguments = ["--ranks", "2", "--steps", "12", "--lr", "0.02", "--dispatcher", "both", "--json", str(out)]
-    done = CliRunner().invoke(app, ["train", *SMALL, *arguments, "--record-trace", str(trace)])
+    done = CliRunner().invoke(app, ["train", *SMALL, *CAP, *arguments, "--record-trace", str(trace)])
     assert done.exit_code == 0, done.output
     steps, runs = read(out)
     assert [run["dispatcher"] for run in runs] == ["fusco", "torch"]
@@ -96,7 +95,7 @@ def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
 )
 def test_what_cannot_be_trained_is_said_before_anything_starts(arguments, text, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    done = CliRunner().invoke(app, ["train", *SMALL[:-4], *arguments])
+    done = CliRunner().invoke(app, ["train", *SMALL, *arguments])
     assert isinstance(done.exception, ValueError)
     assert text in str(done.exception)
 

@@ -43,6 +43,7 @@ class Checkpointing(str, Enum):
 
     NONE = "none"
     FULL = "full"
+    SELECTIVE = "selective"
 
 
 class TrainDtype(str, Enum):

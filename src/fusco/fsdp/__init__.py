@@ -9,6 +9,7 @@ came of it. ``docs/fsdp.md`` has a loop that works.
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
 from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
 from fusco.fsdp.checkpoint import save_hugging_face as save_hugging_face
+from fusco.fsdp.checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.dispatcher import Arrival as Arrival
 from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
 from fusco.fsdp.experts import Experts as Experts

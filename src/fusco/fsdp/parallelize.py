@@ -40,6 +40,8 @@ def parallelize(
         sharding: ``None`` means the defaults.
         activation_checkpointing: what blocks do without until the backward pass. ``"none"``: nothing. ``"full"``:
             everything but their inputs; all of a block is computed again, tokens are dispatched and combined again.
+            ``"selective"``: everything but their inputs and what dispatch and combine gave, so that nothing is moved
+            twice.
 
     Returns:
         The modules of experts that were found.

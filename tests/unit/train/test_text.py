@@ -33,7 +33,7 @@ def test_a_directory_is_read_in_order_of_paths_without_hidden_files(tmp_path):
 
 
 def test_what_is_wrong_with_a_text_is_said(tmp_path):
-    with pytest.raises(ValueError, match="there is no file or directory .*nowhere to learn from"):
+    with pytest.raises(ValueError, match=r"there is no file or directory .*nowhere to learn from"):
         load_text(make_job(text=tmp_path / "nowhere"))
     short = tmp_path / "short"
     short.write_text("x" * 100)
