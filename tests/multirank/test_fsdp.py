@@ -195,6 +195,21 @@ def test_models_that_transformers_distributes(four, tmp_path, ep_size):
         assert_small(differences)
 
 
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, kind, ep_size):
+    for differences in four.run(jobs.differences_through_experts_functions, kind, ep_size):
+        assert_small(differences)
+
+
+def test_experts_that_nobody_has_distributed(four):
+    for text in four.run(jobs.error_of_whole_experts):
+        assert text == (
+            "MixtralExperts has 8 experts and this rank holds 8 of them, but 2 ranks share them: distribute its "
+            "parameters on dimension 0 first"
+        )
+
+
 def test_the_example_learns():
     """A whole program, under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_moe.py"]

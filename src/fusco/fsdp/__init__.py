@@ -26,4 +26,5 @@ from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
+from fusco.fsdp.transformers_door import registered_as_experts_implementation as registered_as_experts_implementation
 from fusco.fsdp.transformers_door import registered_with_transformers as registered_with_transformers
