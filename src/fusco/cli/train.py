@@ -138,7 +138,10 @@ def train(
         DispatcherName, typer.Option(help="What moves tokens; both: one run each, from the same weights, compared.")
     ] = DispatcherName.FUSCO,
     activation_checkpointing: Annotated[
-        Checkpointing, typer.Option(help="What blocks compute again in the backward pass.")
+        Checkpointing,
+        typer.Option(
+            help="What blocks compute again in the backward pass: nothing, all, all but dispatch and combine."
+        ),
     ] = Checkpointing.NONE,
     dtype: Annotated[
         TrainDtype | None,
@@ -160,7 +163,7 @@ def train(
     """Train a small Qwen3-MoE on real text, its experts distributed, and measure every step.
 
     Starts its ranks on this machine, or, under torchrun, is one of them. Shown are the loss, and the time that dispatch
-    and combine take, forward and backward. Needs fusco[fsdp].
+    and combine take, forward and backward. Needs transformers.
 
     On 4 GPUs: fusco train --preset large --device cuda --dispatcher both
     """
@@ -259,7 +262,7 @@ def _showing(job: TrainingJob, console: Console) -> Iterator[Callable[[int, str]
             progress.update(task, completed=num_done, description=latest)
             if num_done >= next_line:
                 next_line = num_done + max(1, num_steps // 20)
-                progress.console.print(f"step {num_done:4d}: {latest}", highlight=False, soft_wrap=True)
+                progress.console.print(latest, highlight=False, soft_wrap=True)
 
         yield report
 

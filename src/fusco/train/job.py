@@ -71,7 +71,7 @@ class TrainingJob:
         length: of a sequence; divides ``tokens``.
         num_steps: optimizer steps.
         learning_rate: of AdamW.
-        router_loss: weight of the loss that evens out the experts' loads (``router_aux_loss_coef`` in transformers).
+        router_loss: weight of ``balance_loss``, which evens out the experts' loads.
         dispatchers: what moves tokens, ``"fusco"`` or ``"torch"``; one run each, from the same weights and data.
         activation_checkpointing: as for ``fusco.fsdp.parallelize``.
         dtype: ``"float32"``; or ``"bfloat16"`` to compute in it, while parameters, gradients that are added up, and

@@ -114,7 +114,7 @@ class _MarkBackward(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, mark: Callable[[], None]) -> torch.Tensor:
         ctx.mark = mark
         ctx.save_for_backward(tensor.new_empty(0))
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view of it, which FSDP would warn of
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fusco import fsdp
 from fusco.settings import Settings
+from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
 from fusco.train.observer import SECTIONS, ObservingDispatcher, Stopwatch
@@ -114,11 +115,14 @@ def _losses(
     job: TrainingJob, model: nn.Module, batch: torch.Tensor, mesh: fsdp.EPMesh
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """This rank's part of the mean loss, and of the router's, which counts every rank alike."""
-    out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=job.router_loss > 0)
+    has_router_loss = job.router_loss > 0
+    out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=has_router_loss)
     targets = batch[:, 1:].flatten()
     loss_sum = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets, reduction="sum")
     loss = fsdp.scale_loss(loss_sum, targets.numel(), mesh)
-    return loss, job.router_loss / job.num_ranks * out.aux_loss if job.router_loss > 0 else 0.0
+    if not has_router_loss:
+        return loss, 0.0
+    return loss, job.router_loss / job.num_ranks * balance_loss(out.router_logits, job.shape.num_topk)
 
 
 def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> StepRecord:

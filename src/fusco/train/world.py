@@ -69,8 +69,8 @@ def run_joined(job: TrainingJob, report: Callable[[int, str], None], *, keeps_ro
 def describe(step: StepRecord) -> str:
     """A step in a line."""
     return (
-        f"loss {step.loss:.3f}, {step.tokens_per_s:,} tokens/s, dispatch and combine {step.shuffle_share:.0%}, "
-        f"busiest expert {step.expert_imbalance:.2f} x mean"
+        f"{step.dispatcher}, step {step.step + 1}: loss {step.loss:.3f}, {step.tokens_per_s:,} tokens/s, dispatch and "
+        f"combine {step.shuffle_share:.0%}, busiest expert {step.expert_imbalance:.2f} x mean"
     )
 
 
