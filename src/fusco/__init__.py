@@ -2,7 +2,7 @@
 
 Layers, each importing only those below it::
 
-    cli  bench  fsdp                            commands, benchmark harness | training on FSDP2
+    cli  train  bench  fsdp                     commands, training that is measured, benchmarks | training on FSDP2
     collectives                                 verbs without a communicator made first
     communicator                                the public verbs
     checks  autograd  handle  introduction      what the verbs are made of

@@ -85,19 +85,27 @@ class CombineRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``."""
-        handle = ctx.handle
-        grad_y = ctx.verbs.dispatch(grad_out.contiguous(), handle)
-        grad_weights = None
         (y,) = ctx.saved_tensors
-        if y is not None:
-            wide = torch.promote_types(y.dtype, torch.float32)
-            dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
-            home = _weights_home(dots, handle.unweighted(), ctx.verbs)
-            grad_weights = home.to(handle.topk_weights.dtype)
-        if handle.is_weighted:
-            # Multiplied in the wider dtype, so that weights are not rounded to 16 bits first.
-            grad_y = (grad_y * handle.plan.slot_weights[:, None]).to(grad_y.dtype)
+        grad_y, grad_weights = gradients_of_combine(grad_out, y, ctx.handle, ctx.verbs)
         return grad_y, grad_weights, None, None, None
+
+
+def gradients_of_combine(
+    grad_out: torch.Tensor, y: torch.Tensor | None, handle: Handle, verbs: Verbs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
+    grad_y = verbs.dispatch(grad_out.contiguous(), handle)
+    grad_weights = None
+    if y is not None:
+        assert handle.topk_weights is not None
+        wide = torch.promote_types(y.dtype, torch.float32)
+        dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
+        home = _weights_home(dots, handle.unweighted(), verbs)
+        grad_weights = home.to(handle.topk_weights.dtype)
+    if handle.is_weighted:
+        # Multiplied in the wider dtype, so that weights are not rounded to 16 bits first.
+        grad_y = (grad_y * handle.plan.slot_weights[:, None]).to(grad_y.dtype)
+    return grad_y, grad_weights
 
 
 def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:

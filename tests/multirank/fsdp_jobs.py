@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from fsdp_models import (
     together,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fusco import ClosedError, Settings, fsdp
 
@@ -44,7 +45,8 @@ class Run:
         dispatcher: ``"fusco"``, ``"torch"``, or ``"drops a token"``.
         nums_sequences: of each rank's batch.
         is_starved: leave half of the experts without any token.
-        recomputes: keep no activations of blocks, but compute them again.
+        recomputes: how activations of blocks are computed again: ``"full"``, ``"selective"``, or as transformers does
+            it by itself.
         divides: leave FSDP's own divide factor, and the loss to match dense parameters.
 
     """
@@ -57,7 +59,7 @@ class Run:
     nums_sequences: tuple[int, ...] = (2, 1, 3, 1)
     divides: bool = False
     is_starved: bool = False
-    recomputes: bool = False
+    recomputes: Literal["none", "full", "selective", "by transformers"] = "none"
 
 
 class DroppingDispatcher(fsdp.TorchDispatcher):
@@ -92,13 +94,15 @@ def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_starved_model() if run.is_starved else make_model(run.kind)
-        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=run.expert_dim))
+        how = "none" if run.recomputes == "by transformers" else run.recomputes
+        sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how)
         if run.divides:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(None)
                     module.set_force_sum_reduction_for_comms(False)
-        if run.recomputes:
+        if run.recomputes == "by transformers":
             model.train()
             model.gradient_checkpointing_enable({"use_reentrant": False})
         yield model, mesh
@@ -202,6 +206,46 @@ def differences_through_transformers(_: dist.ProcessGroup, path: Path, ep_size: 
         return {name: difference(model.get_parameter(name).grad, grad) for name, grad in reference.grads.items()}
 
 
+def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_size: int) -> dict[str, float]:
+    """As ``differences_of_gradients``, for a model that was distributed without us and calls fusco by its name."""
+    nums_sequences = (2, 1, 3, 1)
+    reference = alone(kind, nums_sequences)
+    mesh = mesh_of(ep_size, 1)
+    model = make_model(kind)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for name, parameter in list(experts.named_parameters()):
+            local = distribute_tensor(parameter.detach(), mesh.expert["ep"], [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(local))
+        fully_shard(experts, mesh=mesh.expert["efsdp"], shard_placement_fn=lambda _: Shard(1))
+        fully_shard(layer, mesh=mesh.dense["fsdp"])
+    fully_shard(model, mesh=mesh.dense["fsdp"])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
+    with fsdp.registered_as_experts_implementation(mesh.ep_group, 3 * SEQUENCE, settings=settings):
+        model.set_experts_implementation("fusco")
+        batch = make_batch(dist.get_rank(), nums_sequences[dist.get_rank()])
+        (loss_sum(model, batch) / num_targets(together(nums_sequences))).backward()
+        differences = {name: difference(model.get_parameter(name).grad, grad) for name, grad in reference.grads.items()}
+    with pytest.raises(ValueError, match='experts_implementation="fusco"` is not supported'):
+        make_model(kind).set_experts_implementation("fusco")
+    return differences
+
+
+def error_of_whole_experts(_: dist.ProcessGroup) -> str:
+    """What the implementation says where nobody has distributed the experts."""
+    model = make_model("mixtral")
+    group, settings = mesh_of(2, 1).ep_group, Settings(timeout_s=LIMIT_S)
+    with fsdp.registered_as_experts_implementation(group, SEQUENCE, name="other", settings=settings):
+        model.set_experts_implementation("other")
+        with pytest.raises(ValueError, match="distribute its parameters") as error:
+            loss_sum(model, make_batch(0, 1))
+    return str(error.value)
+
+
 def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
     """How far clipped AdamW steps take parameters from those of a single process, absolutely."""
     expected = make_model(run.kind)
@@ -232,7 +276,8 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
         with torch.no_grad():
             model.model.layers[1].mlp.gate.weight.add_(dist.get_rank())
     try:
-        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim))
+        dispatcher, sharding = fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim)
+        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=run.recomputes)
     except ValueError as error:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)

@@ -111,8 +111,9 @@ def test_replicas(four, dp_replicate, ep_size, expert_dim):
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek-v3"])
-def test_activation_checkpointing(four, kind, dispatcher):
-    run = Run(kind=kind, recomputes=True, dispatcher=dispatcher)
+@pytest.mark.parametrize("recomputes", ["full", "selective", "by transformers"])
+def test_activation_checkpointing(four, kind, dispatcher, recomputes):
+    run = Run(kind=kind, recomputes=recomputes, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
         assert_small(differences)
 
@@ -156,6 +157,11 @@ def test_what_cannot_be_sharded_is_named(four, run, changes, text):
     assert four.run(jobs.error_of, run, changes) == [text] * 4
 
 
+def test_an_unknown_way_of_checkpointing(four):
+    for text in four.run(jobs.error_of, Run(recomputes="all"), {}):
+        assert text == "activation_checkpointing must be one of ('none', 'full', 'selective'), got 'all'"
+
+
 def test_a_model_without_experts(four):
     for text in four.run(jobs.error_of, Run(), {"decoder_sparse_step": 5}):
         assert text.startswith("Qwen3MoeForCausalLM has no module of experts")
@@ -187,6 +193,21 @@ def test_models_that_transformers_distributes(four, tmp_path, ep_size):
     make_model("qwen3").save_pretrained(tmp_path)
     for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size):
         assert_small(differences)
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, kind, ep_size):
+    for differences in four.run(jobs.differences_through_experts_functions, kind, ep_size):
+        assert_small(differences)
+
+
+def test_experts_that_nobody_has_distributed(four):
+    for text in four.run(jobs.error_of_whole_experts):
+        assert text == (
+            "MixtralExperts has 8 experts and this rank holds 8 of them, but 2 ranks share them: distribute its "
+            "parameters on dimension 0 first"
+        )
 
 
 def test_the_example_learns():

@@ -34,15 +34,19 @@ class LocalWorld:
     processes have the environment of this one, and ``environment[rank]`` on top, set before anything reads it.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
-    ``num_ranks`` ranks. It must be importable, and its result must pickle.
+    ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
     """
 
     def __init__(
-        self, world_size: int, device: str = "cpu", environment: Sequence[Mapping[str, str]] | None = None
+        self,
+        world_size: int,
+        device: str = "cpu",
+        environment: Sequence[Mapping[str, str]] | None = None,
+        limit_s: float = 600.0,
     ) -> None:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
-        self.world_size, self.device = world_size, device
+        self.world_size, self.device, self._limit_s = world_size, device, limit_s
         # The store lives here, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")
@@ -97,8 +101,9 @@ class LocalWorld:
         for pipe in self._pipes[:num_ranks]:
             pipe.send((function, num_ranks, args, kwargs))
 
-    def collect(self, ranks: range | list[int], timeout_s: float = 600.0) -> list[tuple[bool, Any]]:
-        """Wait for what ``start`` began, on the ranks given."""
+    def collect(self, ranks: range | list[int], timeout_s: float | None = None) -> list[tuple[bool, Any]]:
+        """Wait for what ``start`` began, on the ranks given; ``None`` means the world's limit."""
+        timeout_s = self._limit_s if timeout_s is None else timeout_s
         outcomes: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout_s
         while len(outcomes) < len(ranks):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
-_KEY = "fusco/progress"
+_KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/note"
 
 
 class ProgressReporter:
@@ -22,10 +22,18 @@ class ProgressReporter:
         """One that speaks for all ranks: rank 0's."""
         return cls(port if rank == 0 else None)
 
-    def advance(self) -> None:
-        """One step is done."""
-        if self._store:
-            self._store.add(_KEY, 1)
+    def advance(self, note: str = "") -> None:
+        """One step is done; a note says what came of it."""
+        if not self._store:
+            return
+        if note:
+            self._store.set(_NOTE_KEY, note)
+        self._store.add(_KEY, 1)
+
+
+def latest_note(store: TCPStore) -> str:
+    """What was noted last; empty if nothing was."""
+    return store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else ""
 
 
 @contextmanager

@@ -64,7 +64,12 @@ def shuffle(
     ablation: Annotated[
         bool, typer.Option("--ablation", help="Also without the engine, the planner, the balancer (FUSCO, 5.4).")
     ] = False,
-    slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
+    slice_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Bytes of one message between nodes. Default: 1 MiB, on CUDA 16 MiB for all nodes together."
+        ),
+    ] = None,
     ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
     slice_order: Annotated[SliceOrder, typer.Option(help="Which node a rank sends to next.")] = SliceOrder.IN_TURN,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,

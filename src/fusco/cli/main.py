@@ -6,11 +6,13 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
 from fusco.cli.schedule import schedule
+from fusco.cli.train import train
 
 app = typer.Typer(
     name="fusco",
@@ -21,6 +23,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.command()(plan)
 app.command()(schedule)
+app.command()(train)
 app.command()(doctor)
 
 
@@ -29,8 +32,8 @@ def run() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)
     except RuntimeError as error:
-        Console(stderr=True).print(f"[bold red]failed:[/] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]failed:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -10,13 +11,24 @@ import torch.distributed as dist
 
 from fusco.communicator import Communicator
 from fusco.errors import ClosedError
+from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
 from fusco.settings import Settings
+
+
+@dataclass(frozen=True)
+class _OpTicket:
+    """The way home where dispatch was an operation: what it gave for its handle, and the weights, with their graph."""
+
+    tensor: torch.Tensor
+    topk_weights: torch.Tensor
 
 
 class FuscoDispatcher:
     """Moves rows with a ``Communicator``, made when the first layer of its shape runs and shared by all such layers.
 
+    Where a compiler or a dispatch mode (such as selective checkpointing) is looking, rows move by the operations
+    ``torch.ops.fusco.dispatch`` and ``combine``, which these see; everywhere else by the communicator's verbs at once.
     Use it in a ``with`` block, or call ``close``.
     """
 
@@ -40,22 +52,31 @@ class FuscoDispatcher:
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
         self._group, self._max_tokens_per_rank = group, max_tokens_per_rank
+        self._num_ranks = group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
         self._open, self._is_closed = ExitStack(), False
+        self._key = ops.register_source(self)
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """Send tokens to their experts; see ``Dispatcher``."""
-        comm = self._communicator(num_experts, topk_idx.shape[1], x)
+        if ops.is_watched():
+            num_local_experts = num_experts // self._num_ranks
+            rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
+            return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
+        comm = self.communicator(num_experts, topk_idx.shape[1], x)
         sent = comm.dispatch(x, topk_idx, topk_weights)
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Bring results home; see ``Dispatcher``."""
-        comm, handle = arrival.ticket
-        combined: torch.Tensor = comm.combine(y, handle)
+        if isinstance(arrival.ticket, _OpTicket):
+            combined: torch.Tensor = ops.combine(y, arrival.ticket.topk_weights, arrival.ticket.tensor)
+        else:
+            comm, handle = arrival.ticket
+            combined = comm.combine(y, handle)
         return combined
 
     def close(self) -> None:
@@ -72,7 +93,8 @@ class FuscoDispatcher:
         self._communicators.clear()
         self._open.__exit__(kind, error, trace)
 
-    def _communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+        """The communicator for rows like those of ``x`` (num_tokens, hidden), made by the first call; a collective."""
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)

@@ -28,16 +28,25 @@ def grouped_linear(
     if _has_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=num_rows_per_expert.cumsum(0).int())
     else:
-        # One by one; an expert without rows has an empty block, so that its gradient is zero and not missing.
-        blocks = torch.split(rows, num_rows_per_expert.tolist())
-        out = torch.cat([block @ matrix for block, matrix in zip(blocks, weight.unbind(), strict=True)])
+        out = _one_by_one(rows, weight, num_rows_per_expert)
     if bias is not None:
         out = out + bias.repeat_interleave(num_rows_per_expert, dim=0, output_size=len(rows))
     return out
 
 
+@torch.compiler.disable(reason="the sizes of blocks are values of a tensor")  # type: ignore[untyped-decorator,no-untyped-call]
+def _one_by_one(rows: torch.Tensor, weight: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+    # An expert without rows has an empty block, so that its gradient is zero and not missing.
+    blocks = torch.split(rows, num_rows_per_expert.tolist())
+    return torch.cat([block @ matrix for block, matrix in zip(blocks, weight.unbind(), strict=True)])
+
+
 def _has_grouped_mm(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``torch.nn.functional.grouped_mm`` (2.10 and newer) takes these: 16-byte strides, and narrow dtypes."""
-    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    """Whether ``torch.nn.functional.grouped_mm`` (2.10 and newer) takes these: 16-byte strides, and narrow dtypes.
+
+    Of other dtypes than bfloat16, which the CPU takes, compilers do not know what comes out (PyTorch 2.13).
+    """
+    has_bfloat16_only = rows.is_cuda or torch.compiler.is_compiling()
+    dtypes = (torch.bfloat16,) if has_bfloat16_only else (torch.bfloat16, torch.float16, torch.float32)
     widths = (rows.shape[1], weight.shape[2])
     return hasattr(F, "grouped_mm") and rows.dtype in dtypes and all(w * rows.itemsize % 16 == 0 for w in widths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fusco.fsdp.checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -16,7 +17,12 @@ from fusco.fsdp.wrapping import wrap
 
 
 def parallelize(
-    model: nn.Module, mesh: EPMesh, dispatcher: Dispatcher, sharding: Sharding | None = None
+    model: nn.Module,
+    mesh: EPMesh,
+    dispatcher: Dispatcher,
+    sharding: Sharding | None = None,
+    *,
+    activation_checkpointing: Checkpointing = "none",
 ) -> list[Experts]:
     """Distribute a model's experts and shard everything, in place; a collective of all ranks.
 
@@ -32,16 +38,22 @@ def parallelize(
         mesh: from ``build_mesh``.
         dispatcher: moves tokens to experts and back, for all layers.
         sharding: ``None`` means the defaults.
+        activation_checkpointing: what blocks do without until the backward pass. ``"none"``: nothing. ``"full"``:
+            everything but their inputs; all of a block is computed again, tokens are dispatched and combined again.
+            ``"selective"``: everything but their inputs and what dispatch and combine gave, so that nothing is moved
+            twice.
 
     Returns:
         The modules of experts that were found.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: for a model without experts, a number of experts that
-            ``ep_size`` does not divide, a parameter that cannot be sharded, or weights that differ between ranks.
+        ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a model
+            without experts, a number of experts that ``ep_size`` does not divide, a parameter that cannot be sharded,
+            or weights that differ between ranks.
 
     """
     sharding = sharding or Sharding()
+    check_checkpointing(activation_checkpointing)
     found = find_experts(model)
     for experts in found:
         _check_shape(experts, mesh, sharding.expert_dim)
@@ -50,6 +62,7 @@ def parallelize(
         _distribute(experts, mesh)
         experts.module.forward = ExpertParallelLayer(experts, dispatcher)
     units = wrap(model, found, mesh, sharding)
+    checkpoint_blocks((unit.block for unit in units), activation_checkpointing)
     if sharding.has_prefetch:
         set_prefetch(model, units)
     return found

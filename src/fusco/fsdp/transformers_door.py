@@ -1,4 +1,7 @@
-"""The door that transformers (5.23 and newer) has for others' expert parallelism: ``EPImplementationInterface``."""
+"""The doors that transformers has for others: one for whole expert parallelism, one for what a module of experts does.
+
+The first is ``EPImplementationInterface`` (5.23 and newer), the second ``ALL_EXPERTS_FUNCTIONS`` (5.9 and newer).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusco.fsdp.experts import find_experts
+from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.settings import Settings
@@ -64,3 +69,58 @@ def registered_with_transformers(
             dispatcher.close()
     finally:
         registry._global_mapping.pop(name, None)  # noqa: SLF001  it has no way to take a name out for good
+
+
+@contextmanager
+def registered_as_experts_implementation(
+    group: dist.ProcessGroup, max_tokens_per_rank: int, *, name: str = "fusco", settings: Settings | None = None
+) -> Iterator[None]:
+    """Run experts that have been distributed already, by whomever, and move their tokens with fusco.
+
+    In the block, ``model.set_experts_implementation("fusco")`` and ``from_pretrained(...,
+    experts_implementation="fusco")`` take the name, and such models can run; its end closes the communicators, a
+    collective. Every rank of the group must hold its run of consecutive experts: as ``DTensor`` parameters distributed
+    on dimension 0, or as plain ones with that many experts. Gradients are the caller's affair.
+
+    Args:
+        group: ranks among which experts are distributed, such as ``EPMesh.ep_group``.
+        max_tokens_per_rank: as for ``FuscoDispatcher``.
+        name: of the implementation.
+        settings: of the communicators.
+
+    Raises:
+        ImportError: if transformers is not there, or has no such registry.
+        ValueError: when a model runs, from modules of experts as in ``find_experts``, and if the experts of all ranks
+            are not those that the module says it has.
+
+    """
+    registry: Any = importlib.import_module("transformers.integrations.moe")
+    if not hasattr(registry, "ALL_EXPERTS_FUNCTIONS"):
+        raise ImportError("transformers has no ALL_EXPERTS_FUNCTIONS: 5.9 is the first version that takes other names")
+    layers: dict[nn.Module, ExpertParallelLayer] = {}
+    with FuscoDispatcher(group, max_tokens_per_rank, settings=settings) as dispatcher:
+
+        def run(
+            module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            if module not in layers:
+                layers[module] = ExpertParallelLayer(_distributed(module, group.size()), dispatcher)
+            return layers[module](hidden_states, top_k_index, top_k_weights)
+
+        registry.ALL_EXPERTS_FUNCTIONS.register(name, run)
+        try:
+            yield
+        finally:
+            registry.ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)  # noqa: SLF001  as above
+
+
+def _distributed(module: nn.Module, num_ranks: int) -> Experts:
+    """The experts of a module, which holds this rank's."""
+    (found,) = find_experts(module)
+    num_local, num_experts = len(found.local(found.up_name)), int(torch.as_tensor(module.num_experts))
+    if num_local * num_ranks != num_experts:
+        raise ValueError(
+            f"{type(module).__name__} has {num_experts} experts and this rank holds {num_local} of them, but "
+            f"{num_ranks} ranks share them: distribute its parameters on dimension 0 first"
+        )
+    return replace(found, num_experts=num_experts)

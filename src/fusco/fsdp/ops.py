@@ -1,0 +1,193 @@
+"""``torch.ops.fusco.dispatch`` and ``combine``: the verbs as operations that compilers and dispatch modes see by name.
+
+An operation takes and gives tensors and numbers only. So ``dispatch`` gives a *ticket* for its handle: an int64 tensor
+(1,) on the CPU, whose memory owns the handle. The handle lives as long as that memory: while the caller, autograd, or a
+checkpoint keeps the ticket or a view of it, and no longer. A copy of a ticket owns nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from fusco.autograd import Verbs, gradients_of_combine
+from fusco.communicator import Communicator
+from fusco.handle import Handle
+
+
+class CommunicatorSource(Protocol):
+    """Makes communicators when they are first needed."""
+
+    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+        """The one for such rows."""
+        ...
+
+
+class _Held:
+    """A handle and where it comes from."""
+
+    def __init__(self, comm: Communicator, handle: Handle) -> None:
+        self.comm, self.handle = comm, handle
+        self.verbs = Verbs(lambda x, handle: comm.dispatch_again(x, handle)[0], comm.combine)
+
+
+class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
+    """Memory of a ticket: torch keeps the array for as long as any tensor uses the memory."""
+
+    held: _Held
+
+
+# Of the whole process, as operations of torch are; neither keeps anything alive.
+_numbers = count()
+_key_to_source: WeakValueDictionary[int, CommunicatorSource] = WeakValueDictionary()
+_key_to_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+
+
+def register_source(source: CommunicatorSource) -> int:
+    """The key by which operations find it, for as long as it lives."""
+    key = next(_numbers)
+    _key_to_source[key] = source
+    return key
+
+
+def num_handles() -> int:
+    """How many handles are owned by tickets."""
+    return len(_key_to_held)
+
+
+def is_watched() -> bool:
+    """Whether a compiler or a dispatch mode, such as selective checkpointing, is looking at operations."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  nothing public asks
+
+
+@torch.library.custom_op("fusco::dispatch", mutates_args=())
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    num_local_experts: int,
+    source: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Send tokens to their experts.
+
+    Args:
+        x: (num_tokens, hidden); gradients flow to it.
+        topk_idx: int64 (num_tokens, num_topk).
+        topk_weights: (num_tokens, num_topk), for ``combine``, through which its gradients flow.
+        num_experts: of all ranks.
+        num_local_experts: of this rank.
+        source: from ``register_source``.
+
+    Returns:
+        Expert-major rows (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
+
+    """
+    comm = _key_to_source[source].communicator(num_experts, topk_idx.shape[1], x)
+    with torch.no_grad():
+        sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach())
+    assert len(sent.num_rows_per_expert) == num_local_experts
+    return sent.rows, sent.num_rows_per_expert, _ticket_of(_Held(comm, sent.handle))
+
+
+@torch.library.custom_op("fusco::combine", mutates_args=())
+def combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
+    """Bring results (num_rows, hidden) home: (num_tokens, hidden), weighted with the weights of the dispatch.
+
+    Gradients flow to ``y`` and to ``topk_weights``, which must be those of the dispatch.
+    """
+    held = _held_by(ticket)
+    with torch.no_grad():
+        return held.comm.combine(y.detach(), held.handle)
+
+
+@torch.library.custom_op("fusco::dispatch_backward", mutates_args=())
+def dispatch_backward(grad_rows: torch.Tensor, ticket: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The gradient of ``x``, (num_tokens, hidden), from that of the rows."""
+    held = _held_by(ticket)
+    assert held.handle.num_tokens == num_tokens
+    with torch.no_grad():
+        return held.comm.combine(grad_rows.detach(), held.handle.unweighted())
+
+
+@torch.library.custom_op("fusco::combine_backward", mutates_args=())
+def combine_backward(
+    grad_out: torch.Tensor, y: torch.Tensor | None, topk_weights: torch.Tensor, num_rows: int, ticket: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of ``y``, (num_rows, hidden), and, if it is given, of the weights; else those have no rows."""
+    held = _held_by(ticket)
+    with torch.no_grad():
+        grad_y, grad_weights = gradients_of_combine(grad_out.detach(), y, held.handle, held.verbs)
+    assert len(grad_y) == num_rows
+    return grad_y, topk_weights.new_empty(0, topk_weights.shape[1]) if grad_weights is None else grad_weights
+
+
+def _ticket_of(held: _Held) -> torch.Tensor:
+    key = next(_numbers)
+    memory = np.array([key], dtype=np.int64).view(_TicketMemory)
+    memory.held = held
+    _key_to_held[key] = held
+    return torch.from_numpy(memory)
+
+
+def _held_by(ticket: torch.Tensor) -> _Held:
+    held = _key_to_held.get(int(ticket))
+    if held is None:
+        raise ValueError(f"ticket {int(ticket)} is of a handle that is gone: a copy of a ticket does not keep it alive")
+    return held
+
+
+def _fake_dispatch(
+    x: torch.Tensor, topk_idx: object, topk_weights: object, num_experts: object, num_local_experts: int, source: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows = torch.library.get_ctx().new_dynamic_size()  # known once the routing of all ranks is
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    return x.new_empty(num_rows, x.shape[1]), x.new_empty(num_local_experts, dtype=torch.int64), ticket
+
+
+def _fake_combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: object) -> torch.Tensor:
+    return y.new_empty(topk_weights.shape[0], y.shape[1])
+
+
+def _fake_dispatch_backward(grad_rows: torch.Tensor, ticket: object, num_tokens: int) -> torch.Tensor:
+    return grad_rows.new_empty(num_tokens, grad_rows.shape[1])
+
+
+def _fake_combine_backward(
+    grad_out: torch.Tensor, y: torch.Tensor | None, topk_weights: torch.Tensor, num_rows: int, ticket: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_weights = topk_weights.new_empty(0 if y is None else topk_weights.shape[0], topk_weights.shape[1])
+    return grad_out.new_empty(num_rows, grad_out.shape[1]), grad_weights
+
+
+def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.num_tokens = inputs[0].shape[0]
+    ctx.save_for_backward(output[2])
+
+
+def _back_through_dispatch(ctx: Any, grad_rows: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+    return dispatch_backward(grad_rows, ctx.saved_tensors[0], ctx.num_tokens), None, None, None, None, None
+
+
+def _keep_for_combine(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    y, topk_weights, ticket = inputs
+    ctx.num_rows = y.shape[0]
+    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, topk_weights, ticket)
+
+
+def _back_through_combine(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    y, topk_weights, ticket = ctx.saved_tensors
+    grad_y, grad_weights = combine_backward(grad_out, y, topk_weights, ctx.num_rows, ticket)
+    return grad_y, None if y is None else grad_weights, None
+
+
+dispatch.register_fake(_fake_dispatch)
+combine.register_fake(_fake_combine)
+dispatch_backward.register_fake(_fake_dispatch_backward)
+combine_backward.register_fake(_fake_combine_backward)
+dispatch.register_autograd(_back_through_dispatch, setup_context=_keep_for_dispatch)
+combine.register_autograd(_back_through_combine, setup_context=_keep_for_combine)

@@ -1,0 +1,134 @@
+"""What to train, and how: everything that ``fusco train`` can be told, checked before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fusco.fsdp.checkpointing import Checkpointing
+
+_HEAD_DIM = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a Qwen3-MoE whose tokens are bytes; every layer has experts.
+
+    Attributes:
+        num_layers: blocks.
+        hidden: elements of a token's row; a multiple of 32.
+        num_experts: of each layer.
+        num_topk: experts of a token.
+        moe_intermediate: inner width of an expert.
+
+    Raises:
+        ValueError: for sizes that do not go together.
+
+    """
+
+    num_layers: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    moe_intermediate: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "num_experts", "num_topk", "moe_intermediate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.hidden % _HEAD_DIM:
+            raise ValueError(f"hidden must be a multiple of {_HEAD_DIM}, got {self.hidden}")
+        if self.num_topk > self.num_experts:
+            raise ValueError(f"a token cannot have {self.num_topk} different ones of {self.num_experts} experts")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of an attention head: 128 where at least four such heads fit, or else 32."""
+        return 128 if self.hidden % 128 == 0 and self.hidden >= 4 * 128 else _HEAD_DIM
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads."""
+        return self.hidden // self.head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values: one for two heads."""
+        return self.num_heads // 2 if self.num_heads % 2 == 0 else self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """A training run.
+
+    Attributes:
+        shape: of the model.
+        device: ``"cpu"`` or ``"cuda"``, with one rank a GPU.
+        num_ranks: processes.
+        ep_size: ranks among which a layer's experts are distributed.
+        tokens: of each rank in each step.
+        length: of a sequence; divides ``tokens``.
+        num_steps: optimizer steps.
+        learning_rate: of AdamW.
+        router_loss: weight of ``balance_loss``, which evens out the experts' loads.
+        dispatchers: what moves tokens, ``"fusco"`` or ``"torch"``; one run each, from the same weights and data.
+        activation_checkpointing: as for ``fusco.fsdp.parallelize``.
+        dtype: ``"float32"``; or ``"bfloat16"`` to compute in it, while parameters, gradients that are added up, and
+            the optimizer stay in float32.
+        seed: of weights and batches.
+        text: a file or directory to learn; ``None`` means the Python sources of this machine.
+        text_bytes: how many bytes of it at most.
+        timeout_s: the limit of every wait in fusco, in seconds.
+
+    Raises:
+        ValueError: for values that do not go together.
+
+    """
+
+    shape: ModelShape
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_ranks: int = 4
+    ep_size: int = 2
+    tokens: int
+    length: int
+    num_steps: int = 200
+    learning_rate: float
+    router_loss: float = 0.01
+    dispatchers: tuple[str, ...] = ("fusco",)
+    activation_checkpointing: Checkpointing = "none"
+    dtype: Literal["float32", "bfloat16"]
+    seed: int = 0
+    text: Path | None = None
+    text_bytes: int = 32 << 20
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.router_loss >= 0:
+            raise ValueError(f"router_loss must not be negative, got {self.router_loss}")
+        if self.num_ranks % self.ep_size:
+            raise ValueError(f"ep_size={self.ep_size} does not divide the {self.num_ranks} ranks")
+        if self.shape.num_experts % self.ep_size:
+            raise ValueError(f"ep_size={self.ep_size} does not divide the {self.shape.num_experts} experts of a layer")
+        num_sharing = self.num_ranks // self.ep_size
+        for name, size in (("moe_intermediate", 2 * self.shape.moe_intermediate), ("hidden", self.shape.hidden)):
+            if size % num_sharing:
+                raise ValueError(
+                    f"the {num_sharing} ranks that share an expert ({self.num_ranks} ranks, ep_size={self.ep_size}) "
+                    f"cannot shard it evenly with {name}={getattr(self.shape, name)}"
+                )
+        if self.tokens % self.length:
+            raise ValueError(f"sequences of length {self.length} do not divide the {self.tokens} tokens of a rank")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each rank in each step."""
+        return self.tokens // self.length
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of text that one step of all ranks looks at."""
+        return self.num_ranks * self.num_sequences * (self.length + 1)

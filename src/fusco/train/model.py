@@ -1,0 +1,67 @@
+"""The model of a job: made without memory, sharded, and only then filled, each rank its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fusco import fsdp
+from fusco.train.job import ModelShape, TrainingJob
+
+_STD = 0.02  # of initial weights, as Qwen3's
+
+
+def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher) -> nn.Module:
+    """A parallelized Qwen3-MoE with weights that depend on seed, shape and device type only, not on the ranks."""
+    with fsdp.parameters_on_meta():
+        model = _whole_model(job.shape)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp.parallelize(
+        model,
+        mesh,
+        dispatcher,
+        fsdp.Sharding(mixed_precision=precision if job.dtype == "bfloat16" else MixedPrecisionPolicy()),
+        activation_checkpointing=job.activation_checkpointing,
+    )
+    fsdp.materialize(model, mesh.device_type)
+    _fill(model, job.seed)
+    return model
+
+
+def _whole_model(shape: ModelShape) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415  an extra
+
+    make_config: Any = Qwen3MoeConfig  # its generated constructor misses head_dim
+    config = make_config(
+        vocab_size=256,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.num_topk,
+        moe_intermediate_size=shape.moe_intermediate,
+        norm_topk_prob=True,
+        use_cache=False,
+    )
+    model: nn.Module = Qwen3MoeForCausalLM(config)
+    return model
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, seed: int) -> None:
+    """Draw each parameter whole, one at a time, and keep this rank's part; those of norms are one."""
+    for index, parameter in enumerate(model.parameters()):
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        whole = torch.ones(parameter.shape, device=local.device)
+        if parameter.ndim > 1:
+            generator = torch.Generator(local.device).manual_seed(seed * 1_000_003 + index)
+            whole.normal_(0, _STD, generator=generator)
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local.copy_(mine.to_local())

@@ -1,0 +1,166 @@
+"""What each rank does in ``fusco train``: train with one dispatcher after the other, and measure every step."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fusco import fsdp
+from fusco.settings import Settings
+from fusco.train.balance_loss import balance_loss
+from fusco.train.job import TrainingJob
+from fusco.train.model import make_model
+from fusco.train.observer import SECTIONS, ObservingDispatcher, Stopwatch
+from fusco.train.records import Run, StepRecord
+from fusco.train.text import load_text, make_batch
+
+_MAX_GRAD_NORM = 1.0
+
+
+def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:
+    """One rank's part of a job; a collective of all ranks of the default group.
+
+    Args:
+        job: the same on all ranks.
+        report: called after every step.
+        keeps_routing: whether to gather the routing of the last step on rank 0.
+
+    Returns:
+        One run for each dispatcher; steps are the same on all ranks, the rest is rank 0's.
+
+    """
+    text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
+    runs = []
+    for name in job.dispatchers:
+        with _dispatcher(name, job, mesh) as inner:
+            stopwatch = Stopwatch(job.device)
+            observer = ObservingDispatcher(inner, stopwatch, job.shape.num_layers, keeps_routing)
+            runs.append(_run(job, name, mesh, observer, text, report))
+        gc.collect()  # modules and their hooks are cycles, and the next run needs their memory
+        if job.device == "cuda":
+            torch.cuda.empty_cache()
+    return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What one rank measured in a step; loss, norm and imbalance are those of all ranks."""
+
+    loss: float
+    gradient_norm: float
+    step_s: float
+    section_to_s: dict[str, float]
+    expert_imbalance: float
+
+
+@contextmanager
+def _dispatcher(name: str, job: TrainingJob, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
+    if name == "torch":
+        yield fsdp.TorchDispatcher(mesh.ep_group)
+    else:
+        settings = Settings(timeout_s=job.timeout_s)
+        with fsdp.FuscoDispatcher(mesh.ep_group, job.tokens, settings=settings) as dispatcher:
+            yield dispatcher
+
+
+def _run(
+    job: TrainingJob,
+    name: str,
+    mesh: fsdp.EPMesh,
+    observer: ObservingDispatcher,
+    text: torch.Tensor,
+    report: Callable[[StepRecord], None],
+) -> Run:
+    if job.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = make_model(job, mesh, observer).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    steps = []
+    for index in range(job.num_steps):
+        batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
+        observer.start_step()
+        start = time.perf_counter()
+        loss, router_loss = _losses(job, model, batch, mesh)
+        (loss + router_loss).backward()  # type: ignore[no-untyped-call]
+        norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has done all this
+        measured = _Measured(
+            loss=mean_loss,
+            gradient_norm=float(norm),
+            step_s=time.perf_counter() - start,
+            section_to_s=observer.stopwatch.take_s(),
+            expert_imbalance=_imbalance(job, observer),
+        )
+        steps.append(_record(job, name, index, measured))
+        report(steps[-1])
+    return Run(
+        steps=steps,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if job.device == "cuda" else 0,
+        routing=_gather_routing(job, observer) if observer.keeps_routing else None,
+    )
+
+
+def _losses(
+    job: TrainingJob, model: nn.Module, batch: torch.Tensor, mesh: fsdp.EPMesh
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """This rank's part of the mean loss, and of the router's, which counts every rank alike."""
+    has_router_loss = job.router_loss > 0
+    out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=has_router_loss)
+    targets = batch[:, 1:].flatten()
+    loss_sum = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets, reduction="sum")
+    loss = fsdp.scale_loss(loss_sum, targets.numel(), mesh)
+    if not has_router_loss:
+        return loss, 0.0
+    return loss, job.router_loss / job.num_ranks * balance_loss(out.router_logits, job.shape.num_topk)
+
+
+def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> StepRecord:
+    """What all ranks measured, put together; a collective."""
+    mine = torch.tensor([measured.step_s, *map(measured.section_to_s.__getitem__, SECTIONS)], dtype=torch.float64)
+    gathered = [torch.empty_like(mine) for _ in range(job.num_ranks)]
+    dist.all_gather(gathered, mine)
+    ranks = torch.stack(gathered)
+    slowest_s = float(ranks[:, 0].max())
+    mean_ms = {
+        f"{section}_ms": round(s * 1e3, 4) for section, s in zip(SECTIONS, ranks.mean(0)[1:].tolist(), strict=True)
+    }
+    return StepRecord(
+        dispatcher=name,
+        step=index,
+        loss=round(measured.loss, 6),
+        gradient_norm=round(measured.gradient_norm, 6),
+        step_ms=round(slowest_s * 1e3, 4),
+        tokens_per_s=round(job.num_ranks * job.tokens / slowest_s),
+        shuffle_share=round(float((ranks[:, 1:].sum(1) / ranks[:, 0]).mean()), 4),
+        expert_imbalance=round(measured.expert_imbalance, 4),
+        **mean_ms,
+    )
+
+
+def _imbalance(job: TrainingJob, observer: ObservingDispatcher) -> float:
+    """Rows of the busiest expert over those of the mean expert, mean over layers; a collective."""
+    mine = torch.stack(observer.num_rows).cpu()
+    first = dist.get_rank() % job.ep_size * mine.shape[1]
+    rows = torch.zeros(job.shape.num_layers, job.shape.num_experts, dtype=torch.int64)
+    rows[:, first : first + mine.shape[1]] = mine
+    dist.all_reduce(rows)
+    return float((rows.max(1).values / rows.double().mean(1)).mean())
+
+
+def _gather_routing(job: TrainingJob, observer: ObservingDispatcher) -> np.ndarray | None:
+    """The last step's expert ids of all ranks on rank 0; a collective."""
+    mine = torch.stack([ids.view(job.tokens, job.shape.num_topk) for ids in observer.topk_idx], dim=1).int().cpu()
+    parts = [torch.empty_like(mine) for _ in range(job.num_ranks)] if dist.get_rank() == 0 else None
+    dist.gather(mine, parts)
+    return torch.cat(parts).numpy() if parts else None

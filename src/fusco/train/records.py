@@ -1,0 +1,150 @@
+"""What training gives: a record of every step, and one of every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fusco.bench.environment import commit, hardware, versions
+from fusco.train.job import TrainingJob
+
+_NUM_AVERAGED = 10  # steps that the last loss is the mean of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of all ranks.
+
+    Attributes:
+        dispatcher: what moved tokens.
+        step: counted from 0.
+        loss: mean over the tokens of all ranks, in nats, before the step.
+        gradient_norm: before clipping.
+        step_ms: the slowest rank's, from the batch to the updated parameters.
+        tokens_per_s: of all ranks.
+        dispatch_ms, combine_ms: forward, means over ranks; what activation checkpointing repeats is counted.
+        dispatch_backward_ms, combine_backward_ms: likewise, backward.
+        shuffle_share: these four over the step, mean over ranks.
+        expert_imbalance: rows of the busiest expert over those of the mean expert, mean over layers.
+
+    """
+
+    kind: str = "step"
+    dispatcher: str
+    step: int
+    loss: float
+    gradient_norm: float
+    step_ms: float
+    tokens_per_s: int
+    dispatch_ms: float
+    combine_ms: float
+    dispatch_backward_ms: float
+    combine_backward_ms: float
+    shuffle_share: float
+    expert_imbalance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``.
+
+    Attributes:
+        job: what was trained, and how.
+        first_loss: of the first step.
+        last_loss: mean of the last ten steps.
+        max_loss_difference: the largest difference between the losses of a step of this run and of the first run.
+        num_parameters: of the whole model.
+        num_warm_ups: steps that medians leave out.
+        peak_memory_gib: the most that PyTorch held on rank 0's GPU; 0 on the CPU.
+        total_s: of all steps.
+
+    """
+
+    kind: str = "run"
+    dispatcher: str
+    job: dict[str, Any]
+    num_parameters: int
+    first_loss: float
+    last_loss: float
+    max_loss_difference: float
+    num_warm_ups: int
+    step_ms: float
+    tokens_per_s: int
+    dispatch_ms: float
+    combine_ms: float
+    dispatch_backward_ms: float
+    combine_backward_ms: float
+    shuffle_share: float
+    first_expert_imbalance: float
+    last_expert_imbalance: float
+    peak_memory_gib: float
+    total_s: float
+    versions: dict[str, str]
+    hardware: dict[str, str | int | float]
+    commit: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What ranks give for one dispatcher.
+
+    Attributes:
+        steps: all of them.
+        num_parameters: of the whole model.
+        peak_memory_bytes: on rank 0's GPU.
+        routing: of the last step, (tokens of all ranks by rank, num_layers, num_topk), if it was to be recorded.
+
+    """
+
+    steps: list[StepRecord]
+    num_parameters: int
+    peak_memory_bytes: int
+    routing: npt.NDArray[np.integer[Any]] | None
+
+
+def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
+    """One record for each run."""
+    return [_summarize(job, run.steps, run, runs[0].steps) for run in runs]
+
+
+def num_warm_ups(num_steps: int) -> int:
+    """Steps in which memory is still being found and kernels are compiled: a tenth, at most ten."""
+    return min(10, num_steps // 10)
+
+
+def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list[StepRecord]) -> RunRecord:
+    warm_ups = num_warm_ups(len(steps))
+
+    def typical(name: str) -> float:
+        return round(float(median(getattr(step, name) for step in steps[warm_ups:])), 4)
+
+    last = [step.loss for step in steps[-_NUM_AVERAGED:]]
+    step_ms = typical("step_ms")
+    return RunRecord(
+        dispatcher=steps[0].dispatcher,
+        job={**asdict(job), "text": str(job.text or "Python sources")},
+        num_parameters=run.num_parameters,
+        first_loss=steps[0].loss,
+        last_loss=round(sum(last) / len(last), 4),
+        max_loss_difference=max(abs(a.loss - b.loss) for a, b in zip(steps, others, strict=True)),
+        num_warm_ups=warm_ups,
+        step_ms=step_ms,
+        tokens_per_s=round(job.num_ranks * job.tokens / step_ms * 1e3),
+        dispatch_ms=typical("dispatch_ms"),
+        combine_ms=typical("combine_ms"),
+        dispatch_backward_ms=typical("dispatch_backward_ms"),
+        combine_backward_ms=typical("combine_backward_ms"),
+        shuffle_share=typical("shuffle_share"),
+        first_expert_imbalance=steps[0].expert_imbalance,
+        last_expert_imbalance=steps[-1].expert_imbalance,
+        peak_memory_gib=round(run.peak_memory_bytes / 2**30, 2),
+        total_s=round(sum(step.step_ms for step in steps) / 1e3, 1),
+        versions=versions(),
+        hardware=hardware(),
+        commit=commit(),
+    )

@@ -1,0 +1,68 @@
+"""Real text to learn, a byte a token: the Python sources of this machine, or whatever the user has."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fusco.train.job import TrainingJob
+
+_NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
+
+
+def load_text(job: TrainingJob) -> torch.Tensor:
+    """Read a job's text: uint8 (num_bytes,), of files in order of their paths, the same in every process.
+
+    Raises:
+        ValueError: if there is no such text, or less of it than one step of all ranks looks at.
+
+    """
+    pieces, missing = [], job.text_bytes
+    for path in _python_sources() if job.text is None else _files_of(job.text):
+        piece = path.read_bytes()[:missing]
+        pieces.append(piece)
+        missing -= len(piece)
+        if not missing:
+            break
+    text = b"".join(pieces)
+    if len(text) < job.bytes_per_step:
+        where = "the Python sources of this machine have" if job.text is None else f"{job.text} has"
+        raise ValueError(
+            f"{where} {len(text)} bytes (of at most {job.text_bytes} to be read), and one step of {job.num_ranks} "
+            f"ranks with {job.num_sequences} sequences of {job.length} tokens each looks at {job.bytes_per_step}"
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> torch.Tensor:
+    """One rank's sequences in a step: int64 (num_sequences, length + 1) from places that seed, step and rank choose."""
+    generator = torch.Generator().manual_seed((job.seed * 1_000_003 + step) * 1_000_003 + rank)
+    first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator)
+    return text[first + torch.arange(job.length + 1)].long()
+
+
+def _python_sources() -> Iterator[Path]:
+    """The standard library's files, then torch's, without tests."""
+    torch_package = importlib.util.find_spec("torch")
+    assert torch_package is not None
+    assert torch_package.origin is not None
+    for root in (Path(sysconfig.get_path("stdlib")), Path(torch_package.origin).parent):
+        for path in sorted(root.rglob("*.py")):
+            if not set(path.relative_to(root).parts).intersection(_NOT_SOURCES):
+                yield path
+
+
+def _files_of(text: Path) -> Iterator[Path]:
+    """A file, or the files of a directory, without hidden ones."""
+    if text.is_file():
+        yield text
+        return
+    if not text.is_dir():
+        raise ValueError(f"there is no file or directory {text} to learn from")
+    for path in sorted(text.rglob("*")):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(text).parts):
+            yield path

@@ -1,0 +1,81 @@
+"""The ranks of a job: processes started here, or those that torchrun has started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fusco.bench.local_world import LocalWorld
+from fusco.bench.progress import ProgressReporter, latest_note, watching
+from fusco.kernels.warm_up import warm_up_cpu
+from fusco.train.job import TrainingJob
+from fusco.train.rank import train_rank
+from fusco.train.records import Run, StepRecord
+
+_LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are noticed at once
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process among those that torchrun has started."""
+
+    rank: int
+    num_ranks: int
+
+
+@contextmanager
+def joined_by_torchrun(device: str) -> Iterator[Joined | None]:
+    """Join the processes that torchrun has started, for the time of the block; ``None`` if it has started none."""
+    if not dist.is_torchelastic_launched():
+        yield None
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        yield Joined(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def run_here(job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool) -> list[Run]:
+    """Start a job's ranks on this machine; ``report`` gets the number of steps done and what the latest one gave."""
+    warm_up_cpu()  # here, so that the ranks find compiled kernels on disk
+    with LocalWorld(job.num_ranks, job.device, limit_s=_LIMIT_S) as world:
+
+        def look(num_done: int) -> None:
+            report(num_done, latest_note(world.store))
+
+        with watching(world.store, look):
+            return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing)[0]
+
+
+def run_joined(job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool) -> list[Run]:
+    """Train on the ranks that have joined."""
+    num_done = 0
+
+    def tell(step: StepRecord) -> None:
+        nonlocal num_done
+        num_done += 1
+        report(num_done, describe(step))
+
+    return train_rank(job, tell, keeps_routing=keeps_routing)
+
+
+def describe(step: StepRecord) -> str:
+    """A step in a line."""
+    return (
+        f"{step.dispatcher}, step {step.step + 1}: loss {step.loss:.3f}, {step.tokens_per_s:,} tokens/s, dispatch and "
+        f"combine {step.shuffle_share:.0%}, busiest expert {step.expert_imbalance:.2f} x mean"
+    )
+
+
+def _train_local_rank(_: dist.ProcessGroup, job: TrainingJob, port: int, keeps_routing: bool) -> list[Run]:  # noqa: FBT001  handed over by position
+    if dist.get_rank() != 0:
+        return train_rank(job, lambda _: None, keeps_routing=keeps_routing)
+    reporter = ProgressReporter(port)
+    return train_rank(job, lambda step: reporter.advance(describe(step)), keeps_routing=keeps_routing)

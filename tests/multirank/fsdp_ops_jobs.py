@@ -1,0 +1,227 @@
+"""Functions on ranks: dispatch and combine as operations, under selective checkpointing and torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_jobs import Run, difference, dispatcher_of, mesh_of, parallel, step
+from fsdp_models import SEQUENCE, alone, make_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fusco import Communicator, fsdp
+from fusco.fsdp import ops
+from fusco.fsdp.layer import ExpertParallelLayer
+
+HIDDEN, NUM_EXPERTS = 16, 8
+
+
+class Looking(TorchDispatchMode):
+    """Sees operations, and lets them pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """How often each collective of communicators is called."""
+    calls: Counter[str] = Counter()
+    collective = Communicator._collective
+
+    def counted(self: Communicator, operation: str, *more: Any) -> Any:
+        calls[operation] += 1
+        return collective(self, operation, *more)
+
+    with mock.patch.object(Communicator, "_collective", counted):
+        yield calls
+
+
+def verbs_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, Counter[str]]:
+    """How often a step of a model of two layers calls the verbs, forward and backward."""
+    with parallel(run) as (model, mesh):
+        step(run, model, mesh)
+        with counting() as forward:
+            loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
+        num_held = ops.num_handles()
+        with counting() as backward:
+            loss.backward()
+        del loss
+        gc.collect()
+        return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=ops.num_handles())}
+
+
+def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
+    """How often a step of a model with TorchDispatcher exchanges rows, forward and backward."""
+    with parallel(run) as (model, _):
+        with Looking() as forward:
+            loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
+        with Looking() as backward:
+            loss.backward()
+    name = "_c10d_functional::all_to_all_single"
+    return {"forward": forward.calls[name], "backward": backward.calls[name]}
+
+
+def differences_from_verbs(_: dist.ProcessGroup, wants: tuple[str, ...]) -> dict[str, float]:
+    """How far operations are from the verbs called at once: outputs, and gradients of what wants them."""
+    with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:
+        results = []
+        for looking in (contextlib.nullcontext(), Looking()):
+            inputs = _inputs(7, wants)
+            with looking:
+                arrival = dispatcher.dispatch(inputs["x"], inputs["topk_idx"], inputs["weights"], NUM_EXPERTS)
+                out = dispatcher.combine(arrival.rows * 3, arrival)
+                assert out.requires_grad == bool(wants)
+                if wants:
+                    out.square().sum().backward()
+            grads = {name: inputs[name].grad for name in wants}
+            results.append({"rows": arrival.rows, "out": out, "counts": arrival.num_rows_per_expert, **grads})
+            if isinstance(looking, Looking):
+                assert looking.calls["fusco::dispatch"] == looking.calls["fusco::combine"] == 1
+        return {name: difference(tensor.detach(), results[0][name].detach()) for name, tensor in results[1].items()}
+
+
+def check_tickets(_: dist.ProcessGroup) -> None:
+    """A ticket keeps its handle, and so does a view of it; a copy does not."""
+    with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:
+        inputs = _inputs(5, ())
+        with Looking():
+            arrival = dispatcher.dispatch(inputs["x"], inputs["topk_idx"], inputs["weights"], NUM_EXPERTS)
+        rows, ticket = arrival.rows, arrival.ticket.tensor
+        assert ops.num_handles() == 1
+        view, copy = ticket.detach(), ticket.clone()
+        del arrival, ticket
+        ops.combine(rows, inputs["weights"], view)
+        del view
+        assert ops.num_handles() == 0
+        with pytest.raises(ValueError, match="is of a handle that is gone: a copy of a ticket does not keep it alive"):
+            ops.combine(rows, inputs["weights"], copy)
+
+
+def check_operations(_: dist.ProcessGroup) -> None:
+    """What PyTorch itself checks of an operation: schema, fakes, gradients under a compiler."""
+    with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:
+        inputs = _inputs(5, ("x", "weights"))
+        dispatched = (
+            inputs["x"],
+            inputs["topk_idx"],
+            inputs["weights"],
+            NUM_EXPERTS,
+            NUM_EXPERTS // 2,
+            dispatcher._key,
+        )
+        # Under the compiler it gives another ticket, which is no difference.
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ops.dispatch, dispatched, test_utils=checks)
+        rows, _, ticket = ops.dispatch(*dispatched)
+        torch.library.opcheck(ops.combine, (rows.detach().requires_grad_(), inputs["weights"], ticket))
+
+
+def verbs_with_contexts_of_torch(_: dist.ProcessGroup) -> Counter[str]:
+    """How often the verbs are called where a layer without FSDP is checkpointed with PyTorch's own contexts."""
+    with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher, _block(dispatcher, torch.float32) as block:
+        contexts = partial(create_selective_checkpoint_contexts, fsdp.SHUFFLE_OPS)
+        results = []
+        for how in ({}, {"context_fn": contexts}):
+            x = _inputs(6, ("x",))["x"]
+            with counting() as calls:
+                checkpoint(block, x[None], use_reentrant=False, **how).square().sum().backward()
+            results.append(x.grad)
+        assert torch.equal(*results)
+    return calls
+
+
+def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:
+    """A second backward pass, and rows changed in place, are refused."""
+    run = Run(recomputes="selective")
+    with parallel(run) as (model, _):
+        loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="keeps shuffles for one backward pass, not for two"):
+            loss.backward()
+    with parallel(run) as (model, _):
+        layer: ExpertParallelLayer = model.model.layers[1].mlp.experts.forward
+        with mock.patch.object(type(layer.dispatcher), "combine", _spoil(type(layer.dispatcher).combine)):
+            loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
+            with pytest.raises(RuntimeError, match="was changed in place and cannot be used again"):
+                loss.backward()
+
+
+def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:
+    """How far a block compiled as one graph is from itself, for batches of two sizes: gradients, relative."""
+    torch._dynamo.reset()
+    with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher, _block(dispatcher, torch.bfloat16) as block:
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        differences = []
+        for num_tokens in (6, 9):
+            grads = []
+            for function in (block, compiled):
+                block.zero_grad()
+                x = _inputs(num_tokens, ("x",), torch.bfloat16)["x"]
+                function(x[None]).square().sum().backward()
+                grads.append([x.grad, *(parameter.grad.clone() for parameter in block.parameters())])
+            differences += [difference(ours, theirs) for ours, theirs in zip(*grads, strict=True)]
+        gc.collect()
+        assert ops.num_handles() == 0
+    return differences
+
+
+def differences_of_a_compiled_model(_: dist.ProcessGroup) -> tuple[dict[str, float], list[str]]:
+    """As ``differences_of_gradients``, for a compiled model, and why its graph was broken."""
+    run = Run(nums_sequences=(2, 1))
+    reference = alone(run.kind, run.nums_sequences)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    captures = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with parallel(run) as (model, mesh), captures:
+        loss = step(run, torch.compile(model, backend="aot_eager"), mesh)
+        differences = {name: difference(model.get_parameter(name).grad, grad) for name, grad in reference.grads.items()}
+    return {"loss": abs(loss / reference.loss - 1), **differences}, list(torch._dynamo.utils.counters["graph_break"])
+
+
+@contextlib.contextmanager
+def _block(dispatcher: fsdp.Dispatcher, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """A block with a router and this rank's half of the experts, without FSDP."""
+    block = make_model("qwen3").model.layers[0].mlp.to(dtype)
+    (experts,) = fsdp.find_experts(block)
+    for name, parameter in list(experts.module.named_parameters()):
+        half = parameter.detach().chunk(2)[dist.get_rank() % 2].clone()
+        experts.module.register_parameter(name, nn.Parameter(half))
+    experts.module.forward = ExpertParallelLayer(experts, dispatcher)
+    yield block
+
+
+def _inputs(num_tokens: int, wants: tuple[str, ...], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
+    inputs = {
+        "x": torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype),
+        "topk_idx": scores.topk(3).indices,
+        "weights": torch.rand(num_tokens, 3, generator=generator),
+    }
+    for name in wants:
+        inputs[name].requires_grad_()
+    return inputs
+
+
+def _spoil(combine: Any) -> Any:
+    def spoiling(self, y, arrival):
+        arrival.rows.detach().zero_()
+        return combine(self, y, arrival)
+
+    return spoiling

@@ -1,0 +1,106 @@
+"""``fusco train`` with real ranks: it learns, both dispatchers alike, and ``fusco bench`` replays its routing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
+
+from fusco.cli.main import app
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
+SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+CAP = ["--text-bytes", "100000"]
+
+
+def read(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [[line for line in lines if line["kind"] == kind] for kind in ("step", "run")]
+
+
+def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
+    out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "trace.npz", tmp_path / "shuffle.jsonl"
+    arguments = ["--ranks", "2", "--steps", "12", "--lr", "0.02", "--dispatcher", "both", "--json", str(out)]
+    done = CliRunner().invoke(app, ["train", *SMALL, *CAP, *arguments, "--record-trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    steps, runs = read(out)
+    assert [run["dispatcher"] for run in runs] == ["fusco", "torch"]
+    losses = {name: [step["loss"] for step in steps if step["dispatcher"] == name] for name in ("fusco", "torch")}
+    assert losses["fusco"][-1] < losses["fusco"][0] - 0.5
+    assert len(losses["fusco"]) == 12
+    assert losses["torch"] == pytest.approx(losses["fusco"], abs=1e-3)
+    assert runs[1]["max_loss_difference"] < 1e-3
+    for step in steps:
+        parts = [step[f"{name}_ms"] for name in ("dispatch", "combine", "dispatch_backward", "combine_backward")]
+        assert min(parts) > 0
+        assert sum(parts) < step["step_ms"]
+        assert step["shuffle_share"] == pytest.approx(sum(parts) / step["step_ms"], rel=0.3)
+        assert 1 <= step["expert_imbalance"] <= 4  # all tokens have the same two of eight experts
+    assert "losses of the two, step by step" in done.output
+
+    ids = np.load(trace)["topk_idx"]
+    assert ids.shape == (2 * 32, 2, 2)
+    assert ids.max() < 8
+    assert (ids[..., 0] != ids[..., 1]).all()
+    command = done.output[done.output.index("fusco bench shuffle") :].split()
+    assert command[:2] == ["fusco", "bench"]
+    replay = CliRunner().invoke(app, [*command[1:], "--iterations", "2", "--json", str(replayed)])
+    assert replay.exit_code == 0, replay.output
+    assert all(json.loads(line)["verified"] for line in replayed.read_text().splitlines())
+
+
+def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
+    """With checkpointing in bfloat16, from a text of the user's."""
+    text, out = tmp_path / "text", tmp_path / "train.jsonl"
+    text.write_text("to and fro, " * 300)
+    more = ["--steps", "6", "--lr", "0.02", "--text", str(text), "--activation-checkpointing", "full"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco", "train", *SMALL]
+    done = subprocess.run(
+        [*command, *more, "--dtype", "bfloat16", "--json", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps, (run,) = read(out)
+    assert run["job"]["num_ranks"] == 2
+    assert run["job"]["dtype"] == "bfloat16"
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert done.stdout.count("loss of the first step") == 1  # rank 0 alone shows anything
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ep-size", "4", "--num-experts", "6"], "ep_size=4 does not divide the 6 experts of a layer"),
+        (["--text", "nowhere"], "there is no file or directory nowhere to learn from"),
+        (["--text-bytes", "50"], "have 50 bytes (of at most 50 to be read), and one step"),
+        (["--record-trace", "trace.txt"], "a trace is a file .npz or .npy, got trace.txt"),
+        (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_starts(arguments, text, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = CliRunner().invoke(app, ["train", *SMALL, *arguments])
+    assert isinstance(done.exception, ValueError)
+    assert text in str(done.exception)
+
+
+def test_without_transformers_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["train"])
+    assert str(done.exception) == "fusco train needs transformers: pip install 'fusco[fsdp]'"

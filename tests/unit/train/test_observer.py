@@ -1,0 +1,81 @@
+"""What is measured inside a step: sections of known length, forward and backward, with and without checkpointing."""
+
+import time
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fusco.fsdp.dispatcher import Arrival
+from fusco.train.observer import SECTIONS, ObservingDispatcher, Stopwatch
+
+DISPATCH_S, COMBINE_S, DISPATCH_BACKWARD_S, COMBINE_BACKWARD_S, ELSEWHERE_S = 0.01, 0.02, 0.03, 0.04, 0.05
+TOLERANCE_S = 0.04  # sleeping takes longer where cores are busy
+
+
+class Slow(torch.autograd.Function):
+    """Something that takes time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.save_for_backward(x)
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+class SlowDispatcher:
+    """Moves nothing, and takes its time."""
+
+    def dispatch(self, x, topk_idx, topk_weights, num_experts):
+        return Arrival(Slow.apply(x, DISPATCH_S, DISPATCH_BACKWARD_S), torch.tensor([len(x)]), None)
+
+    def combine(self, y, arrival):
+        return Slow.apply(y, COMBINE_S, COMBINE_BACKWARD_S)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_sections_hold_what_happens_in_them_and_nothing_else(recomputes):
+    observer = ObservingDispatcher(SlowDispatcher(), Stopwatch("cpu"), num_layers=1, keeps_routing=True)
+    topk_idx = torch.zeros(3, 1, dtype=torch.int64)
+
+    def layer(x):
+        x = Slow.apply(x, ELSEWHERE_S, ELSEWHERE_S)
+        arrival = observer.dispatch(x, topk_idx, torch.ones(3, 1), 1)
+        y = Slow.apply(arrival.rows, ELSEWHERE_S, ELSEWHERE_S)
+        return Slow.apply(observer.combine(y, arrival), ELSEWHERE_S, ELSEWHERE_S)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        observer.start_step()
+        (checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)).sum().backward()
+        section_to_s = observer.stopwatch.take_s()
+        times = 2 if recomputes else 1
+        expected = {
+            "dispatch": times * DISPATCH_S,
+            "combine": times * COMBINE_S,
+            "combine_backward": COMBINE_BACKWARD_S,
+            "dispatch_backward": DISPATCH_BACKWARD_S,
+        }
+        assert list(section_to_s) == list(SECTIONS)
+        for section, seconds in expected.items():
+            assert seconds <= section_to_s[section] < seconds + TOLERANCE_S
+        assert [rows.tolist() for rows in observer.num_rows] == [[3]]
+        assert len(observer.topk_idx) == 1
+
+
+def test_without_gradients_only_forward_sections_are_measured():
+    observer = ObservingDispatcher(SlowDispatcher(), Stopwatch("cpu"), num_layers=1)
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        observer.combine(x, observer.dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 1))
+    section_to_s = observer.stopwatch.take_s()
+    assert section_to_s["dispatch"] >= DISPATCH_S
+    assert section_to_s["combine_backward"] == section_to_s["dispatch_backward"] == 0
+    assert not observer.topk_idx
