@@ -213,7 +213,7 @@ class Kernels:
             "UNROLL": _SCATTER_UNROLL,
         }
         self.num_sms += grid
-        self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS)
+        self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS, comes_early=True)
 
     def combine(
         self,
@@ -331,6 +331,7 @@ class Kernels:
         *,
         shared_bytes: int = 0,
         stream: int | None = None,
+        comes_early: bool = False,
     ) -> None:
         always: dict[str, object] = {
             "ARGUMENT_BYTES": ctypes.sizeof(arguments),
@@ -344,6 +345,7 @@ class Kernels:
             grid=grid,
             num_threads=num_threads,
             shared_bytes=shared_bytes,
+            comes_early=comes_early,
         )
 
 

@@ -25,6 +25,9 @@ class Kernel:
         self._code = ObjectCode.from_cubin(cubin)
         self._function = driver.CUfunction(int(self._code.get_kernel(name).handle))
         self._shared_bytes = _FREE_SHARED_BYTES
+        self._early = driver.CUlaunchAttribute()
+        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early.value.programmaticStreamSerializationAllowed = 1
 
     def launch(
         self,
@@ -34,17 +37,21 @@ class Kernel:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
+        comes_early: bool = False,
     ) -> None:
-        """Launch on a stream, given as its handle."""
+        """Launch on a stream, given as its handle; with ``comes_early`` before the kernel ahead of it is done."""
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
             self._shared_bytes = shared_bytes
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        shape = (grid, 1, 1, num_threads, 1, 1)
-        self._check(
-            self._driver.cuLaunchKernel(self._function, *shape, shared_bytes, stream, ctypes.addressof(pointers), 0)
-        )
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        if comes_early:
+            config.attrs, config.numAttrs = [self._early], 1
+        self._check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def _check(self, result: tuple[Any, ...]) -> None:
         if int(result[0]):

@@ -89,6 +89,19 @@ __device__ __forceinline__ u32 add_acquire_release_device(u32* at, u32 value) {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
     return before;
 }
+
+// A kernel that may be launched before the one ahead of it in its stream is done: the one ahead says from when on, and the
+// one behind waits, before it reads what that wrote. Without effect where hardware or launch know nothing of it.
+__device__ __forceinline__ void let_next_kernel_come() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ u64 nanoseconds() {
     u64 now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

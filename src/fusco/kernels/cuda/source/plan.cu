@@ -73,12 +73,12 @@ __device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
 // Chunk by chunk, each announced to all ranks of the node. A source without rows has one chunk, too.
 __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     const Comm& comm = args.comm;
-    i32 number = 0;
+    u32 turn = 0;  // the block that pushes the next chunk
     for (u32 i = 0; i < NUM_NODES; ++i) {
         const i32 src = args.published[i], num_pairs = num_pairs_of(args, src);
+        const i32 num_chunks = max(1, (num_pairs + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
         const u64 base = pooled_index(comm, parity, src);
-        for (i32 chunk = 0; chunk == 0 || chunk * CHUNK_PAIRS < num_pairs; ++chunk, ++number) {
-            if (number % gridDim.x != blockIdx.x) continue;
+        for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
             const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
             for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
                 i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
@@ -105,6 +105,7 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
                 store_release_system(
                     section<u32>(comm, peer, comm.routing_ready) + src * max_routing_chunks(comm) + chunk, epoch);
         }
+        turn = (turn + num_chunks) % gridDim.x;
     }
 }
 
@@ -182,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         args.run_counts[expert * gridDim.x + blockIdx.x] = sum;
     }
     if (!meet_grid(comm)) return;
+    let_next_kernel_come();
 
     // Step 3: where this block's run begins in every expert's block, and where the blocks begin.
     for (i32 expert = warp; expert < num_experts; expert += NUM_WARPS) {
