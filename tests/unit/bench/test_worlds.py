@@ -1,6 +1,7 @@
 """Where ranks come from: nodes played on one machine, and jobs that a launcher has started."""
 
 import os
+import time
 
 import pytest
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from fusco import Topology
 from fusco.bench.emulation import describe_emulation, emulated_network
 from fusco.bench.joined_world import Launched
-from fusco.bench.local_world import LocalWorld
+from fusco.bench.local_world import LocalWorld, RankFailedError
 from fusco.cli.running import choose_shape
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
@@ -51,6 +52,23 @@ def test_each_process_has_its_own_variables_on_top_of_the_shared_ones(monkeypatc
     with LocalWorld(2, environment=[{"FUSCO_TEST_OWN": "a"}, {"FUSCO_TEST_ALL": "replaced"}]) as world:
         assert world.run(variables, 2) == [("a", "from the parent"), (None, "replaced")]
     assert "FUSCO_TEST_OWN" not in os.environ
+
+
+def fail_or_sleep(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 1:
+        raise ValueError("rank 1 has had enough")
+    time.sleep(600)
+
+
+@pytest.mark.multirank
+def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr("fusco.bench.local_world._GRACE_S", 0.2)
+    monkeypatch.setattr("fusco.bench.local_world._LEAVING_S", 0.2)
+    with (
+        pytest.raises(RankFailedError, match=r"(?s)\[0\] gave no result within 0.2 s after another failed.*had enough"),
+        LocalWorld(2) as world,
+    ):
+        world.run(fail_or_sleep, 2)
 
 
 def test_environments_must_be_as_many_as_ranks():
