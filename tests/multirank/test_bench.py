@@ -34,23 +34,57 @@ FIELDS = [
 ]
 
 
+ABLATION = ["no-engine", "no-planner", "no-balancer"]
+SHAPE = ["--tokens", "32", "--hidden", "64", "--iterations", "2"]
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("traffic", ["trace", "imbalanced"])
-def test_bench_shuffle_writes_one_record_for_each_variant(traffic, tmp_path):
+def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
     out = tmp_path / "shuffle.jsonl"
-    shape = ["--tokens", "32", "--hidden", "64", "--iterations", "2"]
-    done = CliRunner().invoke(app, ["bench", "shuffle", "--traffic", traffic, *shape, "--json", str(out)])
+    options = ["--traffic", "trace,imbalanced", "--ablation", *SHAPE, "--json", str(out)]
+    done = CliRunner().invoke(app, ["bench", "shuffle", *options])
     assert done.exit_code == 0, done.output
-    records = {record["variant"]: record for record in map(json.loads, out.read_text().splitlines())}
-    assert list(records) == ["fusco", "baseline"]
-    for record in records.values():
-        assert all(name in record for name in FIELDS)
-        assert record["verified"] is True
-        assert record["total_ms"] > 0
-    ours, other = records["fusco"], records["baseline"]
-    assert ours["internode_row_bytes"] == ours["internode_row_bytes_lower_bound"] > 0
-    assert other["internode_row_bytes"] > ours["internode_row_bytes"]
-    assert other["rearranging_ms"] > 0
+    assert all(f"shuffle, {traffic} traffic" in done.output for traffic in ("trace", "imbalanced"))
+    lines = list(map(json.loads, out.read_text().splitlines()))
+    assert [line["traffic"] for line in lines] == ["trace"] * 5 + ["imbalanced"] * 5
+    for records in ({line["variant"]: line for line in part} for part in (lines[:5], lines[5:])):
+        assert list(records) == ["fusco", "baseline", *ABLATION]
+        for record in records.values():
+            assert all(name in record for name in FIELDS)
+            assert record["verified"] is True
+            assert record["total_ms"] > 0
+        ours, other = records["fusco"], records["baseline"]
+        assert ours["internode_row_bytes"] == ours["internode_row_bytes_lower_bound"] > 0
+        for same in ("no-engine", "no-balancer"):
+            assert records[same]["internode_row_bytes"] == ours["internode_row_bytes"]
+        assert other["internode_row_bytes"] > ours["internode_row_bytes"]
+        assert records["no-planner"]["internode_row_bytes"] > ours["internode_row_bytes"]
+        assert min(record["rearranging_ms"] for record in (other, records["no-engine"])) > 0
+        assert records["no-balancer"]["balancer"] == "static"
+
+
+@pytest.mark.multirank
+def test_bench_shuffle_runs_on_the_ranks_of_a_launched_job(tmp_path):
+    out = tmp_path / "launched.jsonl"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco"]
+    command = [
+        *torchrun,
+        "bench",
+        "shuffle",
+        "--ranks-per-node",
+        "1",
+        "--traffic",
+        "uniform",
+        *SHAPE,
+        "--json",
+        str(out),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("shuffle, uniform traffic: 2 nodes x 1 ranks") == 1, "one rank speaks for all"
+    records = list(map(json.loads, out.read_text().splitlines()))
+    assert [record["variant"] for record in records] == ["fusco", "baseline"]
+    assert all(record["verified"] and record["nodes"] == 2 for record in records)
 
 
 @pytest.mark.multirank

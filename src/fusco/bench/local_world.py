@@ -19,6 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
+# How long the other ranks may take to come to an end, too, once one has failed: they may wait for it without a limit.
+_GRACE_S = 30.0
 # How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
 _LEAVING_S = 20.0
 
@@ -71,24 +73,14 @@ class LocalWorld:
     ) -> list[_Result]:
         """Call a function on the first ranks and return its results, by rank.
 
-        Raises ``RankFailedError`` if it raises anywhere or a process dies.
+        Raises ``RankFailedError`` if it raises anywhere or a process dies; the others may then still be at it.
         """
-        outcomes = self.run_each(function, num_ranks, *args, **kwargs)
+        self.start(function, num_ranks, *args, **kwargs)
+        outcomes = self.collect(range(num_ranks), grace_s=_GRACE_S)
         failures = [f"rank {rank}:\n{outcome}" for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok]
         if failures:
             raise RankFailedError("\n".join(failures))
         return [outcome for _, outcome in outcomes]
-
-    def run_each(
-        self,
-        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
-        num_ranks: int,
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> list[tuple[bool, Any]]:
-        """As ``run``, but gives for each rank whether it went well, and the result or the traceback."""
-        self.start(function, num_ranks, *args, **kwargs)
-        return self.collect(range(num_ranks))
 
     def start(
         self,
@@ -101,11 +93,16 @@ class LocalWorld:
         for pipe in self._pipes[:num_ranks]:
             pipe.send((function, num_ranks, args, kwargs))
 
-    def collect(self, ranks: range | list[int], timeout_s: float | None = None) -> list[tuple[bool, Any]]:
-        """Wait for what ``start`` began, on the ranks given; ``None`` means the world's limit."""
+    def collect(
+        self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
+    ) -> list[tuple[bool, Any]]:
+        """Wait for what ``start`` began, on the ranks given; for ``grace_s`` at most once one of them has failed.
+
+        Without ``timeout_s`` the world's limit holds.
+        """
         timeout_s = self._limit_s if timeout_s is None else timeout_s
         outcomes: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline, limit = time.monotonic() + timeout_s, f"{timeout_s:g} s"
         while len(outcomes) < len(ranks):
             waiting = [rank for rank in ranks if rank not in outcomes]
             ready = wait(
@@ -114,7 +111,7 @@ class LocalWorld:
             )
             if not ready:
                 failures = [f"\nrank {rank}:\n{outcome}" for rank, (is_ok, outcome) in outcomes.items() if not is_ok]
-                raise RankFailedError(f"rank(s) {waiting} gave no result within {timeout_s} s" + "".join(failures))
+                raise RankFailedError(f"rank(s) {waiting} gave no result within {limit}" + "".join(failures))
             for rank in waiting:
                 try:
                     if self._pipes[rank].poll():
@@ -123,6 +120,8 @@ class LocalWorld:
                         outcomes[rank] = (False, f"its process died with exit code {self.processes[rank].exitcode}")
                 except EOFError:
                     outcomes[rank] = (False, "its process died")
+            if not all(is_ok for is_ok, _ in outcomes.values()) and time.monotonic() + grace_s < deadline:
+                deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
 
     def close(self) -> None:
@@ -133,8 +132,9 @@ class LocalWorld:
             except OSError:
                 pass  # that process is gone
             pipe.close()
+        deadline = time.monotonic() + _LEAVING_S
         for process in self.processes:
-            process.join(timeout=_LEAVING_S)
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -137,8 +138,7 @@ class Ways:
         )
 
     def _no_planner(self, x: torch.Tensor, routing: Routing) -> Shuffle:
-        most_copies = max(1, *map(num_copies, self._run.workloads))
-        comm = self.communicator(max_tokens=most_copies)
+        comm = self.communicator(max_tokens=self._most_copies)
         way = NoPlannerShuffle(
             lambda rows, expanded: self._dispatch(comm, rows, expanded),
             lambda rows, handle: comm.combine(rows, handle, launch=self._launch),
@@ -146,6 +146,11 @@ class Ways:
             expand(routing, self._run.shape.placement),
         )
         return Shuffle(way.dispatch, way.combine, lambda: comm.profile)
+
+    @cached_property
+    def _most_copies(self) -> int:
+        """What a communicator without planner must have room for."""
+        return max(1, *map(num_copies, self._run.workloads))
 
     def _dispatch(
         self, comm: Communicator, x: torch.Tensor, routing: Routing, static: StaticSlots | None = None

@@ -29,3 +29,10 @@ def test_combine_by_hand():
 @pytest.mark.parametrize("wrong", [[[1.0], [2.25]], [[1.0625], [0.0]], [[1.0625], [float("nan")]]])
 def test_a_wrong_sum_is_caught(wrong):
     assert combine_error(WORLD, 0, torch.tensor(wrong)) > 1.0
+
+
+def test_a_sum_whose_parts_travel_twice_may_be_rounded_thrice():
+    token = WorldInput([torch.tensor([[1.0]]).bfloat16()], [torch.tensor([[0]])], [torch.tensor([[1.0]])])
+    three_half_ulps = torch.tensor([[1.0 + 3 / 256]], dtype=torch.float64)
+    assert combine_error(token, 0, three_half_ulps, num_roundings=2) == 1.5
+    assert combine_error(token, 0, three_half_ulps, num_roundings=3) == 1.0

@@ -3,9 +3,9 @@
 import torch
 
 from fusco.bench.law import WorldInput
-from fusco.bench.shuffle import Shuffle
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.verification import verify
+from fusco.bench.ways import Shuffle
 from fusco.engine.profile import CallProfile
 from fusco.placement import ExpertPlacement
 from fusco.topology import Topology

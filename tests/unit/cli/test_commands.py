@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fusco.balancer import BALANCERS
 from fusco.bench.traffic import Pattern
 from fusco.cli.main import app
-from fusco.cli.options import BalancerName, Traffic
+from fusco.cli.options import BalancerName, Traffic, split_names
 
 
 def run(*arguments):
@@ -59,6 +59,35 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
     assert done.returncode == 2
     assert "error: the trace has top-8, num_topk is 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda", "--nodes", "2", "--ranks-per-node", "4"], "8 ranks need a GPU each, but torch finds 4"),
+        (["--device", "cuda", "--nodes", "3"], "4 GPUs do not divide among 3 nodes"),
+        (["--device", "cuda", "--ablation"], "there is 1: pass --nodes"),
+        (["--device", "cuda", "--nodes", "2", "--variants", "fusco-graph"], "'fusco-graph' is none of those on cuda"),
+        (["--variants", "fusco,best"], "variant 'best' is none of those on cpu with 2 nodes: fusco, baseline"),
+        (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
+        (["--traffic", ","], "--traffic needs at least one name"),
+        (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
+        (["--timeline", "out.json"], "it goes with --device cuda"),
+        (
+            ["--device", "cuda", "--timeline", "out.json", "--variants", "baseline"],
+            "shows fusco or fusco-static, but the variants are baseline",
+        ),
+    ],
+)
+def test_bench_shuffle_says_what_does_not_fit(arguments, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    done = run("bench", "shuffle", *arguments)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_names_come_with_commas_or_repeated():
+    assert split_names(["fusco, baseline", "fusco", "no-engine"]) == ["fusco", "baseline", "no-engine"]
 
 
 def test_doctor_finds_the_cpu_backend_usable():

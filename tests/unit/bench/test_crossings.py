@@ -1,0 +1,60 @@
+"""What must cross between nodes: by hand, and by fusco's own planner."""
+
+import numpy as np
+import pytest
+
+from fusco import BALANCERS, ExpertPlacement, Topology
+from fusco.bench.crossings import busiest_rows, crossing_rows, num_copies
+from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
+from fusco.planner.world import plan_world
+
+NAMES = ("fusco", "no-engine", "no-planner", "no-balancer", "baseline")
+
+
+def workload(pattern, nodes=2, per_node=2, num_experts=8, **more):
+    topology = Topology.of_equal_nodes(nodes * per_node, per_node)
+    placement = ExpertPlacement.contiguous(num_experts, topology.world_size)
+    shape = {"tokens": 2, "hidden": 1, "num_topk": 3, **more}
+    return Workload(pattern=pattern, topology=topology, placement=placement, **shape)
+
+
+def test_by_hand():
+    # Experts 0 to 3 are node 0's, two to a rank. Every rank has the same two tokens.
+    load = workload(Pattern.TRACE, trace=Trace(np.array([[0, 4, 6], [1, 2, 3]]), "by hand"))
+    fusco, planner, baseline = (
+        crossing_rows(name, load, "static").tolist() for name in ("fusco", "no-planner", "baseline")
+    )
+    # From node 0 the first token leaves, for ranks 2 and 3; from node 1 both, the first for rank 0, the second for
+    # both ranks.
+    assert fusco == [[0, 0, 1, 0], [0, 0, 0, 1], [2, 0, 0, 0], [0, 2, 0, 0]]
+    assert planner == [[0, 0, 2, 0], [0, 0, 0, 2], [3, 0, 0, 0], [0, 3, 0, 0]]
+    assert baseline == [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 0, 0], [2, 2, 0, 0]]
+    # Copies: the first token goes to ranks 0, 2, 3, the second to ranks 0 and 1.
+    assert num_copies(load) == 5
+
+
+@pytest.mark.parametrize("pattern", [Pattern.UNIFORM, Pattern.SINGLE_NODE, Pattern.IMBALANCED, Pattern.ZIPF])
+@pytest.mark.parametrize("balancer", list(BALANCERS))
+def test_forwarded_rows_are_those_of_the_plans(pattern, balancer):
+    load = workload(pattern, nodes=3, num_experts=18, tokens=40)
+    routings = [load.routing(rank) for rank in range(6)]
+    plans = plan_world(routings, load.placement, load.topology, BALANCERS[balancer])
+    expected = np.zeros((6, 6), np.int64)
+    for plan in plans:
+        for src in plan.sources_held_by(plan.rank):
+            expected[src, plan.rank] += plan.num_rows_from(src) if src != plan.rank else 0
+    crossing = crossing_rows("fusco", load, balancer)
+    assert crossing.tolist() == expected.tolist()
+    assert crossing.sum() == internode_rows_lower_bound(load)
+    assert (crossing_rows("no-planner", load, balancer).sum(1) >= crossing.sum(1)).all()
+    assert busiest_rows(crossing) == busiest_rows(crossing.T)
+
+
+def test_without_the_balancer_rows_stay_on_their_lane():
+    crossing = crossing_rows("no-balancer", workload(Pattern.IMBALANCED, tokens=50), "send-and-receive")
+    assert crossing[[0, 1, 2, 3], [3, 2, 1, 0]].sum() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_node_has_nothing_to_send(name):
+    assert crossing_rows(name, workload(Pattern.UNIFORM, nodes=1, per_node=4), "rotation").sum() == 0

@@ -1,0 +1,40 @@
+"""Which variants are measured where, and what is refused."""
+
+import pytest
+
+from fusco.bench.variants import ABLATION, WHAT, choose_variants, recorded_variant
+
+
+def test_the_usual_ones():
+    assert choose_variants("cpu", 2) == ("fusco", "baseline")
+    assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "baseline")
+    within = choose_variants("cuda", 1)
+    assert within[:4] == ("fusco", "fusco-graph", "fusco-in-place", "baseline")
+    assert within[-1] == "fusco-fp8"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_ablation_comes_on_top_and_once(device):
+    assert choose_variants(device, 4, with_ablation=True)[-3:] == ABLATION
+    chosen = choose_variants(device, 2, ["no-balancer", "fusco", "fusco"], with_ablation=True)
+    assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner")
+
+
+def test_every_variant_is_explained():
+    names = {name for device in ("cpu", "cuda") for nodes in (1, 2) for name in choose_variants(device, nodes)}
+    assert names | set(ABLATION) <= set(WHAT)
+
+
+def test_what_means_nothing_is_refused():
+    with pytest.raises(ValueError, match="between nodes, but there is 1: pass --nodes"):
+        choose_variants("cuda", 1, with_ablation=True)
+    with pytest.raises(ValueError, match="'fusco-graph' is none of those on cuda with 2 nodes: fusco, fusco-static"):
+        choose_variants("cuda", 2, ["fusco-graph"])
+    with pytest.raises(ValueError, match="'deepep' is none of those on cpu with 1 node: fusco, baseline, fusco-static"):
+        choose_variants("cpu", 1, ["deepep"])
+
+
+def test_a_timeline_shows_static_slots_if_it_can():
+    assert recorded_variant(("baseline", "fusco", "fusco-static")) == "fusco-static"
+    assert recorded_variant(("fusco", "baseline")) == "fusco"
+    assert recorded_variant(("baseline", "no-engine")) is None
