@@ -114,6 +114,12 @@ class ExchangeOrder:
         """Bytes of a row, the same on all ranks."""
         return self.input.shape[1:].numel() * self.input.element_size()
 
+    @property
+    def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes of input and output, uint8 (num_bytes,)."""
+        source, target = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self.input, self.output))
+        return source, target
+
 
 class Engine(Protocol):
     """One rank's engine. All ranks call the same verbs in the same order, each inside ``collective``.

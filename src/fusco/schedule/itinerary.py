@@ -68,6 +68,11 @@ class Itinerary:
     memory_bytes: tuple[int, ...]
     num_regions: int
 
+    @property
+    def spare_bytes(self) -> tuple[int, int]:
+        """Sizes of the memories that hold bytes between two transfers: ``CARRIED`` and ``ARRIVED``."""
+        return self.memory_bytes[CARRIED], self.memory_bytes[ARRIVED]
+
 
 def make_itinerary(schedule: Schedule, rank: int) -> Itinerary:
     """Say what a rank does in a schedule.

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-import numpy as np
 import torch
 
 from fusco.balancer import Traffic
@@ -17,6 +16,7 @@ from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.engine.cpu.streams import Streams
 from fusco.engine.host.connect import connect
+from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
@@ -30,8 +30,6 @@ from fusco.memory.recycler import OutputRecycler
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.sending import plan_stages, warm_up_stages
-from fusco.schedule.choice import schedule_for
-from fusco.schedule.itinerary import make_itinerary
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
@@ -218,19 +216,14 @@ class CpuEngine:
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
         """See ``Engine``."""
-        world_size = self._topology.world_size
-        if exchange is None or agreement.rejection:
-            self._rounds.publish(agreement, [0] * (2 * world_size))
+        itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
+        if itinerary is None or exchange is None:
             return
-        with self.profile.spend("planning"):
-            records = self._rounds.publish(agreement, [*exchange.send_rows, *exchange.receive_rows])
-            check_sizes(records, world_size, "rows")
-            rank_rows = np.array([record.counts[:world_size] for record in records], dtype=np.int64)
-            schedule = schedule_for(rank_rows * exchange.row_bytes, self._topology, LINKS, exchange.mode)
-            itinerary = make_itinerary(schedule, self._rank)
         with self.profile.spend("wire"):
-            memories = [tensor.detach().view(-1).view(torch.uint8) for tensor in (exchange.input, exchange.output)]
-            memories += [self._recycler.empty((size,), torch.uint8) for size in itinerary.memory_bytes[2:]]
+            memories = [
+                *exchange.memories,
+                *(self._recycler.empty((size,), torch.uint8) for size in itinerary.spare_bytes),
+            ]
             tasks = make_tasks(itinerary, memories, self._memory, self._transport, self._private, self.profile)
             run(tasks, self._watch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
+from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
@@ -19,12 +21,13 @@ from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
 from fusco.engine.cuda.streams import DeviceStreams
 from fusco.engine.host.connect import connect
+from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.engine.stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.tasks import run
-from fusco.errors import RejectedInputError, SharedMemoryError, SlotOverflowError, Stall
+from fusco.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.kernels.cuda.library import Library
 from fusco.launch import Launch
 from fusco.memory.device_layout import DeviceLayout
@@ -178,12 +181,22 @@ class CudaEngine:
             run(self._streams.tasks(send, receive), self._watch)
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
-        """See ``Engine``. Not there yet: all ranks raise ``ValueError``, and go on."""
-        self._rounds.publish(agreement, [])
-        if exchange is not None:
-            raise RejectedInputError(
-                "all_to_all on CUDA is not there yet: use a communicator with device='cpu', or shuffle"
-            )
+        """See ``Engine``. In order with everything else on the caller's stream; the host does not wait."""
+        itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
+        if itinerary is None or exchange is None:
+            return
+        with self.profile.spend("wire"), self._order.on_stream(Launch(), exchange.input, exchange.output) as stream:
+            if self._network is None:
+                run(self._streams.tasks(*_messages_of(exchange)), self._watch)
+                return
+            network = self._network.stream
+            network.wait_stream(stream)
+            with torch.cuda.stream(network):
+                self._kernels.stream = network.cuda_stream
+                source, target = exchange.memories
+                spare = [source.new_empty(size) for size in itinerary.spare_bytes]
+                RoundsOfMessages(itinerary, [source, target, *spare], self._network, self._kernels).run(self.profile)
+            stream.wait_stream(network)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""
@@ -257,6 +270,20 @@ class CudaEngine:
             self._watch.begin(self._rounds.number, name)
             with stream_with(self._streams, peer, name, segments, self._watch):
                 yield
+
+
+def _messages_of(exchange: ExchangeOrder) -> tuple[dict[int, Segments], dict[int, Segments]]:
+    """What goes to each rank and what comes from each, where all are of one node."""
+    return tuple(  # type: ignore[return-value]
+        {
+            peer: Segments(tensor, torch.tensor([(end - rows) * size]), torch.tensor([rows * size]))
+            for peer, (rows, end) in enumerate(zip(of_peer, itertools.accumulate(of_peer), strict=True))
+        }
+        for tensor, of_peer, size in (
+            (exchange.input, exchange.send_rows, exchange.row_bytes),
+            (exchange.output, exchange.receive_rows, exchange.row_bytes),
+        )
+    )
 
 
 def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:
