@@ -12,7 +12,7 @@ from rank_setup import Setup
 from fusco import Settings
 from fusco.bench.local_world import LocalWorld
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+pytestmark = pytest.mark.multirank
 
 # Slots of 64 bytes, two of each ring: most messages take many slices.
 SETUP = Setup(
@@ -67,6 +67,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(("mistake", "kind", "of_others", "words"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
 def test_a_mistake_is_named_on_all_ranks_and_all_go_on(world, mistake, kind, of_others, words):
     outcomes = world.run(jobs.make_mistake, 4, SETUP, MISTAKEN, mistake)
@@ -75,6 +76,7 @@ def test_a_mistake_is_named_on_all_ranks_and_all_go_on(world, mistake, kind, of_
     assert all(outcome.seconds < PROMPTLY_S for outcome in outcomes)
 
 
+@pytest.mark.cpu_only
 def test_without_a_communicator_and_ranks_that_just_leave():
     with LocalWorld(4) as own_world:
         for outcome in own_world.run(jobs.exchange_by_group, 4):

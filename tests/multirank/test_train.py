@@ -45,7 +45,8 @@ def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
         parts = [step[f"{name}_ms"] for name in ("dispatch", "combine", "dispatch_backward", "combine_backward")]
         assert min(parts) > 0
         assert sum(parts) < step["step_ms"]
-        assert step["shuffle_share"] == pytest.approx(sum(parts) / step["step_ms"], rel=0.3)
+        # Parts are means over ranks, and a step is the slowest rank's: no rank's share is smaller for that.
+        assert 0.99 * sum(parts) / step["step_ms"] - 1e-3 <= step["shuffle_share"] <= 1
         assert 1 <= step["expert_imbalance"] <= 4  # all tokens have the same two of eight experts
     assert "losses of the two, step by step" in done.output
 

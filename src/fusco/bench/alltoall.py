@@ -45,13 +45,15 @@ def run_rank(
     matrices: Sequence[IntArray],
     schedule: ScheduleMode | None,
     settings: Settings,
+    device: str,
     num_iterations: int,
     progress_port: int | None,
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """One rank's part of the benchmark; every step is reported as progress by rank 0."""
     rank = dist.get_rank(group)
     advance = ProgressReporter.of_rank(rank, progress_port).advance
-    links, results = measure_links(group, topology), []
+    links, results = measure_links(group, topology, device), []
+    finish: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     with Communicator(
         group,
         num_experts=topology.world_size,
@@ -60,17 +62,20 @@ def run_rank(
         max_bytes_per_token=1,
         ranks_per_node=topology.ranks_per_node,
         settings=settings,
+        device=device,
     ) as comm:
         for matrix in matrices:
             result = ExchangeResult()
-            variants = _variants(comm, group, matrix, schedule)
+            variants = _variants(comm, group, matrix, schedule, device)
             result.errors = _verify(variants, rank)
             advance()
             for iteration in range(_NUM_WARM_UPS + num_iterations):
                 for name, (call, _) in variants.items():
+                    finish()
                     dist.barrier(group)
                     start = time.perf_counter()
                     call()
+                    finish()
                     if iteration >= _NUM_WARM_UPS:
                         result.seconds[name].append(time.perf_counter() - start)
                         if name == "fusco":
@@ -81,13 +86,13 @@ def run_rank(
 
 
 def _variants(
-    comm: Communicator, group: dist.ProcessGroup, matrix: IntArray, schedule: ScheduleMode | None
+    comm: Communicator, group: dist.ProcessGroup, matrix: IntArray, schedule: ScheduleMode | None, device: str
 ) -> dict[str, tuple[Callable[[], object], torch.Tensor]]:
     """Each way to exchange, on the same random bytes, and the output that it fills."""
     send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
     generator = torch.Generator().manual_seed(comm.rank)
-    sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator)
-    ours, theirs = (torch.empty(sum(receive), dtype=torch.uint8) for _ in VARIANTS)
+    sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator).to(device)
+    ours, theirs = (torch.empty(sum(receive), dtype=torch.uint8, device=device) for _ in VARIANTS)
     return {
         "fusco": (lambda: comm.all_to_all(ours, sent, receive, send, schedule=schedule), ours),
         "all_to_all_single": (lambda: dist.all_to_all_single(theirs, sent, receive, send, group=group), theirs),

@@ -11,7 +11,8 @@ import numpy as np
 from fusco.bench.alltoall import ExchangeResult
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.links import LinkPeaks
-from fusco.engine.cpu.all_to_all import LINKS
+from fusco.engine.cpu.all_to_all import LINKS as CPU_LINKS
+from fusco.engine.cuda.all_to_all import LINKS as CUDA_LINKS
 from fusco.engine.profile import CallProfile
 from fusco.schedule.choice import schedule_for
 from fusco.schedule.schedule import Schedule, ScheduleMode
@@ -77,11 +78,13 @@ class ExchangeRun:
     seed: int
     mode: ScheduleMode | None
     settings: Settings
+    device: str = "cpu"
 
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
     """The record of one matrix, from all ranks' results."""
-    schedule = schedule_for(run.rank_bytes, run.topology, LINKS, run.mode)
+    links_of = CUDA_LINKS if run.device == "cuda" else CPU_LINKS
+    schedule = schedule_for(run.rank_bytes, run.topology, links_of, run.mode)
     ranks_per_node = run.topology.ranks_per_node
     node = np.array(run.topology.rank_to_node)
     crossing = np.where(node[:, None] != node, run.rank_bytes, 0)
@@ -119,7 +122,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         num_iterations=len(ranks[0].profiles),
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
-        device="cpu",
+        device=run.device,
         versions=versions(),
         hardware=hardware(),
         commit=commit(),

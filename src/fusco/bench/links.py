@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.messages import exchange_messages
-from fusco.bench.stopwatch import HostStopwatch, Timing
+from fusco.bench.stopwatch import HostStopwatch, Stopwatch, Timing
 from fusco.topology import Topology
 
 _NUM_BYTES = 16 << 20
@@ -40,16 +40,17 @@ class InternodePeaks:
 
 @dataclass(frozen=True)
 class LinkPeaks:
-    """Bandwidths on the CPU, in 10^9 bytes a second and rank: between nodes, and written by a plain memory copy."""
+    """Bandwidths in 10^9 bytes a second and rank: between nodes, and written by a plain copy within the device."""
 
     internode: InternodePeaks
     copy_gbs: float
 
 
-def measure_links(group: dist.ProcessGroup, topology: Topology) -> LinkPeaks:
-    """Measure on the CPU, together with all ranks of the group."""
-    stopwatch = HostStopwatch(group)
-    source, target = torch.ones(_NUM_BYTES, dtype=torch.uint8), torch.zeros(_NUM_BYTES, dtype=torch.uint8)
+def measure_links(group: dist.ProcessGroup, topology: Topology, device: str = "cpu") -> LinkPeaks:
+    """Measure on ``"cpu"`` or ``"cuda"``, together with all ranks of the group."""
+    stopwatch: Timing = Stopwatch(group) if device == "cuda" else HostStopwatch(group)
+    source = torch.ones(_NUM_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
     copying_ms = stopwatch.median_ms(lambda: target.copy_(source), _NUM_REPEATS)
     return LinkPeaks(
         internode=measure_between_nodes(group, topology, stopwatch, source, target),

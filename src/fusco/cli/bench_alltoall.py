@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.running import choose_shape, run_on_ranks
+from fusco.cli.options import Device
+from fusco.cli.running import choose_shape, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class ExchangedMatrix(str, Enum):
 
 
 def alltoall(
+    device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
     ranks_per_node: options.AnyRanksPerNode = None,
     matrix: Annotated[list[ExchangedMatrix] | None, typer.Option(help="What ranks send. Default: all four.")] = None,
@@ -53,6 +56,8 @@ def alltoall(
 ) -> None:
     """Measure an all-to-all of skewed sizes beside torch.distributed's, on processes of this machine playing nodes.
 
+    On CUDA with several nodes, ranks of different nodes meet over NCCL's network, sockets on the loopback device.
+
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
     from fusco.bench.alltoall_record import ExchangeRun, summarize
@@ -63,7 +68,7 @@ def alltoall(
     from fusco.settings import Settings
     from fusco.topology import Topology
 
-    nodes, ranks_per_node = choose_shape("cpu", nodes, ranks_per_node, launched(), 0)
+    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     workload = Workload(
         pattern=Pattern.TRACE,
         topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),
@@ -84,6 +89,7 @@ def alltoall(
             seed=seed,
             mode=None if schedule is ShownMode.AUTO else schedule.value,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
+            device=device.value,
         )
         for kind in matrix or list(ExchangedMatrix)
     ]
@@ -113,16 +119,19 @@ def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
     from fusco.bench.alltoall import num_steps, run_rank
+    from fusco.bench.emulation import emulated_network
     from fusco.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
     run = runs[0]
     return run_on_ranks(
         run_rank,
-        (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, num_iterations),
+        (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, run.device, num_iterations),
         run.topology.world_size,
         num_steps(len(runs), num_iterations),
         console,
+        device=run.device,
+        environment=emulated_network(run.topology, os.environ) if run.device == "cuda" else None,
         prepare=(warm_up_cpu, warm_up),
     )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fusco.cli import options
-from fusco.cli.running import choose_shape, new_console, run_on_ranks
+from fusco.cli.options import Device
+from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,13 +32,6 @@ class SliceOrder(str, Enum):
 
     IN_TURN = "in-turn"
     STAGED = "staged"
-
-
-class Device(str, Enum):
-    """Where rows are."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def shuffle(
@@ -97,7 +91,7 @@ def shuffle(
     from fusco.bench.variants import choose_variants
     from fusco.settings import Settings
 
-    shape = choose_shape(device.value, nodes, ranks_per_node, launched(), _num_devices(device))
+    shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     workloads = options.make_workloads(
         options.split_names(traffic, [each.value for each in options.Traffic], "traffic"),
         nodes=shape[0],
@@ -140,14 +134,6 @@ def shuffle(
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
     if not all(record.is_right for record in records):
         raise typer.Exit(1)
-
-
-def _num_devices(device: Device) -> int:
-    if device is Device.CPU:
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _check_timeline(run: ShuffleRun) -> None:

@@ -34,6 +34,13 @@ class BalancerName(str, Enum):
     SEND_AND_RECEIVE = "send-and-receive"
 
 
+class Device(str, Enum):
+    """Where ranks have their rows."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class RowDtype(str, Enum):
     """Dtypes of rows."""
 

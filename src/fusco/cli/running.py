@@ -24,6 +24,15 @@ def new_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, _WIDE))
 
 
+def num_devices(device: str) -> int:
+    """How many GPUs this machine has, if ranks are to have one each."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def choose_shape(
     device: str, nodes: int | None, ranks_per_node: int | None, launched: Launched | None, num_devices: int
 ) -> tuple[int, int]:

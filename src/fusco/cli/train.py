@@ -16,18 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.options import Device
 
 if TYPE_CHECKING:
     from fusco.train.job import TrainingJob
     from fusco.train.records import RunRecord
     from fusco.train.world import Joined
-
-
-class Device(str, Enum):
-    """Where ranks compute."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class DispatcherName(str, Enum):
