@@ -45,7 +45,7 @@ class Watch:
         self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
         # What a device waited for when its own limit ran out; whoever has a device sets it.
         self.device_stall: Callable[[], Stall | None] = lambda: None
-        self.spin_s = 0.0  # how long to look without pause first; only where ranks do not share cores
+        self.spin_s = 0.0  # how long to look without a pause first; only where ranks do not share cores
         self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
@@ -77,6 +77,7 @@ class Watch:
         """Nothing moved: sleep a little, or raise ``PeerFailureError`` once it is clear that nothing will move."""
         now = time.monotonic()
         if now - self._since_progress < self.spin_s:
+            time.sleep(0)  # a network's threads may want the interpreter
             return
         time.sleep(self._pause_s)
         self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
