@@ -5,6 +5,7 @@ Layers, each importing only those below it::
     cli  train  bench  fsdp                     commands, training that is measured, benchmarks | training on FSDP2
     collectives                                 verbs without a communicator made first
     communicator                                the public verbs
+    founding  checked_engine                    how a communicator is made | what all ranks do in each verb
     checks  autograd  handle  introduction      what the verbs are made of
     engine                                      executes plans: slices, rings, overlap
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits

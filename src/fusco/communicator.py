@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import TracebackType
-from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fusco.autograd import CombineRows, DispatchRows, Made, Verbs
 from fusco.balancer import Balancer, balance_send_and_receive
-from fusco.checks import Checks, check_device, wants_grad
-from fusco.engine.base import Delivery, DispatchOrder, Engine, ExchangeOrder
-from fusco.engine.cpu.engine import CpuEngine
+from fusco.checked_engine import DispatchOptions
+from fusco.checks import wants_grad
 from fusco.engine.profile import CallProfile
-from fusco.engine.record import Agreement, Terms
+from fusco.engine.record import Agreement
 from fusco.errors import ClosedError, PeerFailureError
+from fusco.founding import Charter, found
 from fusco.handle import Dispatched, Handle
-from fusco.introduction import introduce
 from fusco.launch import Launch, StaticSlots
-from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
-from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.settings import Settings
 from fusco.timeline import NO_TIMELINE, Timeline
 from fusco.topology import Topology
-from fusco.transport.roll_call import RollCall
-
-_Checked = TypeVar("_Checked")
-_Result = TypeVar("_Result")
 
 
 class Communicator:
@@ -76,7 +67,7 @@ class Communicator:
             balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:i"``. On CUDA each rank has a device of its
-                own, and all ranks reach each other over NVLink.
+                own; ranks of a node reach each other over NVLink, nodes each other through NCCL.
 
         Raises:
             ValueError: for sizes, a placement, a topology or a device that do not fit together.
@@ -85,54 +76,21 @@ class Communicator:
             PeerFailureError: if a rank does not come within ``settings.timeout_s``.
 
         """
-        if not dist.is_initialized():
-            raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
-        settings = settings or Settings()
-        group = group or dist.group.WORLD
-        assert group is not None
-        roll = RollCall(group, settings.timeout_s)
-
-        def check() -> tuple[Capacity, ExpertPlacement, torch.device]:
-            if not isinstance(num_experts, int):
-                raise TypeError(f"num_experts must be an integer, got {num_experts!r}")
-            capacity = Capacity(
-                max_tokens_per_rank=max_tokens_per_rank, max_bytes_per_token=max_bytes_per_token, num_topk=num_topk
-            )
-            placement = ExpertPlacement.of(num_experts, expert_placement, roll.world_size)
-            return capacity, placement, check_device(device)
-
-        checked, rejection = _attempt(check)
-        terms: Terms = {
-            **asdict(settings),
-            "wire_dtype": str(settings.wire_dtype),
-            "ranks_per_node": str(ranks_per_node),
-            "num_experts": num_experts,
-            "num_topk": num_topk,
-            "max_tokens_per_rank": max_tokens_per_rank,
-            "max_bytes_per_token": max_bytes_per_token,
-            "expert_placement": str(checked[1].expert_to_rank)
-            if checked and expert_placement is not None
-            else "contiguous",
-            "balancer": getattr(balancer, "__name__", type(balancer).__name__),
-            "device": torch.device(device).type if checked else "",
-        }
-        met = introduce(roll, Agreement("Communicator", {} if rejection else terms, str(rejection or "")))
-        if rejection:
-            raise rejection
-        assert checked is not None
-        capacity, self._placement, self._device = checked
-
-        self._checks = Checks(roll.rank, self._placement, capacity, settings.wire_dtype, self._device)
-        self._balancer, self._is_closed = balancer, False
-        layout = ArenaLayout(Topology.from_hosts(met.hosts, ranks_per_node), capacity, settings)
-        self._engine: Engine
-        if self._device.type == "cuda":
-            from fusco.engine.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
-
-            self._engine = CudaEngine(roll, layout, met.hosts, met.listen_on, self._placement, self._device)
-        else:
-            self._engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
-        self._verbs = Verbs(lambda x, handle: self._dispatch_along([x], handle)[0], self._combine)
+        charter = Charter(
+            num_experts=num_experts,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+            max_bytes_per_token=max_bytes_per_token,
+            expert_placement=expert_placement,
+            ranks_per_node=ranks_per_node,
+            balancer=balancer,
+            device=device,
+            settings=settings or Settings(),
+        )
+        self._checked = found(group, charter)
+        self._engine, self._checks = self._checked.engine, self._checked.checks
+        self._verbs = Verbs(lambda x, handle: self._checked.dispatch_along([x], handle)[0], self._checked.combine)
+        self._is_closed = False
 
     @property
     def rank(self) -> int:
@@ -147,7 +105,7 @@ class Communicator:
     @property
     def placement(self) -> ExpertPlacement:
         """Which rank owns which expert."""
-        return self._placement
+        return self._checks.placement
 
     @property
     def profile(self) -> CallProfile:
@@ -178,6 +136,7 @@ class Communicator:
             static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
                 wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
                 the call can be captured in a CUDA graph (by all ranks, and replayed by all in the same order).
+                Between nodes the host waits for the counts of rows in any case, and nothing can be captured.
             launch: how to use the device.
 
         Returns:
@@ -189,47 +148,10 @@ class Communicator:
 
         """
         payloads = _as_list(x)
-
-        def check() -> Routing:
-            if not isinstance(expert_alignment, int):
-                raise TypeError(f"expert_alignment must be an integer, got {expert_alignment!r}")
-            if expert_alignment < 1:
-                raise ValueError(f"expert_alignment must be positive, got {expert_alignment}")
-            self._checks.sizing(static)
-            if with_weights and topk_weights is None:
-                raise ValueError("with_weights=True needs topk_weights")
-            routing = Routing(topk_idx, topk_weights)
-            self._checks.routing(routing)
-            self._checks.payloads(payloads, routing.num_tokens)
-            if topk_weights is not None and topk_weights.dtype != torch.float64:
-                routing = Routing(topk_idx, topk_weights.detach().float())
-            return routing
-
-        def terms() -> Terms:
-            return {
-                "payloads": list(map(_describe, payloads)),
-                "num_topk": topk_idx.shape[1],
-                "topk_weights": "none" if topk_weights is None else str(topk_weights.dtype),
-                "requires_grad": str([wants_grad(payloads[0]), wants_grad(topk_weights), with_weights]),
-            }
-
-        def work(agreement: Agreement, routing: Routing | None) -> Delivery | None:
-            order = (
-                None
-                if routing is None
-                else DispatchOrder(
-                    routing=routing,
-                    payloads=payloads,
-                    placement=self._placement,
-                    balancer=self._balancer,
-                    expert_alignment=expert_alignment,
-                    static=static,
-                    launch=launch or Launch(),
-                )
-            )
-            return self._engine.dispatch(agreement, order)
-
-        delivery = self._collective("dispatch", check, terms, work)
+        options = DispatchOptions(
+            expert_alignment=expert_alignment, with_weights=with_weights, static=static, launch=launch
+        )
+        delivery = self._checked.dispatch(payloads, topk_idx, topk_weights, options)
         if delivery.rejection:
             raise delivery.rejection
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
@@ -253,7 +175,8 @@ class Communicator:
 
         """
         payloads = _as_list(x)
-        _, rows = self._in_graph(payloads, None, self._dispatch_along(payloads, handle, launch), handle)
+        rows = self._checked.dispatch_along(payloads, handle, launch)
+        _, rows = self._in_graph(payloads, None, rows, handle)
         return tuple(rows)
 
     def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
@@ -274,7 +197,7 @@ class Communicator:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
 
         """
-        out = self._combine(y, handle, launch)
+        out = self._checked.combine(y, handle, launch)
         if wants_grad(y) or wants_grad(handle.topk_weights):
             out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs)  # type: ignore[no-untyped-call]
         return out
@@ -288,12 +211,7 @@ class Communicator:
                 different ranks must not overlap.
 
         """
-
-        def work(agreement: Agreement, _: None) -> None:
-            is_refused = bool(agreement.rejection)
-            self._engine.shuffle(agreement, {} if is_refused else send, {} if is_refused else receive)
-
-        self._collective("shuffle", lambda: self._checks.partners(send, receive), dict, work)
+        self._checked.shuffle(send, receive)
 
     def all_to_all(
         self,
@@ -310,7 +228,7 @@ class Communicator:
         what came to another rank of the node is handed on while the next stage is under way. Beside the rings, a call
         takes memory for what this rank carries for others of its node, at most about its share of what the node sends
         and receives; none where nodes have one rank, or with one node. Returns when the output is complete and the
-        input may change. There are no gradients. The first call compiles the scheduler: seconds, once on each machine,
+        input may change; on CUDA both hold for what is launched afterwards. There are no gradients. The first call compiles the scheduler: seconds, once on each machine,
         or beforehand by ``fusco.schedule.warm_up``.
 
         Args:
@@ -331,16 +249,7 @@ class Communicator:
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
 
         """
-
-        def check() -> ExchangeOrder:
-            return self._checks.exchange(output, input, (output_split_sizes, input_split_sizes), schedule)
-
-        self._collective(
-            "all_to_all",
-            check,
-            lambda: {"rows": _describe(input), "schedule": str(schedule)},
-            self._engine.all_to_all,
-        )
+        self._checked.all_to_all(output, input, (output_split_sizes, input_split_sizes), schedule)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
@@ -373,16 +282,7 @@ class Communicator:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
 
         """
-        shape = tuple(shape)
-
-        def check() -> None:
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
-
-        def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            return self._engine.empty(agreement, shape, dtype)
-
-        return self._collective("empty", check, lambda: {"shape": str(shape), "dtype": str(dtype)}, work)
+        return self._checked.empty(tuple(shape), dtype)
 
     def wait(self) -> None:
         """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""
@@ -404,8 +304,8 @@ class Communicator:
 
         All ranks' times have about the same origin. On the CPU, ``profile`` says where the time went.
         """
-        if self._device.type != "cuda":
-            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._device}")
+        if self._checks.device.type != "cuda":
+            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._checks.device}")
         timeline = Timeline()
         self.synchronize()
         with self._engine.collective("record_timeline"):
@@ -461,55 +361,6 @@ class Communicator:
             self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         self.close()
 
-    def _dispatch_along(
-        self, payloads: list[torch.Tensor], handle: Handle, launch: Launch | None = None
-    ) -> list[torch.Tensor]:
-        def check() -> None:
-            self._checks.handle(handle)
-            self._checks.payloads(payloads, handle.num_tokens)
-
-        def terms() -> Terms:
-            grad = str(wants_grad(payloads[0]))
-            return {"payloads": list(map(_describe, payloads)), "handle": handle.number, "requires_grad": grad}
-
-        def work(agreement: Agreement, _: None) -> list[torch.Tensor] | None:
-            plan = None if agreement.rejection else handle.plan
-            return self._engine.dispatch_along(agreement, plan, payloads, launch or Launch())
-
-        return self._collective("dispatch_again", check, terms, work)
-
-    def _combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> torch.Tensor:
-        def terms() -> Terms:
-            return {
-                "row": _describe(y),
-                "handle": handle.number,
-                "is_weighted": str(handle.is_weighted),
-                "requires_grad": str([wants_grad(y), wants_grad(handle.topk_weights)]),
-            }
-
-        def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            plan, weights = (None, None) if agreement.rejection else (handle.plan, handle.weights)
-            return self._engine.combine(agreement, plan, y, weights, launch or Launch())
-
-        return self._collective("combine", lambda: self._checks.rows(y, handle), terms, work)
-
-    def _collective(
-        self,
-        operation: str,
-        check: Callable[[], _Checked],
-        terms: Callable[[], Terms],
-        work: Callable[[Agreement, _Checked | None], _Result | None],
-    ) -> _Result:
-        """Check, agree, work. A rank whose check fails takes part just far enough for the others to learn of it."""
-        checked, rejection = _attempt(check)
-        rejection = self._engine.pending_error() or rejection
-        agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
-        with self._engine.collective(operation):
-            result = work(agreement, checked)
-        if rejection:
-            raise rejection
-        return cast("_Result", result)
-
     def _in_graph(
         self,
         payloads: Sequence[torch.Tensor],
@@ -524,16 +375,5 @@ class Communicator:
         return weights, [first, *rows[1:]]
 
 
-def _attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception | None]:
-    try:
-        return check(), None
-    except (TypeError, ValueError) as error:
-        return None, error
-
-
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(x) if isinstance(x, (list, tuple)) else [x]  # type: ignore[list-item]  # checked with the payloads
-
-
-def _describe(rows: torch.Tensor) -> str:
-    return f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape[1:])}"

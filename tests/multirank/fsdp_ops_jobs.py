@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fusco import Communicator, fsdp
+from fusco import fsdp
+from fusco.checked_engine import CheckedEngine
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
 
@@ -42,13 +43,13 @@ class Looking(TorchDispatchMode):
 def counting() -> Iterator[Counter[str]]:
     """How often each collective of communicators is called."""
     calls: Counter[str] = Counter()
-    collective = Communicator._collective
+    collective = CheckedEngine.collective
 
-    def counted(self: Communicator, operation: str, *more: Any) -> Any:
+    def counted(self: CheckedEngine, operation: str, *more: Any) -> Any:
         calls[operation] += 1
         return collective(self, operation, *more)
 
-    with mock.patch.object(Communicator, "_collective", counted):
+    with mock.patch.object(CheckedEngine, "collective", counted):
         yield calls
 
 

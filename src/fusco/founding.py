@@ -1,0 +1,90 @@
+"""How a communicator is made: its ranks meet, check what each of them wants, and connect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fusco.balancer import Balancer
+from fusco.checked_engine import CheckedEngine, attempt
+from fusco.checks import Checks, check_device
+from fusco.engine.base import Engine
+from fusco.engine.cpu.engine import CpuEngine
+from fusco.engine.record import Agreement, Terms
+from fusco.introduction import introduce
+from fusco.memory.layout import ArenaLayout, Capacity
+from fusco.placement import ExpertPlacement
+from fusco.settings import Settings
+from fusco.topology import Topology
+from fusco.transport.roll_call import RollCall
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charter:
+    """What a communicator is made for, as its caller says; see ``Communicator``."""
+
+    num_experts: int
+    num_topk: int
+    max_tokens_per_rank: int
+    max_bytes_per_token: int
+    expert_placement: Sequence[int] | None
+    ranks_per_node: int | None
+    balancer: Balancer
+    device: str | torch.device
+    settings: Settings = field(default_factory=Settings)
+
+    def terms(self, placement: ExpertPlacement, device: torch.device) -> Terms:
+        """What all ranks must want alike."""
+        return {
+            **{name: str(value) for name, value in asdict(self.settings).items()},
+            "ranks_per_node": str(self.ranks_per_node),
+            "num_experts": self.num_experts,
+            "num_topk": self.num_topk,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "max_bytes_per_token": self.max_bytes_per_token,
+            "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
+            "balancer": getattr(self.balancer, "__name__", type(self.balancer).__name__),
+            "device": device.type,
+        }
+
+
+def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
+    """Make a communicator's engine, together with all other ranks of the group; raises as ``Communicator`` says."""
+    if not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
+    group = group or dist.group.WORLD
+    assert group is not None
+    settings = charter.settings
+    roll = RollCall(group, settings.timeout_s)
+
+    def check() -> tuple[Checks, Terms]:
+        if not isinstance(charter.num_experts, int):
+            raise TypeError(f"num_experts must be an integer, got {charter.num_experts!r}")
+        capacity = Capacity(
+            max_tokens_per_rank=charter.max_tokens_per_rank,
+            max_bytes_per_token=charter.max_bytes_per_token,
+            num_topk=charter.num_topk,
+        )
+        placement = ExpertPlacement.of(charter.num_experts, charter.expert_placement, roll.world_size)
+        device = check_device(charter.device)
+        checks = Checks(roll.rank, placement, capacity, settings.wire_dtype, device)
+        return checks, charter.terms(placement, device)
+
+    checked, rejection = attempt(check)
+    met = introduce(roll, Agreement("Communicator", checked[1] if checked else {}, str(rejection or "")))
+    if rejection:
+        raise rejection
+    assert checked is not None
+    checks, _ = checked
+    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, settings)
+    engine: Engine
+    if checks.device.type == "cuda":
+        from fusco.engine.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
+
+        engine = CudaEngine(roll, layout, met.hosts, met.listen_on, checks.placement, checks.device)
+    else:
+        engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
+    return CheckedEngine(engine, checks, charter.balancer)

@@ -1,0 +1,61 @@
+"""The kernels that pack rows for other nodes, and add what comes back, against their twins, on one GPU."""
+
+import pytest
+import torch
+from one_rank import taken
+
+from comparison import assert_same_bits
+from fusco.kernels.reduce_rows import accumulation_dtype
+from fusco.kernels.reference.add_returned import add_returned
+from generator import any_bits, values
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def kernels(one):
+    made = one.comm._engine._kernels
+    made.stream = torch.cuda.current_stream().cuda_stream
+    return made
+
+
+@pytest.mark.parametrize("shape", [(7168,), (3,), (5, 7), (1001,), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64], ids=str)
+def test_rows_are_packed_in_the_order_of_their_places(one, kernels, shape, dtype):
+    rows = any_bits((300, *shape), dtype, "gather", shape)
+    for num_places in (0, 1, 7, 1000):
+        places = torch.randint(0, 300, (num_places,), generator=torch.Generator().manual_seed(num_places)).int()
+        expected = rows.index_select(0, places)
+        message = torch.empty(expected.nbytes + 64, dtype=torch.uint8, device=one.device).fill_(0xFF)
+        kernels.gather(rows.to(one.device), places.to(one.device), message, kernels.stream)
+        message = message.cpu()
+        assert_same_bits(message[: expected.nbytes], expected.view(-1).view(torch.uint8), "the message")
+        assert bool((message[expected.nbytes :] == 0xFF).all()), "bytes behind the message were written"
+
+
+@pytest.mark.parametrize("hidden", [1, 33, 2880, 7168])
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_what_comes_back_is_added_bit_for_bit(one, kernels, hidden, dtype, wire_dtype):
+    for num_tokens, num_remote in ((0, 1), (1, 3), (200, 1), (333, 7)):
+        own = values((num_tokens, hidden), accumulation_dtype(dtype), "own", num_remote)
+        generator = torch.Generator().manual_seed(num_tokens)
+        returned, places = [], []
+        for node in range(num_remote):
+            comes = torch.rand(num_tokens, generator=generator) < 0.6
+            returned.append(values((int(comes.sum()), hidden), wire_dtype, "returned", node))
+            places.append(torch.where(comes, comes.cumsum(0) - 1, -1).int())
+        out = torch.empty(num_tokens, hidden, dtype=dtype, device=one.device)
+        on_device = [[part.to(one.device) for part in parts] for parts in (returned, places)]
+        kernels.add_returned(own.to(one.device), *on_device, out)
+        if num_tokens:
+            assert_same_bits(taken(out), add_returned(own, returned, places, dtype), "add_returned")
