@@ -228,8 +228,8 @@ class Communicator:
         what came to another rank of the node is handed on while the next stage is under way. Beside the rings, a call
         takes memory for what this rank carries for others of its node, at most about its share of what the node sends
         and receives; none where nodes have one rank, or with one node. Returns when the output is complete and the
-        input may change; on CUDA both hold for what is launched afterwards. There are no gradients. The first call compiles the scheduler: seconds, once on each machine,
-        or beforehand by ``fusco.schedule.warm_up``.
+        input may change; on CUDA both hold for what is launched afterwards. There are no gradients. The first call
+        compiles the scheduler: seconds, once on each machine, or beforehand by ``fusco.schedule.warm_up``.
 
         Args:
             output: contiguous rows (num_rows, ...) of any dtype, written here by source rank. It must not overlap
