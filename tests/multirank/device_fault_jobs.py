@@ -26,10 +26,17 @@ class DeviceFate:
     does_device_work: bool
 
 
-def endure(group: dist.ProcessGroup, fault: Fault, static: fusco.StaticSlots | None, is_host_blind: bool) -> DeviceFate:
+def endure(
+    group: dist.ProcessGroup,
+    fault: Fault,
+    static: fusco.StaticSlots | None,
+    is_host_blind: bool,
+    ranks_per_node: int | None,
+) -> DeviceFate:
     """Rounds of dispatch and combine until something fails.
 
-    With ``is_host_blind`` the host waits for its device by torch's means, so that the device's own limit must end it.
+    With ``is_host_blind`` the host waits for its device by torch's means, so that the device's own limit must end it, or
+    the network's guard.
     """
     rank = dist.get_rank(group)
     comm = fusco.Communicator(
@@ -38,6 +45,7 @@ def endure(group: dist.ProcessGroup, fault: Fault, static: fusco.StaticSlots | N
         num_topk=4,
         max_tokens_per_rank=_NUM_TOKENS,
         max_bytes_per_token=2 * _HIDDEN,
+        ranks_per_node=ranks_per_node,
         settings=fusco.Settings(timeout_s=TIMEOUT_S),
         device="cuda",
     )

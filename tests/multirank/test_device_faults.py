@@ -9,6 +9,7 @@ from device_fault_jobs import endure
 from fault_jobs import TIMEOUT_S, Fault, die, stop
 
 import fusco
+from fusco.bench.emulation import emulated_network
 from fusco.bench.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(90)]
@@ -18,15 +19,18 @@ VICTIM = 1
 PLANNING = "fusco.engine.cuda.kernels:Kernels.plan"
 STAGING = "fusco.engine.cuda.kernels:Kernels.stage"
 SUMMING = "fusco.engine.cuda.kernels:Kernels.combine"
+NETWORK = "fusco.engine.cuda.network:Network.exchange"
 EXACT, STATIC = None, fusco.StaticSlots(4096)
 
 
-def fates_of(fault, static, is_host_blind=False):
-    num_ranks = max(2, min(4, torch.cuda.device_count()))
-    world = LocalWorld(num_ranks, "cuda")
+def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):
+    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    ranks_per_node = num_ranks // num_nodes
+    topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
+    world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
     survivors = [rank for rank in range(num_ranks) if rank != VICTIM]
     try:
-        world.start(endure, num_ranks, fault, static, is_host_blind)
+        world.start(endure, num_ranks, fault, static, is_host_blind, ranks_per_node)
         outcomes = world.collect(survivors, timeout_s=60)
     finally:
         os.kill(world.processes[VICTIM].pid, signal.SIGKILL)
@@ -60,3 +64,12 @@ def test_a_device_gives_up_by_itself_where_the_host_does_not_look(tmp_path):
     # The device's limit, then the host's to ask around.
     assert_all_blame_the_victim(fates, fault, 2 * TIMEOUT_S + SLACK_S)
     assert any("on the device" in fate.text for fate in fates), fates
+
+
+@pytest.mark.parametrize("is_host_blind", [False, True], ids=["host looks", "host does not look"])
+@pytest.mark.parametrize("how", [die, stop])
+def test_a_rank_fails_with_the_network_of_others_under_way(tmp_path, how, is_host_blind):
+    fault = Fault(how=how, victims=(VICTIM,), where=NETWORK, times=tmp_path)
+    fates = fates_of(fault, STATIC, is_host_blind=is_host_blind, num_nodes=2)
+    # A host that does not look hears of it when the guard has ended the network, and asks around then.
+    assert_all_blame_the_victim(fates, fault, (1 + is_host_blind) * TIMEOUT_S + SLACK_S)
