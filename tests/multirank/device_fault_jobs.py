@@ -35,8 +35,8 @@ def endure(
 ) -> DeviceFate:
     """Rounds of dispatch and combine until something fails.
 
-    With ``is_host_blind`` the host waits for its device by torch's means, so that the device's own limit must end it, or
-    the network's guard.
+    With ``is_host_blind`` the host waits for its device by torch's means, so that the device's own limit must end it,
+    or the network's guard.
     """
     rank = dist.get_rank(group)
     comm = fusco.Communicator(

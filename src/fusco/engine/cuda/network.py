@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.errors import Stall
+from fusco.errors import Stall, TransportError
 from fusco.liveness.watch import Watch
 from fusco.transport.nccl import Message, NcclTransport
 from fusco.transport.roll_call import RollCall
@@ -34,7 +34,7 @@ class Network:
 
     def __init__(self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float) -> None:
         """Connect, together with all ranks."""
-        self._nccl = NcclTransport(roll, device, watch.wait_until)
+        self._watch, self._nccl = watch, NcclTransport(roll, device, watch.wait_until)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.guard = Guard(self._nccl, watch, timeout_s)
 
@@ -45,7 +45,11 @@ class Network:
         stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
         has_launched = threading.Event()
         self.guard.watch_over(has_launched.is_set, stall)
-        self._nccl.exchange(sends, receives, self.stream.cuda_stream)
+        try:
+            self._nccl.exchange(sends, receives, self.stream.cuda_stream)
+        except TransportError as error:
+            self._watch.ask_everybody(stall, str(error))
+            raise  # though all ranks live
         has_launched.set()
         done = torch.cuda.Event()
         done.record(self.stream)
