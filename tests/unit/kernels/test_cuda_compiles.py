@@ -16,6 +16,7 @@ from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
+    ForwardingArgs,
     GatherArgs,
     combine_type,
     plan_type,
@@ -159,6 +160,10 @@ GRID: dict[str, list[Constants]] = {
         # Between nodes: sums in the wire's dtype that go on, and sums of the own node.
         combine_rows(2, 8, 7168, "BF16", "F32", 4, "F32"),
         combine_rows(4, 8, 2880, "F16", "F16", 0, "F32"),
+    ],
+    "plan_forwarding": [
+        constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes)
+        for num_topk, id_bytes in ((1, 4), (8, 8), (32, 4))
     ],
     "gather_rows": [gather_rows(row_bytes) for row_bytes in (14336, 1001, 6, 8, 36)],
     "add_returned": [

@@ -10,14 +10,15 @@ has counted the rows for each node; exactly sized outputs take a second wait, as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
-from fusco.engine.cuda.crossing import Crossing, DeviceForwarding, InternodePlan, plan_forwarding_on_device
+from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
@@ -25,8 +26,8 @@ from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
 from fusco.errors import RejectedInputError, Stall
 from fusco.kernels.reduce_rows import accumulation_dtype
+from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.launch import Launch
-from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.routing import Routing, describe_stranger
 from fusco.transport.nccl import Message
 
@@ -42,7 +43,7 @@ class InternodeShuffle:
         self._layout, self._topology = layout, layout.topology
         device, rank = node.arena.device, node.arena.rank
         self._own_node = self._topology.rank_to_node[rank]
-        self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)
+        self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)[:-1].int()
         self._packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
         self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
@@ -58,10 +59,14 @@ class InternodeShuffle:
         order = replace(order, launch=launch)
         payloads, routing = list(map(plain, order.payloads)), order.routing
         with node.timeline.span("plan", "rows for each node"):
-            forwarding = plan_forwarding_on_device(
-                routing.topk_idx, self._expert_to_node, self._topology.num_nodes, self._own_node
+            forwarding = node.kernels.forwarding(
+                routing.topk_idx.contiguous(),
+                self._expert_to_node,
+                self._topology.num_nodes,
+                self._own_node,
+                self._summary,
             )
-        *counts, bad_pair, bad_id = self._read(forwarding.summary, stream)
+        *counts, bad_pair, bad_id = self._read_summary(stream)
         rejection = self._rejection_of(routing, bad_pair, bad_id)
         if rejection:
             agreement = replace(agreement, rejection=str(rejection))
@@ -72,11 +77,16 @@ class InternodeShuffle:
         num_rows = tuple(record.counts[3:] for record in records)
         groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
         crossing = Crossing(node.arena.rank, groups, num_rows)
-        published = self._exchange_routing(routing, forwarding, crossing, stream)
+        told = self._routing_messages(routing, forwarding, crossing)
         with node.staging(payloads, records, launch, stream):
+            # Routing travels beside the first slice: by itself it would cost the network's latency once more.
+            sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
+            arrivals = list(itertools.islice(sending, 1))
+            if arrivals:
+                stream.wait_event(arrivals[0])
             on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
-            made = node.make_plan(order, published, records, on_node, crossing.sources)
-            arrivals = self._send(payloads, forwarding, crossing, stream)
+            made = node.make_plan(order, told.published, records, on_node, crossing.sources)
+            arrivals += sending
             if not order.static:
                 made = node.size_exactly(made)
             plan = _between_nodes(made, crossing, forwarding)
@@ -98,7 +108,7 @@ class InternodeShuffle:
         payloads = list(map(plain, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
         with node.staging(payloads, records, launch, stream):
-            arrivals = self._send(payloads, plan.forwarding, plan.crossing, stream)
+            arrivals = list(self._send(payloads, plan.forwarding, plan.crossing, stream))
             rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
         self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
         return rows
@@ -137,6 +147,7 @@ class InternodeShuffle:
                 for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice)
                 for message in _messages(forwarder, returned[remote][first:end])
             ]
+            self._count_rows(sends)
             arrival = self._exchange(sends, receives, f"sums of slice {number}", slot, stream)
         own = rows.new_empty(plan.num_tokens, hidden, dtype=accumulation_dtype(rows.dtype))
         with node.timeline.span("sum", "own tokens", stream):
@@ -154,15 +165,11 @@ class InternodeShuffle:
             )
         return out
 
-    def _exchange_routing(
-        self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing, stream: torch.cuda.Stream
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Tell the counterparts on other nodes what concerns them; returns the own routing and theirs."""
+    def _routing_messages(self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing) -> _RoutingMessages:
+        """What the counterparts on other nodes are told, and tell this rank."""
         topology, rank = self._topology, self._node.arena.rank
         own = (routing.topk_idx.int(), travelling_weights(routing))
-        sends: list[Message] = []
-        receives: list[Message] = []
-        published, kept = [own], []
+        messages = _RoutingMessages([own])
         for remote in topology.remote_nodes(rank):
             counterpart = topology.node_to_ranks[remote][topology.rank_to_local[rank]]
             tokens = forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]]
@@ -171,25 +178,18 @@ class InternodeShuffle:
                 if values is None:
                     theirs.append(None)
                     continue
-                message = values.index_select(0, tokens)
+                going = values.index_select(0, tokens)
                 coming = values.new_empty(crossing.num_rows[counterpart][self._own_node], values.shape[1])
-                sends += _messages(counterpart, message)
-                receives += _messages(counterpart, coming)
-                kept.append(message)  # it must live until it is on its way
+                messages.sends += _messages(counterpart, going)
+                messages.receives += _messages(counterpart, coming)
+                messages.going.append(going)
                 theirs.append(coming)
             ids, weights = theirs
             assert ids is not None
-            published.append((ids, weights))
-        self._network.stream.wait_stream(stream)
-        with self._node.timeline.span("network", "routing", self._network.stream):
-            done = self._network.exchange(sends, receives, "routing")
-        stream.wait_event(done)
-        num_sent = sum(crossing.num_rows[rank][remote] for remote in topology.remote_nodes(rank))
-        weight_bytes = 0 if own[1] is None else own[1].element_size()
-        self._node.rounds.profile.internode_metadata_bytes += num_sent * routing_bytes_per_row(
-            routing.num_topk, weight_bytes
-        )
-        return published
+            messages.published.append((ids, weights))
+        num_bytes = sum(message.num_bytes for message in messages.sends)
+        self._node.rounds.profile.internode_metadata_bytes += num_bytes
+        return messages
 
     def _send(
         self,
@@ -197,15 +197,18 @@ class InternodeShuffle:
         forwarding: DeviceForwarding,
         crossing: Crossing,
         stream: torch.cuda.Stream,
-    ) -> list[torch.cuda.Event]:
-        """Launch the way of all slices into the forwarders' pools; an event for each that arrives here."""
+        beside_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
+    ) -> Iterator[torch.cuda.Event]:
+        """Launch the way of each slice into the forwarders' pools; an event for each that arrives here.
+
+        ``beside_first`` are messages, sent and received, that travel with the first slice.
+        """
         node, local = self._node, self._node.arena.local
         sizes = list(map(row_bytes, payloads))
         rows_per_slice = self._rows_per_slice(sum(sizes))
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
         self._packing_stream.wait_stream(stream)
-        arrivals = []
         for number in range(crossing.num_slices(rows_per_slice)):
             slot = self._free_slot(number, self._packing_stream)
             free = self._ring[slot]
@@ -224,8 +227,10 @@ class InternodeShuffle:
                     start = self._layout.forwarded_offset(crossing.num_forwarded[local], sizes, p) + first_row * size
                     receives += _messages(src, node.arena.bytes_at(start, (end - first) * size))
                 first_row += end - first
-            arrivals.append(self._exchange(sends, receives, f"slice {number}", slot, self._packing_stream))
-        return arrivals
+            self._count_rows(sends)
+            more = beside_first if number == 0 else ((), ())
+            sends, receives = [*sends, *more[0]], [*receives, *more[1]]
+            yield self._exchange(sends, receives, f"slice {number}", slot, self._packing_stream)
 
     def _scatter_slices(
         self,
@@ -277,8 +282,10 @@ class InternodeShuffle:
         with self._node.timeline.span("network", what, self._network.stream):
             done = self._network.exchange(sends, receives, what)
         self._slot_is_free[slot] = done
-        self._node.rounds.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
         return done
+
+    def _count_rows(self, sends: Sequence[Message]) -> None:
+        self._node.rounds.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
 
     def _free_slot(self, number: int, stream: torch.cuda.Stream) -> int:
         """A slot of the ring, which the stream waits for."""
@@ -307,8 +314,7 @@ class InternodeShuffle:
         by_bytes = self._layout.slice_bytes // max(1, size * num_remote)
         return max(1, min(by_bytes, self._layout.max_rows // num_remote))
 
-    def _read(self, summary: torch.Tensor, stream: torch.cuda.Stream) -> list[int]:
-        self._summary.copy_(summary, non_blocking=True)
+    def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
         others = tuple(rank for rank in range(self._topology.world_size) if rank != self._node.arena.rank)
         stall = Stall("planning on the device", others, "the number of rows for each node", "none yet")
@@ -329,8 +335,18 @@ class InternodeShuffle:
             )
 
 
+@dataclass
+class _RoutingMessages:
+    """Routing on its way: ids and weights of the own tokens, then those that come; ``going`` must live until sent."""
+
+    published: list[tuple[torch.Tensor, torch.Tensor | None]]
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    going: list[torch.Tensor] = field(default_factory=list)
+
+
 def _between_nodes(plan: DevicePlan, crossing: Crossing, forwarding: DeviceForwarding) -> InternodePlan:
-    same = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    same = {each.name: getattr(plan, each.name) for each in fields(plan)}
     return InternodePlan(**same, crossing=crossing, forwarding=forwarding)
 
 

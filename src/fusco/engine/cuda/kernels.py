@@ -12,6 +12,7 @@ from fusco.engine.cuda.arena import Arena
 from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
+    ForwardingArgs,
     GatherArgs,
     combine_type,
     plan_type,
@@ -21,6 +22,7 @@ from fusco.kernels.cuda.arguments import (
 )
 from fusco.kernels.cuda.library import Library
 from fusco.kernels.reduce_rows import accumulation_dtype
+from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.placement import ExpertPlacement
 
@@ -42,7 +44,7 @@ _SCATTER_SMS_TIMES_RANKS = 192
 _COPY_THREADS, _PIECE_BYTES = 256, 16 << 10
 # Enough to pack rows several times as fast as any network takes them.
 _GATHER_THREADS, _GATHER_SMS = 512, 8
-_RETURNED_THREADS = 256
+_FORWARDING_THREADS, _RETURNED_THREADS = 1024, 256
 _ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -255,6 +257,40 @@ class Kernels:
             "UNROLL": unroll,
         }
         self._launch("combine_rows", constants, arguments, grid, num_threads)
+
+    def forwarding(
+        self, topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int, summary: torch.Tensor
+    ) -> DeviceForwarding:
+        """Plan what a rank sends to each other node.
+
+        Args:
+            topk_idx: int32 or int64 (num_tokens, num_topk), contiguous.
+            expert_to_node: int32 (num_experts,).
+            num_nodes: how many nodes there are.
+            own_node: nothing crosses to it.
+            summary: see ``DeviceForwarding``; in pinned memory, to be read once the kernel is done.
+
+        """
+        num_tokens = len(topk_idx)
+        plan = DeviceForwarding(
+            node_to_tokens=topk_idx.new_empty(num_nodes, num_tokens + 1, dtype=torch.int32),
+            token_to_place=topk_idx.new_empty(num_nodes, num_tokens, dtype=torch.int32),
+            summary=summary,
+        )
+        arguments = ForwardingArgs(
+            topk_idx=topk_idx.data_ptr(),
+            expert_to_node=expert_to_node.data_ptr(),
+            node_to_tokens=plan.node_to_tokens.data_ptr(),
+            token_to_place=plan.token_to_place.data_ptr(),
+            summary=summary.data_ptr(),
+            num_tokens=num_tokens,
+            num_experts=len(expert_to_node),
+            num_nodes=num_nodes,
+            own_node=own_node,
+        )
+        constants = {"NUM_TOPK": topk_idx.shape[1], "ID_BYTES": topk_idx.element_size()}
+        self._launch("plan_forwarding", constants, arguments, num_nodes, _FORWARDING_THREADS)
+        return plan
 
     def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
         """Pack ``rows[places[i]]`` into the front of a message of bytes; ``places`` is int32."""

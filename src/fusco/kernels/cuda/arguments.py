@@ -39,6 +39,15 @@ class GatherArgs(ctypes.Structure):
     _fields_ = [*((name, _POINTER) for name in ("rows", "message", "places")), ("num_rows", _I32)]
 
 
+class ForwardingArgs(ctypes.Structure):
+    """``ForwardingArgs`` of plan_forwarding.cu."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("topk_idx", "expert_to_node", "node_to_tokens", "token_to_place", "summary")),
+        *((name, _I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
+    ]
+
+
 @cache
 def returned_type(num_remote: int) -> type[ctypes.Structure]:
     """``ReturnedArgs`` of add_returned.cu."""
