@@ -26,6 +26,7 @@ from fusco.engine.record import Agreement, Record, check_agreement
 from fusco.kernels.cuda.arguments import Report
 from fusco.kernels.reference.add_returned import add_returned
 from fusco.kernels.reference.combine_rows import combine_rows, sum_partially
+from fusco.kernels.reference.plan_forwarding import DeviceForwarding, plan_forwarding
 from fusco.kernels.reference.plan_slots import mark_ranks, plan_slots
 from fusco.memory.device_layout import DeviceLayout
 from fusco.memory.layout import Capacity
@@ -83,7 +84,7 @@ class Board:
         self.memories = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in range(topology.world_size)]
         self.world = threading.Barrier(topology.world_size)
         self.nodes = [threading.Barrier(topology.ranks_per_node) for _ in range(topology.num_nodes)]
-        self.messages: dict[tuple[int, int], queue.Queue[bytes]] = {
+        self.messages: dict[tuple[int, int], queue.Queue[tuple[str, bytes]]] = {
             (src, dst): queue.Queue() for src in range(topology.world_size) for dst in range(topology.world_size)
         }
         self.told: dict[int, Any] = {}
@@ -149,9 +150,10 @@ class Network:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Event:
         for message in sends:
             sent = ctypes.string_at(message.address, message.num_bytes)
-            self._board.messages[self._rank, message.peer].put(sent)
+            self._board.messages[self._rank, message.peer].put((what, sent))
         for message in receives:
-            came = self._board.messages[message.peer, self._rank].get(timeout=_LIMIT_S)
+            theirs, came = self._board.messages[message.peer, self._rank].get(timeout=_LIMIT_S)
+            assert theirs == what, f"rank {message.peer} sent {theirs}, {what} was expected: NCCL would wait for ever"
             assert len(came) == message.num_bytes, f"{what}: {len(came)} bytes came, {message.num_bytes} were expected"
             ctypes.memmove(message.address, came, len(came))
         return Event()
@@ -252,6 +254,14 @@ class Kernels:
         sums = combine_rows(rows.to(wide), held.row_to_slots[own], own_weights, received, held.token_to_ranks, local)
         assert sums.shape == out.shape, (sums.shape, out.shape)
         out.copy_(sums)
+
+    def forwarding(
+        self, topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int, summary: torch.Tensor
+    ) -> DeviceForwarding:
+        table = torch.cat([expert_to_node.long(), torch.tensor([-1])])
+        plan = plan_forwarding(topk_idx, table, num_nodes, own_node)
+        summary.copy_(plan.summary)
+        return plan
 
     def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
         assert stream == 0

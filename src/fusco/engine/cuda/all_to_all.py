@@ -42,7 +42,8 @@ class RoundsOfMessages:
         receives = [*plan.receives_across, *(course for courses in plan.receives_within.values() for course in courses)]
         # Both ends of a course have it in the same round, and in the same order among those of their pair.
         for number in sorted({self._round_of(course) for course in (*sends, *receives)}):
-            self._exchange(*([course for course in of if self._round_of(course) == number] for of in (sends, receives)))
+            now = [[course for course in courses if self._round_of(course) == number] for courses in (sends, receives)]
+            self._exchange(*now, f"round {number} of an all-to-all")
         profile.internode_row_bytes += sum(course.total_bytes for course in plan.sends_across)
         profile.intranode_row_bytes += sum(
             course.total_bytes for courses in plan.receives_within.values() for course in courses
@@ -60,13 +61,13 @@ class RoundsOfMessages:
         own = self._memories[INPUT][source[OFFSET] :][: source[NUM_BYTES]]
         self._memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]].copy_(own)
 
-    def _exchange(self, sends: Sequence[Course], receives: Sequence[Course]) -> None:
+    def _exchange(self, sends: Sequence[Course], receives: Sequence[Course], what: str) -> None:
         outgoing = [(course.peer, self._gathered(spans)) for course in sends for spans in _whole(course)]
         incoming = [(course.peer, spans, self._room_for(spans)) for course in receives for spans in _whole(course)]
         self._network.exchange(
             [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in outgoing],
             [Message(peer, memory.data_ptr(), memory.nbytes) for peer, _, memory in incoming],
-            "a round of an all-to-all",
+            what,
         )
         for _, spans, memory in incoming:
             self._scatter(memory, spans)
