@@ -42,8 +42,9 @@ class RoundsOfMessages:
         receives = [*plan.receives_across, *(course for courses in plan.receives_within.values() for course in courses)]
         # Both ends of a course have it in the same round, and in the same order among those of their pair.
         for number in sorted({self._round_of(course) for course in (*sends, *receives)}):
-            now = [[course for course in courses if self._round_of(course) == number] for courses in (sends, receives)]
-            self._exchange(*now, f"round {number} of an all-to-all")
+            going = [course for course in sends if self._round_of(course) == number]
+            coming = [course for course in receives if self._round_of(course) == number]
+            self._exchange(going, coming, f"round {number} of an all-to-all")
         profile.internode_row_bytes += sum(course.total_bytes for course in plan.sends_across)
         profile.intranode_row_bytes += sum(
             course.total_bytes for courses in plan.receives_within.values() for course in courses
