@@ -183,6 +183,25 @@ def test_static_slots_take_what_fits():
     assert max(scene.run(work)) > 9
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_and_weights_that_are_slices_of_wider_rows(dtype):
+    scene = Scene(kind="ragged", seed=5, num_nodes=2, ranks_per_node=2)
+    law, case, x = scene.law, scene.case, scene.rows(torch.float32)
+    y = world_rows(law, HIDDEN, torch.float32, 5)
+
+    def work(rank, shuffle, _):
+        ids, weights = case.topk_idx(rank).to(dtype), case.topk_weights(rank)
+        wide = [torch.cat([part, torch.full_like(part, 3)], dim=1)[:, : part.shape[1]] for part in (ids, weights)]
+        order = dataclasses.replace(scene.order(rank, [x[rank]]), routing=Routing(*wide))
+        plan, (rows,), _ = shuffle.dispatch(Agreement("dispatch"), order, STREAM)
+        assert_same_bits(rows, law.rows(rank, x), "dispatch")
+        out = shuffle.combine(plan, y[rank], torch.float32, Launch(), STREAM, is_weighted=True)
+        sums = law.sums(rank, y, case.world_topk_weights(), law.ranks)
+        assert_within(out, sums.exact, law.error_bound(sums, torch.float32, None, num_journeys=2), "combine")
+
+    scene.run(work)
+
+
 def test_an_id_that_is_no_expert_is_told_to_all_ranks():
     scene = Scene(kind="balanced", seed=0, num_nodes=2, ranks_per_node=2)
     x = scene.rows(torch.float32)
