@@ -60,7 +60,8 @@ def plan_forwarding_on_device(
     node_to_tokens.scatter_(1, torch.where(marks, places, num_tokens), tokens)
 
     # One pair more, so that there is a first one.
-    is_stranger = torch.cat([~(is_expert | (topk_idx == -1)).view(-1), torch.ones(1, dtype=torch.bool, device=device)])
+    is_fine = (is_expert | (topk_idx == -1)).reshape(-1)
+    is_stranger = torch.cat([~is_fine, torch.ones(1, dtype=torch.bool, device=device)])
     first = is_stranger.int().argmax()
     stranger = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
     return DeviceForwarding(

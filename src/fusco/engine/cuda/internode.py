@@ -56,7 +56,8 @@ class InternodeShuffle:
         self._refuse_capture()
         node, launch = self._node, _with_sms(order.launch)
         order = replace(order, launch=launch)
-        payloads, routing = list(map(plain, order.payloads)), order.routing
+        routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
+        payloads = list(map(plain, order.payloads))
         with node.timeline.span("plan", "rows for each node"):
             forwarding = plan_forwarding_on_device(
                 routing.topk_idx, self._expert_to_node, self._topology.num_nodes, self._own_node
