@@ -99,6 +99,12 @@ class DeviceLayout:
         least = self.capacity.max_row_bytes * num_remote
         return _align(max(self.slice_bytes, least)) + _ALIGNMENT * MAX_PAYLOADS * num_remote
 
+    def rows_per_slice(self, row_bytes: int) -> int:
+        """Rows that go to each other node in a slice; as many for all of them together as fit into the pool of sums."""
+        num_remote = self.topology.num_nodes - 1
+        by_bytes = self.slice_bytes // max(1, row_bytes * num_remote)
+        return max(1, min(by_bytes, self.max_rows // num_remote))
+
     def ring_offset(self, consumer: int, message: int) -> int:
         """Where a message to a rank stands."""
         slot = consumer * self.ring_depth + message % self.ring_depth

@@ -1,305 +1,214 @@
-"""Nodes of GPUs, simulated: a thread for each rank, the host's side of the CUDA engine as it is, twins for its kernels.
-
-Addresses are those of CPU memory, and bytes really move between them: whatever slices, slots, pools and messages the
-host computes is what happens. What runs when on a device is not simulated: each launch is done before the next.
-"""
+"""Ranks of several nodes with simulated devices: all of the CUDA engine but its kernels, NCCL and records."""
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import numpy as np
-import pytest
 import torch
+from simulated_device import Event, Machine, OnDevice, Stream
+from simulated_kernels import NodeWords, SimulatedLibrary
 
+from fusco.engine.cuda.arena import Arena
+from fusco.engine.cuda.crossing import InternodePlan
 from fusco.engine.cuda.internode import InternodeShuffle
-from fusco.engine.cuda.kernels import Payload, PublishedRouting
+from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.node import NodeShuffle
-from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement, Record, check_agreement
-from fusco.kernels.cuda.arguments import Report
-from fusco.kernels.reference.add_returned import add_returned
-from fusco.kernels.reference.combine_rows import combine_rows, sum_partially
-from fusco.kernels.reference.plan_forwarding import DeviceForwarding, plan_forwarding
-from fusco.kernels.reference.plan_slots import mark_ranks, plan_slots
 from fusco.memory.device_layout import DeviceLayout
-from fusco.memory.layout import Capacity
 from fusco.placement import ExpertPlacement
-from fusco.settings import Settings
-from fusco.topology import Topology
 from fusco.transport.nccl import Message
 
-_LIMIT_S = 30.0
+
+class Meetings:
+    """Where all ranks bring something, one meeting after the other, and none goes on before all have."""
+
+    def __init__(self, machine: Machine, num_ranks: int) -> None:
+        self._machine, self._num_ranks = machine, num_ranks
+        self._num_met = [0] * num_ranks
+        self._brought: list[dict[int, Any]] = []
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        number = self._num_met[rank]
+        self._num_met[rank] += 1
+        if number == len(self._brought):
+            self._brought.append({})
+        here = self._brought[number]
+        here[rank] = thing
+        self._machine.wait(lambda: len(here) == self._num_ranks)
+        return [here[r] for r in range(self._num_ranks)]
 
 
-class Stream:
-    """A stream on which everything is done at once."""
+@dataclass
+class Exchange:
+    """What one rank sends and receives side by side; begun, when the stream has come to it, and what has arrived."""
 
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+    has_begun: bool = False
+    has_received: bool = False
 
 
-class Event:
-    """An event that has come."""
+class SimulatedNccl:
+    """All ranks' messages. They are copied some time between the moment when both ends have begun and the end."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, machine: Machine, num_ranks: int) -> None:
+        self._machine = machine
+        self.exchanges: list[list[Exchange]] = [[] for _ in range(num_ranks)]
 
-    def record(self, stream: Stream | None = None) -> None:
-        pass
+    def exchange(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], stream: Stream) -> None:
+        number, exchange = len(self.exchanges[rank]), Exchange(sends, receives)
+        self.exchanges[rank].append(exchange)
 
-    def query(self) -> bool:
-        return True
+        def of(peer: int) -> Exchange | None:
+            known = self.exchanges[peer]
+            return known[number] if number < len(known) else None
 
+        def begin() -> None:
+            exchange.has_begun = True
 
-def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what the engine takes from torch's CUDA work on the CPU."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        def have_senders_begun() -> bool:
+            return all((there := of(message.peer)) is not None and there.has_begun for message in receives)
 
+        def receive() -> None:
+            for src in {message.peer for message in receives}:
+                there = of(src)
+                assert there
+                self._copy(
+                    [message for message in there.sends if message.peer == rank],
+                    [message for message in receives if message.peer == src],
+                )
+            exchange.has_received = True
 
-class Board:
-    """What all ranks share: memories, meeting points, messages under way, what each rank has told the others."""
+        def have_receivers_received() -> bool:
+            return all((there := of(message.peer)) is not None and there.has_received for message in sends)
 
-    def __init__(self, layout: DeviceLayout) -> None:
-        topology = layout.topology
-        size = layout.offsets["end"]
-        # NaN in every dtype: nobody may rely on what memory holds.
-        self.memories = [torch.full((size,), 0xFF, dtype=torch.uint8) for _ in range(topology.world_size)]
-        self.world = threading.Barrier(topology.world_size)
-        self.nodes = [threading.Barrier(topology.ranks_per_node) for _ in range(topology.num_nodes)]
-        self.messages: dict[tuple[int, int], queue.Queue[tuple[str, bytes]]] = {
-            (src, dst): queue.Queue() for src in range(topology.world_size) for dst in range(topology.world_size)
-        }
-        self.told: dict[int, Any] = {}
+        stream.launch("beginning messages", begin)
+        stream.launch("receiving messages", receive, have_senders_begun)
+        stream.launch("sending messages", lambda: None, have_receivers_received)
 
-    def gather(self, rank: int, value: Any, barrier: threading.Barrier) -> dict[int, Any]:
-        """Tell a value, and learn those of whoever meets at the barrier."""
-        self.told[rank] = value
-        barrier.wait(_LIMIT_S)
-        told = dict(self.told)
-        barrier.wait(_LIMIT_S)
-        return told
-
-
-class Arena:
-    """See ``fusco.engine.cuda.arena.Arena``."""
-
-    def __init__(self, layout: DeviceLayout, rank: int, board: Board) -> None:
-        topology = layout.topology
-        self.layout, self.rank, self.device, self._board = layout, rank, torch.device("cpu"), board
-        self.node_ranks = topology.node_to_ranks[topology.rank_to_node[rank]]
-        self.local = topology.rank_to_local[rank]
-        self.report = Report(bad_src=-1)
-
-    def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        return -1, 0
-
-    def address(self, local: int, buffer: int, offset: int) -> int:
-        assert buffer == 0
-        assert 0 <= offset <= self.layout.offsets["end"]
-        return self._board.memories[self.node_ranks[local]].data_ptr() + offset
-
-    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        assert offset + num_bytes <= self.layout.offsets["sums"], "rows lie outside the pool"
-        return self._board.memories[self.rank][offset : offset + num_bytes]
+    def _copy(self, sent: Sequence[Message], received: Sequence[Message]) -> None:
+        sizes, expected = ([message.num_bytes for message in messages] for messages in (sent, received))
+        assert sizes == expected, f"messages of {sizes} bytes were sent, of {expected} bytes expected"
+        for source, target in zip(sent, received, strict=True):
+            shape = (source.num_bytes,)
+            rows = self._machine.at(source.address, torch.uint8, shape)
+            self._machine.at(target.address, torch.uint8, shape).copy_(rows)
 
 
-class Rounds:
-    """See ``fusco.engine.host.rounds.Rounds``."""
+class SimulatedNetwork:
+    """Stands in for ``Network``."""
 
-    def __init__(self, rank: int, board: Board) -> None:
-        self._rank, self._board, self.profile = rank, board, CallProfile()
+    def __init__(self, nccl: SimulatedNccl, rank: int, stream: Stream) -> None:
+        self.stream = stream
+        self._nccl, self._rank = nccl, rank
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Event:
+        assert all(message.num_bytes for message in (*sends, *receives)), what
+        self._nccl.exchange(self._rank, sends, receives, self.stream)
+        done = Event()
+        done.record(self.stream)
+        return done
+
+
+class SimulatedRounds:
+    """Stands in for ``Rounds``."""
+
+    def __init__(self, meetings: Meetings, rank: int) -> None:
+        self.profile = CallProfile()
+        self._meetings, self._rank = meetings, rank
 
     def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
-        told = self._board.gather(self._rank, Record(agreement, tuple(counts)), self._board.world)
-        records = [told[rank] for rank in sorted(told)]
+        records: list[Record] = self._meetings.meet(self._rank, Record(agreement, tuple(counts)))
         check_agreement([record.agreement for record in records], self._rank)
         return records
 
 
-class Watch:
-    """See ``fusco.liveness.watch.Watch``: here everything has come."""
+class SimulatedWatch:
+    """Stands in for ``Watch``: nobody is ever late."""
 
-    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], object]) -> None:
-        assert is_ready(), stall()
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
 
-
-class Network:
-    """See ``fusco.engine.cuda.network.Network``."""
-
-    def __init__(self, rank: int, board: Board) -> None:
-        self._rank, self._board, self.stream = rank, board, Stream()
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Event:
-        for message in sends:
-            sent = ctypes.string_at(message.address, message.num_bytes)
-            self._board.messages[self._rank, message.peer].put((what, sent))
-        for message in receives:
-            theirs, came = self._board.messages[message.peer, self._rank].get(timeout=_LIMIT_S)
-            assert theirs == what, f"rank {message.peer} sent {theirs}, {what} was expected: NCCL would wait for ever"
-            assert len(came) == message.num_bytes, f"{what}: {len(came)} bytes came, {message.num_bytes} were expected"
-            ctypes.memmove(message.address, came, len(came))
-        return Event()
+    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Any]) -> None:
+        stall()
+        self._machine.wait(is_ready)
 
 
-class Kernels:
-    """See ``fusco.engine.cuda.kernels.Kernels``."""
-
-    def __init__(self, arena: Arena, placement: ExpertPlacement, board: Board) -> None:
-        topology = arena.layout.topology
-        self._arena, self._board, self.num_sms = arena, board, 0
-        self._node = topology.rank_to_node[arena.rank]
-        self._meeting = board.nodes[self._node]
-        self._expert_to_local = placement.local_index_table(arena.rank, arena.device)[:-1].int()
-        places = zip(topology.rank_to_node, topology.rank_to_local, strict=True)
-        rank_to_place = [local if node == self._node else -1 for node, local in places]
-        self._expert_to_place = placement.membership_table(rank_to_place, arena.device)
-        self._num_local = len(placement.rank_to_experts[arena.rank])
-
-    def plan(
-        self,
-        plan: DevicePlan,
-        published: Sequence[PublishedRouting],
-        *,
-        expert_alignment: int,
-        max_slots: int,
-        ticket: int,
-        **_: Any,
-    ) -> None:
-        told = self._board.gather(self._arena.rank, list(published), self._meeting)
-        by_source = {of.source: of for rank in self._arena.node_ranks for of in told[rank]}
-        assert sorted(by_source) == list(range(len(plan.first_row) - 1)), "every source is published once in a node"
-        ids = torch.cat([by_source[src].topk_idx.long() for src in sorted(by_source)])
-        assert [len(by_source[src].topk_idx) for src in sorted(by_source)] == list(np.diff(plan.first_row))
-        slots = plan_slots(ids, self._expert_to_local, self._num_local, expert_alignment, min(max_slots, 1 << 20))
-        plan.row_to_slots.copy_(slots.row_to_slots)
-        plan.num_rows_per_expert.copy_(slots.num_rows_per_expert)
-        plan.block_to_first_slot.copy_(slots.block_to_first_slot)
-        if plan.weights is not None:
-            plan.weights.copy_(torch.cat([by_source[src].topk_weights for src in sorted(by_source)]))  # type: ignore[misc]
-        held = torch.cat([by_source[src].topk_idx.long() for src in plan.held])
-        plan.token_to_ranks.copy_(mark_ranks(self._expert_to_place[held], torch.arange(32)))
-        self._arena.report.num_slots, self._arena.report.ticket = slots.num_slots_needed, ticket
-
-    def stage(
-        self, payloads: Sequence[Payload], pools: Sequence[int], num_tokens: int, num_sms: int | None, stream: int
-    ) -> None:
-        assert num_sms is not None
-        assert stream == 0
-        for payload, pool in zip(payloads, pools, strict=True):
-            ctypes.memmove(pool, payload.address, num_tokens * payload.row_bytes)
-
-    def scatter(
-        self,
-        plan: DevicePlan,
-        held: HeldRows,
-        payloads: Sequence[Payload],
-        rows: Sequence[Sequence[int]],
-        *,
-        clears_padding: bool,
-        **_: Any,
-    ) -> None:
-        self._meeting.wait(_LIMIT_S)  # all rows of the node are there
-        for p, payload in enumerate(payloads):
-            size = payload.row_bytes
-            if clears_padding:
-                ctypes.memset(payload.output_address, 0, plan.num_slots * size)
-            for local, starts in enumerate(rows):
-                for i, row in enumerate(range(held.first_row[local], held.first_row[local + 1])):
-                    for slot in held.row_to_slots[row].tolist():
-                        if slot >= 0:
-                            ctypes.memmove(payload.output_address + slot * size, starts[p] + i * size, size)
-        self._meeting.wait(_LIMIT_S)  # nobody reads the pools any more
-
-    def combine(
-        self,
-        held: HeldRows,
-        rows: torch.Tensor,
-        wire_dtype: torch.dtype,
-        out: torch.Tensor,
-        *,
-        is_weighted: bool,
-        num_sms: int | None,
-    ) -> None:
-        assert num_sms is not None
-        assert max(np.diff(held.first_row)) <= self._arena.layout.max_rows
-        weights = held.weights if is_weighted else None
-        # In float32 at the holder, whatever the rows are: ``out`` may be that wide.
-        partial = sum_partially(rows, held.row_to_slots, weights, wire_dtype)
-        told = self._board.gather(self._arena.rank, partial, self._meeting)
-        local = self._arena.local
-        own = slice(held.first_row[local], held.first_row[local + 1])
-        received = {
-            place: told[rank][own] for place, rank in enumerate(self._arena.node_ranks) if rank != self._arena.rank
-        }
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        own_weights = None if weights is None else weights[own]
-        sums = combine_rows(rows.to(wide), held.row_to_slots[own], own_weights, received, held.token_to_ranks, local)
-        assert sums.shape == out.shape, (sums.shape, out.shape)
-        out.copy_(sums)
-
-    def forwarding(
-        self, topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int, summary: torch.Tensor
-    ) -> DeviceForwarding:
-        table = torch.cat([expert_to_node.long(), torch.tensor([-1])])
-        plan = plan_forwarding(topk_idx, table, num_nodes, own_node)
-        summary.copy_(plan.summary)
-        return plan
-
-    def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
-        assert stream == 0
-        packed = rows.index_select(0, places).contiguous().view(-1).view(torch.uint8)
-        message[: len(packed)] = packed
-
-    def add_returned(
-        self, own: torch.Tensor, returned: Sequence[torch.Tensor], places: Sequence[torch.Tensor], out: torch.Tensor
-    ) -> None:
-        out.copy_(add_returned(own, returned, places, out.dtype))
+@dataclass
+class Roll:
+    rank: int
 
 
-def on_every_rank(
-    topology: Topology,
-    placement: ExpertPlacement,
-    capacity: Capacity,
-    settings: Settings,
-    work: Callable[[int, InternodeShuffle, Rounds], Any],
-) -> list[Any]:
-    """Call a function on every rank of some simulated nodes and return its results, by rank."""
-    layout = DeviceLayout(topology, capacity, settings)
-    board = Board(layout)
+@dataclass(frozen=True)
+class Mapped:
+    """Stands in for PyTorch's handle of symmetric memory."""
 
-    def run(rank: int) -> Any:
-        arena, rounds = Arena(layout, rank, board), Rounds(rank, board)
-        kernels: Any = Kernels(arena, placement, board)
-        try:
-            node = NodeShuffle(arena, kernels, placement, rounds, Watch())  # type: ignore[arg-type]
-            return work(rank, InternodeShuffle(node, Network(rank, board)), rounds)  # type: ignore[arg-type]
-        except BaseException:
-            for barrier in (board.world, *board.nodes):
-                barrier.abort()  # nobody waits for this rank
-            raise
+    memories: Sequence[torch.Tensor]
 
-    with ThreadPoolExecutor(topology.world_size) as threads:
-        futures = [threads.submit(run, rank) for rank in range(topology.world_size)]
-        errors = [error for future in futures if (error := future.exception())]
-        # A rank that breaks the meeting points fails first; what the others say of it is noise.
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        return [future.result() for future in futures]
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        return [memory.data_ptr() for memory in self.memories]
+
+    def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.memories[rank][: size[0]]
+
+
+@dataclass
+class Rank:
+    """One rank of a simulated world; ``stream`` is the caller's."""
+
+    rank: int
+    arena: Arena
+    internode: InternodeShuffle
+    stream: Stream
+    profile: CallProfile
+
+
+class World:
+    """All ranks of a layout's topology."""
+
+    def __init__(self, layout: DeviceLayout, placement: ExpertPlacement, machine: Machine) -> None:
+        self.layout, self.placement, self.machine = layout, placement, machine
+        topology = layout.topology
+        self._words = [NodeWords(layout.num_ranks) for _ in range(topology.num_nodes)]
+        self._records, self._buffers = (Meetings(machine, topology.world_size) for _ in range(2))
+        self.nccl = SimulatedNccl(machine, topology.world_size)
+
+    def run(self, program: Callable[[Rank], Any]) -> list[Any]:
+        """Run a program on every rank; returns what it returns, once all that it launched is done."""
+
+        def on_rank(rank: int) -> Any:
+            stream = self.machine.new_stream()
+            with OnDevice(self.machine, stream):
+                return program(self._start(rank, stream))
+
+        own_rows = vars(InternodePlan)["own_rows"]
+        with (
+            self.machine.installed(),
+            mock.patch("fusco.engine.cuda.arena.rendezvous", self._rendezvous),
+            # Until Python 3.12, one rank at a time can be in a cached property, but here it waits for others inside.
+            mock.patch.object(own_rows, "lock", nullcontext(), create=True),
+        ):
+            return self.machine.run(on_rank, self.layout.topology.world_size)
+
+    def _rendezvous(self, memory: torch.Tensor, roll: Roll, ranks: Sequence[int], name: str) -> Mapped:
+        met = self._buffers.meet(roll.rank, (name, memory))
+        assert {other for other, _ in met} == {name}
+        return Mapped([met[rank][1] for rank in ranks])
+
+    def _start(self, rank: int, stream: Stream) -> Rank:
+        layout, machine = self.layout, self.machine
+        memory = torch.zeros(layout.offsets["end"], dtype=torch.uint8)
+        arena = Arena(layout, memory, Roll(rank))
+        words = self._words[layout.topology.rank_to_node[rank]]
+        kernels = Kernels(SimulatedLibrary(machine, words), arena, self.placement)
+        kernels.stream = stream.cuda_stream
+        rounds = SimulatedRounds(self._records, rank)
+        node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
+        network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
+        return Rank(rank, arena, InternodeShuffle(node, network), stream, rounds.profile)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import ctypes
+import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from simulated_nodes import Board, Network, without_a_gpu
 
 from fusco.bench.matrices import MatrixKind, make_matrix
 from fusco.engine.cuda.all_to_all import RoundsOfMessages
 from fusco.engine.profile import CallProfile
 from fusco.kernels.reference import copy_segments as twin
-from fusco.memory.device_layout import DeviceLayout
-from fusco.memory.layout import Capacity
 from fusco.schedule.itinerary import make_itinerary
 from fusco.schedule.schedule import make_schedule
-from fusco.settings import Settings
 from fusco.topology import Topology
 from generator import any_bits
 
+_LIMIT_S = 30.0
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    without_a_gpu(monkeypatch)
+
+class Network:
+    """Stands in for ``fusco.engine.cuda.network.Network`` on one rank: bytes move, a round at a time.
+
+    Both ends of a message must have it in the same round, and all come to their rounds in order: NCCL would wait for
+    ever otherwise.
+    """
+
+    def __init__(self, rank, mailboxes):
+        self._rank, self._mailboxes = rank, mailboxes
+
+    def exchange(self, sends, receives, what):
+        for message in sends:
+            self._mailboxes[self._rank, message.peer].put((what, ctypes.string_at(message.address, message.num_bytes)))
+        for message in receives:
+            theirs, came = self._mailboxes[message.peer, self._rank].get(timeout=_LIMIT_S)
+            assert (theirs, len(came)) == (what, message.num_bytes)
+            ctypes.memmove(message.address, came, len(came))
 
 
 class Kernels:
@@ -51,8 +65,8 @@ def matrices(num_ranks):
 
 def exchange(topology, matrix, mode):
     """All ranks' outputs, and what each counted."""
-    least = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
-    board = Board(DeviceLayout(topology, least, Settings(slice_bytes=64)))
+    everyone = range(topology.world_size)
+    mailboxes = {(src, dst): queue.Queue() for src in everyone for dst in everyone}
     schedule = make_schedule(matrix, topology, mode=mode)
     sent = [any_bits((int(matrix[rank].sum()),), torch.uint8, "sent", rank) for rank in range(topology.world_size)]
 
@@ -61,12 +75,12 @@ def exchange(topology, matrix, mode):
         output = torch.full((int(matrix[:, rank].sum()),), 0xFF, dtype=torch.uint8)
         spare = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in itinerary.spare_bytes]
         memories = [sent[rank], output, *spare]
-        RoundsOfMessages(itinerary, memories, Network(rank, board), Kernels()).run(profile)
+        RoundsOfMessages(itinerary, memories, Network(rank, mailboxes), Kernels()).run(profile)
         return output, profile
 
     with ThreadPoolExecutor(topology.world_size) as threads:
         results = list(threads.map(run, range(topology.world_size)))
-    assert all(left.empty() for left in board.messages.values()), "messages were sent that nobody took"
+    assert all(left.empty() for left in mailboxes.values()), "messages were sent that nobody took"
     return sent, results
 
 

@@ -1,222 +1,347 @@
-"""CUDA between nodes without a GPU: on simulated nodes every row lands by the law, and every sum comes home."""
+"""CUDA between nodes on simulated devices: what arrives is the law, however it is sliced and whatever runs first.
+
+Everything but the kernels, NCCL and the exchange of records is the very code that runs on a GPU: which rows a slice
+has, where they stand in rings and pools, what each kernel is told, and which stream waits for which.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from simulated_nodes import Stream, on_every_rank, without_a_gpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import Machine
+from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco import BALANCERS
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RejectedInputError, Settings, StaticSlots, Topology
 from fusco.engine.base import DispatchOrder
+from fusco.engine.cuda.crossing import InternodePlan
 from fusco.engine.record import Agreement
-from fusco.errors import RejectedInputError
-from fusco.launch import Launch, StaticSlots
-from fusco.memory.layout import Capacity
-from fusco.placement import ExpertPlacement
+from fusco.memory.device_layout import DeviceLayout
+from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.routing import Routing
-from fusco.settings import Settings
-from fusco.topology import Topology
-from generator import KINDS, Case, any_bits
+from generator import KINDS, Case, any_bits, number_of
 from law import Law
 
-TOPOLOGIES = [(2, 2), (4, 1), (3, 2), (2, 3)]  # nodes, ranks of each
-HIDDEN, MAX_TOKENS = 5, 14
-STREAM = Stream()
+NUM_EXPERTS = 12
+PAYLOADS = (
+    ((torch.bfloat16, (5,)),),
+    ((torch.float32, (8,)),),
+    ((torch.uint8, (3,)), (torch.float32, (4,)), (torch.float64, ())),
+    ((torch.float8_e4m3fn, (32,)), (torch.float32, (1,))),
+)
+ID_LAYOUTS = {
+    "rows": lambda ids: ids,
+    "columns": lambda ids: ids.T.contiguous().T,
+    "half of wider rows": lambda ids: torch.cat([ids, ids], dim=1)[:, : ids.shape[1]],
+}
 
 
-@pytest.fixture(autouse=True)
-def simulated(monkeypatch):
-    without_a_gpu(monkeypatch)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is dispatched, and on which nodes."""
+    """A world, its routing, and how it is to be moved."""
 
-    kind: str
-    seed: int
     num_nodes: int
     ranks_per_node: int
+    kind: str = "ragged with holes"
+    seed: int = 0
+    are_nodes_interleaved: bool = False
     balancer: str = "send-and-receive"
     slice_bytes: int = 64
-    alignment: int = 1
-    static: StaticSlots | None = None
+    ring_depth: int = 2
+    payloads: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = PAYLOADS[0]
+    dtype: torch.dtype = torch.bfloat16
     wire_dtype: torch.dtype | None = None
+    hidden: int = 5
+    alignment: int = 1
+    is_static: bool = False
+    is_weighted: bool = True
+    is_in_place: bool = False
+    id_layout: str = "rows"
 
     @property
-    def topology(self):
-        return Topology.of_equal_nodes(self.num_nodes * self.ranks_per_node, self.ranks_per_node)
+    def topology(self) -> Topology:
+        world_size = self.num_nodes * self.ranks_per_node
+        if self.are_nodes_interleaved:
+            return Topology(tuple(rank % self.num_nodes for rank in range(world_size)))
+        return Topology.of_equal_nodes(world_size, self.ranks_per_node)
 
     @property
-    def case(self):
+    def case(self) -> Case:
         return Case(
             kind=self.kind,
             seed=self.seed,
             world_size=self.topology.world_size,
-            num_experts=2 * self.topology.world_size + 1,
-            num_topk=4,
-            max_tokens=MAX_TOKENS,
+            num_experts=NUM_EXPERTS,
+            num_topk=1 + self.seed % 5,
+            max_tokens=9,
         )
 
-    @property
-    def placement(self):
-        # Uneven, and out of order.
-        owners = [expert * 5 % self.topology.world_size for expert in range(self.case.num_experts)]
-        return ExpertPlacement.explicit(owners, self.topology.world_size)
+    @cached_property
+    def placement(self) -> ExpertPlacement:
+        """Equal shares, or any; some ranks may have no expert then."""
+        world_size = self.topology.world_size
+        if self.seed % 2 and NUM_EXPERTS % world_size == 0:
+            return ExpertPlacement.contiguous(NUM_EXPERTS, world_size)
+        owners = [number_of(0, world_size - 1, self.seed, "owner", e) for e in range(NUM_EXPERTS)]
+        return ExpertPlacement.explicit(owners, world_size)
 
-    @property
-    def law(self):
+    @cached_property
+    def law(self) -> Law:
         return Law(self.case.world_topk_idx, self.placement.expert_to_rank, self.alignment)
 
-    def run(self, work):
-        capacity = Capacity(max_tokens_per_rank=MAX_TOKENS, max_bytes_per_token=96, num_topk=4)
-        settings = Settings(slice_bytes=self.slice_bytes, ring_depth=2, wire_dtype=self.wire_dtype)
-        return on_every_rank(self.topology, self.placement, capacity, settings, work)
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, self.wire_dtype or self.dtype)
 
-    def order(self, rank, payloads, topk_idx=None):
-        ids = self.case.topk_idx(rank) if topk_idx is None else topk_idx
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token, all payloads together."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.payloads)
+
+    @property
+    def layout(self) -> DeviceLayout:
+        """With room for nothing more than this."""
+        capacity = Capacity(
+            max_tokens_per_rank=self.case.max_tokens,
+            max_bytes_per_token=max(self.row_bytes, self.hidden * self.sent_dtype.itemsize),
+            num_topk=self.case.num_topk,
+        )
+        return DeviceLayout(self.topology, capacity, Settings(slice_bytes=self.slice_bytes, ring_depth=self.ring_depth))
+
+    def rows(self, what: str, rank: int) -> list[torch.Tensor]:
+        """Each payload of a rank."""
+        num_tokens = self.case.num_tokens(rank)
+        return [
+            any_bits((num_tokens, *shape), dtype, self.seed, what, p, rank)
+            for p, (dtype, shape) in enumerate(self.payloads)
+        ]
+
+
+class Outcome(NamedTuple):
+    """What one rank has of it all; bytes are those that it sent to other nodes while dispatching."""
+
+    plan: InternodePlan
+    moved: dict[str, list[torch.Tensor]]
+    sums: list[torch.Tensor]
+    row_bytes: int
+    metadata_bytes: int
+
+
+class Play:
+    """All verbs on all ranks, none of which is waited for, and what must come of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, case, self._ranks = scene, scene.case, scene.law.ranks
+        self.x = {what: [scene.rows(what, rank) for rank in self._ranks] for what in ("x", "other x")}
+        self.y = world_rows(scene.law, scene.hidden, scene.dtype, scene.seed)
+        weights_dtype = torch.float64 if scene.dtype == torch.float64 else torch.float32
+        self.weights = case.world_topk_weights(weights_dtype) if scene.is_weighted else None
+        self.ids = [ids.to(torch.int32 if scene.seed % 3 else torch.int64) for ids in case.world_topk_idx]
+
+    def run(self, order: int) -> list[Outcome]:
+        """Everything, in an order that a number chooses."""
+        return World(self.scene.layout, self.scene.placement, Machine(order)).run(self._on_rank)
+
+    def _on_rank(self, at: Rank) -> Outcome:
+        scene, rank, agreement, launch = self.scene, at.rank, Agreement(""), Launch()
+        order = self._order(rank, self._payloads(at))
+        plan, rows, rejection = at.internode.dispatch(agreement, order, at.stream)
+        assert plan is not None
+        assert rejection is None
+        sent = at.profile.internode_row_bytes, at.profile.internode_metadata_bytes
+        others = [made_on(at, rows) for rows in self.x["other x"][rank]]
+        moved = {"x": rows, "other x": at.internode.dispatch_along(agreement, plan, others, launch, at.stream)}
+        sums = []
+        for is_weighted in self._weightings:
+            y = made_on(at, self.y[rank])
+            sums.append(at.internode.combine(plan, y, scene.sent_dtype, launch, at.stream, is_weighted=is_weighted))
+        return Outcome(plan, moved, sums, *sent)
+
+    @property
+    def _weightings(self) -> Sequence[bool]:
+        return (True, False) if self.scene.is_weighted else (False,)
+
+    def _order(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchOrder:
+        scene, weights = self.scene, self.weights
+        ids = ID_LAYOUTS[scene.id_layout](self.ids[rank].clone())
         return DispatchOrder(
-            routing=Routing(ids, self.case.topk_weights(rank)),
+            routing=Routing(ids, None if weights is None else weights[rank].clone()),
             payloads=payloads,
-            placement=self.placement,
-            balancer=BALANCERS[self.balancer],
-            expert_alignment=self.alignment,
-            static=self.static,
+            placement=scene.placement,
+            balancer=BALANCERS[scene.balancer],
+            expert_alignment=scene.alignment,
+            static=StaticSlots(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
             launch=Launch(),
         )
 
-    def rows(self, dtype, name="x"):
-        """Token-major rows of every rank."""
-        law = self.law
-        return [any_bits((self.case.num_tokens(r), HIDDEN), dtype, self.seed, name, r) for r in law.ranks]
+    def _payloads(self, at: Rank) -> list[torch.Tensor]:
+        """In memory of their own, or where peers see them."""
+        payloads = [made_on(at, rows) for rows in self.x["x"][at.rank]]
+        if not (self.scene.is_in_place and len(payloads) == 1):
+            return payloads
+        at.arena.share(torch.zeros(max(16, payloads[0].nbytes), dtype=torch.uint8))
+        if at.rank % 3 == 2:  # ranks need not all do so
+            return payloads
+        memory = at.arena.buffers[-1].memory[: payloads[0].nbytes]
+        return [memory.view(payloads[0].dtype).view(payloads[0].shape).copy_(payloads[0])]
 
+    def check(self, outcomes: Sequence[Outcome]) -> None:
+        """All outcomes against the law."""
+        for rank, outcome in enumerate(outcomes):
+            self._check_rows(rank, outcome)
+            self._check_sums(rank, outcome.sums)
+        scene = self.scene
+        num_crossings = scene.law.num_crossings(scene.topology.rank_to_node)
+        weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
+        metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
+        assert sum(outcome.row_bytes for outcome in outcomes) == num_crossings * scene.row_bytes
+        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_crossings * metadata_bytes
 
-def check_dispatch_and_combine(scene, dtype):
-    law, case, x, again = scene.law, scene.case, scene.rows(dtype), scene.rows(torch.uint8, "again")
-    y = world_rows(law, HIDDEN, dtype, scene.seed)
-    row_bytes = HIDDEN * dtype.itemsize
-    wire_dtype = torch.promote_types(dtype, scene.wire_dtype or dtype)
-
-    def work(rank, shuffle, rounds):
-        plan, (rows,), rejection = shuffle.dispatch(Agreement("dispatch"), scene.order(rank, [x[rank]]), STREAM)
-        assert rejection is None
-        assert_same_bits(rows, law.rows(rank, x), "dispatch")
+    def _check_rows(self, rank: int, outcome: Outcome) -> None:
+        law, plan = self.scene.law, outcome.plan
+        num_slots = len(law.slots(rank))
         assert plan.num_rows_per_expert.tolist() == law.counts(rank)
-        sent = rounds.profile.internode_row_bytes
+        for what, outputs in outcome.moved.items():
+            for p, output in enumerate(outputs):
+                expected = law.rows(rank, [payloads[p] for payloads in self.x[what]])
+                assert_same_bits(output[:num_slots], expected, f"payload {p} of {what} on rank {rank}")
+        if self.weights is not None:
+            expected = law.row_weights(rank, self.weights)
+            assert_same_bits(plan.slot_weights[:num_slots], expected, f"weights by slot on rank {rank}")
 
-        (rows,) = shuffle.dispatch_along(Agreement("dispatch_again"), plan, [again[rank]], Launch(), STREAM)
-        assert_same_bits(rows, law.rows(rank, again), "dispatch along the same plan")
-
-        rounds.profile.internode_row_bytes = 0
-        out = shuffle.combine(plan, y[rank], wire_dtype, Launch(), STREAM, is_weighted=True)
-        assert out.dtype == dtype
-        sums = law.sums(rank, y, case.world_topk_weights(), law.ranks)
-        assert_within(out, sums.exact, law.error_bound(sums, dtype, scene.wire_dtype, num_journeys=2), "combine")
-        plain = shuffle.combine(plan, y[rank], wire_dtype, Launch(), STREAM, is_weighted=False)
-        sums = law.sums(rank, y, None, law.ranks)
-        assert_within(plain, sums.exact, law.error_bound(sums, dtype, scene.wire_dtype, num_journeys=2), "unweighted")
-        return sent, rounds.profile.internode_row_bytes, out
-
-    results = scene.run(work)
-    crossings = law.num_crossings(scene.topology.rank_to_node)
-    assert sum(sent for sent, _, _ in results) == crossings * row_bytes
-    assert sum(home for _, home, _ in results) == 2 * crossings * HIDDEN * wire_dtype.itemsize
-    return [out for _, _, out in results]
+    def _check_sums(self, rank: int, sums: Sequence[torch.Tensor]) -> None:
+        scene, law = self.scene, self.scene.law
+        for is_weighted, out in zip(self._weightings, sums, strict=True):
+            assert out.dtype == scene.dtype
+            # Partial sums travel within a node, and then between nodes.
+            exact = law.sums(rank, self.y, self.weights if is_weighted else None, law.ranks)
+            bound = law.error_bound(exact, scene.dtype, scene.wire_dtype, num_journeys=2)
+            assert_within(out, exact.exact, bound, f"sums of rank {rank}")
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), TOPOLOGIES)
+def made_on(at: Rank, values: torch.Tensor) -> torch.Tensor:
+    """A tensor that the caller's stream fills when it comes to it."""
+    made = torch.empty_like(values)
+    at.stream.launch("making rows", lambda: made.copy_(values))
+    return made
+
+
+def play(scene: Scene, order: int) -> None:
+    """Run a scene, and check it."""
+    whole = Play(scene)
+    whole.check(whole.run(order))
+
+
+@st.composite
+def scenes(draw):
+    num_nodes = draw(st.integers(2, 4))
+    return Scene(
+        num_nodes=num_nodes,
+        ranks_per_node=draw(st.integers(1, 4)),
+        kind=draw(st.sampled_from(KINDS)),
+        seed=draw(st.integers(0, 1000)),
+        are_nodes_interleaved=draw(st.booleans()),
+        balancer=draw(st.sampled_from(sorted(BALANCERS))),
+        # From a row for each other node in a slice to all rows in one.
+        slice_bytes=draw(st.sampled_from([1, 16, 40])) * num_nodes * draw(st.integers(1, 12)),
+        ring_depth=draw(st.integers(2, 3)),
+        payloads=draw(st.sampled_from(PAYLOADS)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64])),
+        wire_dtype=draw(st.sampled_from([None, torch.float32])),
+        hidden=draw(st.sampled_from([1, 5, 8])),
+        alignment=draw(st.sampled_from([1, 4])),
+        is_static=draw(st.booleans()),
+        is_weighted=draw(st.booleans()),
+        is_in_place=draw(st.booleans()),
+        id_layout=draw(st.sampled_from(sorted(ID_LAYOUTS))),
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_routing(kind, num_nodes, ranks_per_node):
-    scene = Scene(kind=kind, seed=KINDS.index(kind), num_nodes=num_nodes, ranks_per_node=ranks_per_node)
-    check_dispatch_and_combine(scene, torch.float32)
+def test_what_arrives_is_the_law(kind):
+    for order, (num_nodes, ranks_per_node) in enumerate([(2, 1), (2, 2), (3, 2), (4, 1)]):
+        play(Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order), order)
 
 
-@pytest.mark.parametrize("slice_bytes", [1, 20, 1000, 1 << 20])
-@pytest.mark.parametrize("balancer", BALANCERS)
-def test_whatever_the_slices_and_the_balancer(slice_bytes, balancer):
-    for seed, kind in enumerate(("ragged with holes", "one rank has all tokens", "ragged and skewed")):
-        scene = Scene(
-            kind=kind, seed=seed, num_nodes=3, ranks_per_node=2, balancer=balancer, slice_bytes=slice_bytes, alignment=4
+@given(scene=scenes(), order=st.integers(0, 1000))
+@settings(max_examples=25)
+def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
+    play(scene, order)
+
+
+@pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
+@pytest.mark.parametrize("seed", [3, 4])  # int64 and int32
+def test_ids_may_stand_in_memory_in_any_order(layout, seed):
+    play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
+
+
+@dataclass(frozen=True)
+class Three:
+    """Three nodes of one rank and one expert each; the token of rank 1 goes to all of them."""
+
+    rows: tuple[float, float, float]
+
+    def sum(self) -> float:
+        placement = ExpertPlacement.contiguous(3, 3)
+        capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=4, num_topk=3)
+        layout = DeviceLayout(Topology((0, 1, 2)), capacity, Settings(slice_bytes=64))
+        return World(layout, placement, Machine(0)).run(self._on_rank)[1]
+
+    def _on_rank(self, at: Rank) -> float:
+        num_tokens = int(at.rank == 1)
+        order = DispatchOrder(
+            routing=Routing(torch.arange(3).expand(num_tokens, 3)),
+            payloads=[torch.ones(num_tokens, 1)],
+            placement=ExpertPlacement.contiguous(3, 3),
+            balancer=BALANCERS["static"],
+            expert_alignment=1,
+            static=None,
+            launch=Launch(),
         )
-        check_dispatch_and_combine(scene, torch.float32)
+        plan, _, _ = at.internode.dispatch(Agreement(""), order, at.stream)
+        y = torch.tensor([[self.rows[at.rank]]])
+        out = at.internode.combine(plan, y, torch.float32, Launch(), at.stream, is_weighted=False)
+        return float(out.sum())
 
 
-@pytest.mark.parametrize("wire_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_sums_of_every_dtype(dtype, wire_dtype):
-    scene = Scene(kind="ragged", seed=3, num_nodes=3, ranks_per_node=2, wire_dtype=wire_dtype)
-    check_dispatch_and_combine(scene, dtype)
+def test_the_own_nodes_sum_comes_first_then_the_others_ascending():
+    # In float32, (1e8 + 1) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1.
+    assert Three((1.0, 1e8, -1e8)).sum() == 0.0
+    assert Three((-1e8, 1e8, 1.0)).sum() == 1.0
+    assert Three((1e8, 1.0, -1e8)).sum() == 0.0
 
 
-@pytest.mark.parametrize("slice_bytes", [1, 40, 1 << 20])
-def test_several_payloads_of_odd_widths(slice_bytes):
-    for kind in ("ragged", "a rank without tokens", "no tokens"):
-        scene = Scene(kind=kind, seed=7, num_nodes=3, ranks_per_node=2, slice_bytes=slice_bytes)
-        law, tokens = scene.law, scene.case.num_tokens
-        widths = ((torch.uint8, 7), (torch.bfloat16, 3), (torch.float32, 0), (torch.float64, 2), (torch.uint8, 1))
-        world = [[any_bits((tokens(r), width), dtype, width, "x", r) for r in law.ranks] for dtype, width in widths]
+class Misrouted(Play):
+    """Rank 1 gives an id that is no expert, to begin with."""
 
-        def work(rank, shuffle, _, scene=scene, law=law, world=world):
-            payloads = [of_ranks[rank] for of_ranks in world]
-            _, rows, _ = shuffle.dispatch(Agreement("dispatch"), scene.order(rank, payloads), STREAM)
-            for i, (seen, of_ranks) in enumerate(zip(rows, world, strict=True)):
-                assert_same_bits(seen, law.rows(rank, of_ranks), f"payload {i}")
-
-        scene.run(work)
-
-
-def test_static_slots_take_what_fits():
-    scene = Scene(kind="ragged", seed=2, num_nodes=2, ranks_per_node=2, static=StaticSlots(9, "drop"))
-    law, x = scene.law, scene.rows(torch.float32)
-
-    def work(rank, shuffle, _):
-        plan, (rows,), _ = shuffle.dispatch(Agreement("dispatch"), scene.order(rank, [x[rank]]), STREAM)
-        expected = law.rows(rank, x)
-        assert (plan.num_slots, len(rows)) == (9, 9)
-        num_filled = min(9, len(expected))
-        assert_same_bits(rows[:num_filled], expected[:num_filled], "what fits")
-        return len(expected)
-
-    assert max(scene.run(work)) > 9
+    def _on_rank(self, at: Rank) -> Any:
+        order = self._order(at.rank, self._payloads(at))
+        wrong = order.routing.topk_idx.clone()
+        wrong[2, 1], wrong[3, 0] = NUM_EXPERTS, -2
+        is_wrong = at.rank == 1
+        try:
+            plan, rows, rejection = at.internode.dispatch(
+                Agreement("dispatch"), replace(order, routing=Routing(wrong)) if is_wrong else order, at.stream
+            )
+        except RejectedInputError as error:
+            rejection, plan, rows = error, None, []
+        assert (plan, rows) == (None, [])
+        super()._on_rank(at)  # all go on
+        return rejection
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_ids_and_weights_that_are_slices_of_wider_rows(dtype):
-    scene = Scene(kind="ragged", seed=5, num_nodes=2, ranks_per_node=2)
-    law, case, x = scene.law, scene.case, scene.rows(torch.float32)
-    y = world_rows(law, HIDDEN, torch.float32, 5)
-
-    def work(rank, shuffle, _):
-        ids, weights = case.topk_idx(rank).to(dtype), case.topk_weights(rank)
-        wide = [torch.cat([part, torch.full_like(part, 3)], dim=1)[:, : part.shape[1]] for part in (ids, weights)]
-        order = dataclasses.replace(scene.order(rank, [x[rank]]), routing=Routing(*wide))
-        plan, (rows,), _ = shuffle.dispatch(Agreement("dispatch"), order, STREAM)
-        assert_same_bits(rows, law.rows(rank, x), "dispatch")
-        out = shuffle.combine(plan, y[rank], torch.float32, Launch(), STREAM, is_weighted=True)
-        sums = law.sums(rank, y, case.world_topk_weights(), law.ranks)
-        assert_within(out, sums.exact, law.error_bound(sums, torch.float32, None, num_journeys=2), "combine")
-
-    scene.run(work)
-
-
-def test_an_id_that_is_no_expert_is_told_to_all_ranks():
-    scene = Scene(kind="balanced", seed=0, num_nodes=2, ranks_per_node=2)
-    x = scene.rows(torch.float32)
-    wrong = scene.case.topk_idx(2).clone()
-    wrong[1, 3] = 77
-
-    def work(rank, shuffle, _):
-        order = scene.order(rank, [x[rank]], wrong if rank == 2 else None)
-        if rank == 2:
-            plan, rows, rejection = shuffle.dispatch(Agreement("dispatch"), order, STREAM)
-            assert (plan, rows) == (None, [])
-            return str(rejection)
-        with pytest.raises(RejectedInputError) as raised:
-            shuffle.dispatch(Agreement("dispatch"), order, STREAM)
-        return str(raised.value)
-
-    for text in scene.run(work):
-        assert "topk_idx[1, 3] = 77 is no expert: ids go from 0 to 8" in text
+def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
+    scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_weighted=False)
+    refused = Misrouted(scene).run(order=1)
+    what = f"topk_idx[2, 1] = {NUM_EXPERTS} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    assert type(refused[1]) is ValueError
+    assert str(refused[1]) == what
+    for rank in (0, 2, 3):
+        assert str(refused[rank]) == f"dispatch was called off on all ranks, since rank 1 rejected its input: {what}"

@@ -128,7 +128,7 @@ class InternodeShuffle:
         self._refuse_capture()
         node, crossing, hidden = self._node, plan.crossing, rows.shape[1]
         num_sms = _with_sms(launch).num_sms
-        rows_per_slice = self._rows_per_slice(hidden * wire_dtype.itemsize)
+        rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
         own_rows = crossing.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in crossing.destinations}
         arrival = None
@@ -206,7 +206,7 @@ class InternodeShuffle:
         """
         node, local = self._node, self._node.arena.local
         sizes = list(map(row_bytes, payloads))
-        rows_per_slice = self._rows_per_slice(sum(sizes))
+        rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
         self._packing_stream.wait_stream(stream)
@@ -244,7 +244,7 @@ class InternodeShuffle:
     ) -> None:
         node, crossing = self._node, plan.crossing
         sizes = list(map(row_bytes, payloads))
-        rows_per_slice = self._rows_per_slice(sum(sizes))
+        rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         moved = [
             Payload(address=0, row_bytes=size, output_address=output.data_ptr())
             for size, output in zip(sizes, outputs, strict=True)
@@ -308,12 +308,6 @@ class InternodeShuffle:
             first, end = crossing.cut(src, self._own_node, number, rows_per_slice)
             if first < end:
                 yield src, first, end
-
-    def _rows_per_slice(self, size: int) -> int:
-        """Rows that go to each node in a slice; as many for all nodes together as fit into the pool of sums."""
-        num_remote = self._topology.num_nodes - 1
-        by_bytes = self._layout.slice_bytes // max(1, size * num_remote)
-        return max(1, min(by_bytes, self._layout.max_rows // num_remote))
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)

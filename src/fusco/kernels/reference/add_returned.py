@@ -25,7 +25,7 @@ def add_returned(
     [[1.0], [12.0]]
 
     """
-    sums = own.clone()
+    sums = torch.zeros_like(own) + own  # not a copy: the kernel's sums start from zero, which has a sign
     for rows, of_token in zip(returned, places, strict=True):
         comes = of_token >= 0
         sums[comes] += rows[of_token[comes].long()].to(sums.dtype)

@@ -1,0 +1,233 @@
+"""Streams, events and device memory without a GPU: what is launched runs in any order that streams and events allow.
+
+Hosts are threads of which one runs at a time, until it waits. A seed chooses which host or stream goes on, and how much
+each is favoured, so that any of them may lag far behind. Memory is never given back, is filled with rubbish when it is
+allocated, and whoever reaches past its end finds out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RUBBISH = 0xA5
+_FAVOURS = (1, 8, 64)
+
+
+def always() -> bool:
+    return True
+
+
+class Over(BaseException):
+    """Ends the host threads when one of them has failed."""
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``."""
+
+    def __init__(self) -> None:
+        self._is_reached: list[bool] = [True]
+
+    def record(self, stream: Stream) -> None:
+        reached = self._is_reached = [False]
+        stream.launch("an event", lambda: reached.__setitem__(0, True))
+
+    def query(self) -> bool:
+        return self._is_reached[0]
+
+    @property
+    def mark(self) -> Callable[[], bool]:
+        """Whether it is reached as it was last recorded, whatever is recorded later."""
+        reached = self._is_reached
+        return lambda: reached[0]
+
+
+@dataclass
+class Stream:
+    """Stands in for ``torch.cuda.Stream``."""
+
+    cuda_stream: int
+    favour: int
+    queue: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = field(default_factory=deque)
+
+    def launch(self, what: str, act: Callable[[], None], is_ready: Callable[[], bool] = always) -> None:
+        self.queue.append((what, is_ready, act))
+
+    def wait_event(self, event: Event) -> None:
+        self.launch("waiting for an event", lambda: None, event.mark)
+
+    def wait_stream(self, stream: Stream) -> None:
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.queue
+
+    def is_ready(self) -> bool:
+        return bool(self.queue) and self.queue[0][1]()
+
+    def go_on(self) -> None:
+        self.queue.popleft()[2]()
+
+
+class Host:
+    """One rank's thread."""
+
+    def __init__(self, rank: int, favour: int, function: Callable[[int], Any], machine: Machine) -> None:
+        self.favour, self.is_done, self.result, self.error = favour, False, None, None
+        self.is_ready: Callable[[], bool] = always
+        self._rank, self._function, self._machine = rank, function, machine
+        self._turn = threading.Semaphore(0)
+        self._is_back = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def go_on(self) -> None:
+        self._turn.release()
+        self._is_back.acquire()
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        self.is_ready = is_ready
+        self._is_back.release()
+        self._turn.acquire()
+        if self._machine.is_over:
+            raise Over
+
+    def end(self) -> None:
+        self._turn.release()
+        self.thread.join()
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._machine.is_over:
+                self.result = self._function(self._rank)
+        except Over:
+            pass
+        except BaseException as error:  # noqa: BLE001  told to whoever called
+            self.error = error
+        self.is_done = True
+        self._is_back.release()
+
+
+class Machine:
+    """All devices and hosts of a simulation."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._streams: list[Stream] = []
+        self._hosts: list[Host] = []
+        self._current: Host | None = None
+        self._starts: list[int] = []
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self.is_over = False
+
+    @contextmanager
+    def installed(self) -> Iterator[Machine]:
+        """PyTorch's streams, events and pinned memory are this machine's."""
+        with ExitStack() as stack:
+            for name, stand_in in (
+                ("Stream", lambda *_, **__: self.new_stream()),
+                ("Event", Event),
+                ("is_current_stream_capturing", lambda: False),
+            ):
+                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+            stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+            yield self
+
+    def new_stream(self) -> Stream:
+        self._streams.append(Stream(len(self._streams) + 1, self._random.choice(_FAVOURS)))
+        return self._streams[-1]
+
+    def stream_of(self, handle: int) -> Stream:
+        return self._streams[handle - 1]
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Have others go on until a condition holds; for hosts."""
+        assert self._current
+        self._current.wait(is_ready)
+
+    def run(self, function: Callable[[int], Any], num_ranks: int) -> list[Any]:
+        """Call a function on every rank, and finish what it launches; returns the results."""
+        favours = self._random.choices(_FAVOURS, k=num_ranks)
+        self._hosts = [Host(rank, favour, function, self) for rank, favour in enumerate(favours)]
+        try:
+            while self._go_on():
+                pass
+        finally:
+            self.is_over = True
+            for host in self._hosts:
+                host.end()
+        return [host.result for host in self._hosts]
+
+    def _go_on(self) -> bool:
+        hosts = [host for host in self._hosts if not host.is_done]
+        ready: list[Host | Stream] = [actor for actor in (*hosts, *self._streams) if actor.is_ready()]
+        if not ready:
+            stuck = [f"stream {stream.cuda_stream} at {stream.queue[0][0]}" for stream in self._streams if stream.queue]
+            if hosts or stuck:
+                raise AssertionError(f"{len(hosts)} hosts wait for ever, and {', '.join(stuck) or 'no stream'}")
+            return False
+        chosen = self._random.choices(ready, [actor.favour for actor in ready])[0]
+        if isinstance(chosen, Host):
+            self._current = chosen
+            chosen.go_on()
+            if chosen.error:
+                raise chosen.error
+        else:
+            chosen.go_on()
+        return True
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make a tensor's memory known."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address and address not in self._memory:
+            self._memory[address] = storage
+            bisect.insort(self._starts, address)
+        return tensor
+
+    def at(self, address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """What stands at an address."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(*shape, dtype=dtype)
+        place = bisect.bisect_right(self._starts, address) - 1
+        end = self._starts[place] + self._memory[self._starts[place]].nbytes() if place >= 0 else 0
+        assert address + num_bytes <= end, f"{num_bytes} bytes at {address:#x} are not all somebody's"
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+class OnDevice(TorchDispatchMode):
+    """Operations of PyTorch's come after what is on a stream, for which the host waits; their memory is kept."""
+
+    def __init__(self, machine: Machine, stream: Stream) -> None:
+        super().__init__()
+        self._machine, self._stream = machine, stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_allocation = "empty" in func.name()
+        if not (func.is_view or is_allocation or self._stream.is_idle):
+            self._machine.wait(lambda: self._stream.is_idle)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._machine.keep(tensor)
+                if is_allocation and tensor.numel():
+                    tensor.view(-1).view(torch.uint8).fill_(RUBBISH)
+        return result
