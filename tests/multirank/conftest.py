@@ -8,10 +8,13 @@ from limited_world import LimitedWorld
 from on_device import DeviceWorld, talk_over_network
 from rank_setup import meet
 
-from fusco.bench.local_world import LocalWorld
+from fusco.bench.local_world import PRELOADED, LocalWorld
 
 # Not looked through for doctests without what they import; their tests are skipped, and say so.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
+
+# Imported once, before any rank is forked; what is not installed is left out.
+PRELOADED.append("fsdp_jobs")
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import fusco
 
+_ENDING_S = 2.0
 TIMEOUT_S = 4.0
 _MAX_ROUNDS = 3  # a fault is noticed in the round that it strikes, or in the next if it strikes the last step
 _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
@@ -136,9 +137,18 @@ def live_through(
         fate.closing_s = time.monotonic() - began_to_close
     except fusco.PeerFailureError as error:
         fate.note(error)
-    gc.collect()  # the error's traceback held tensors in shared memory
-    fate.still_held = held()
+    fate.still_held = _held_in_the_end()
     return fate
+
+
+def _held_in_the_end() -> list[str]:
+    """What is still held once threads that were stuck on the network have had time to end."""
+    deadline = time.monotonic() + _ENDING_S
+    while True:
+        gc.collect()  # the error's traceback held tensors in shared memory
+        if not (still := held()) or time.monotonic() > deadline:
+            return still
+        time.sleep(0.05)
 
 
 def hold_open(group: dist.ProcessGroup, ranks_per_node: int, sign: Path) -> list[str]:

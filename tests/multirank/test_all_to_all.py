@@ -78,7 +78,7 @@ def test_a_mistake_is_named_on_all_ranks_and_all_go_on(world, mistake, kind, of_
 
 @pytest.mark.cpu_only
 def test_without_a_communicator_and_ranks_that_just_leave():
-    with LocalWorld(4) as own_world:
+    with LocalWorld(4, start_method="spawn") as own_world:  # whose interpreters end as a user's do
         for outcome in own_world.run(jobs.exchange_by_group, 4):
             assert outcome.kind == "ValueError"
             assert "not both" in outcome.text

@@ -1,6 +1,5 @@
 """Ranks that die, stop, do not come or fail, at every step: all others say who and where, in time, and go on living."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fault_jobs import (
@@ -26,7 +24,6 @@ from fault_jobs import (
     stop,
 )
 
-from fusco.bench import local_world
 from fusco.bench.local_world import LocalWorld
 from fusco.schedule import warm_up
 
@@ -83,19 +80,11 @@ STAGES = {
 }
 
 
-@pytest.fixture
-def quick_start(monkeypatch):
-    """Rank processes forked from one that has imported torch: a world starts in half a second, not five."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fusco.communicator", "fusco.bench.local_world"])
-    monkeypatch.setattr(local_world, "mp", SimpleNamespace(get_context=lambda _: context))
-
-
 @contextmanager
-def doomed_world(num_ranks, victims=()):
+def doomed_world(num_ranks, victims=(), start_method="forkserver"):
     """A world whose victims are killed in the end, while all others must leave by themselves."""
     names_before = set(os.listdir("/dev/shm"))
-    world = LocalWorld(num_ranks)
+    world = LocalWorld(num_ranks, start_method=start_method)
     try:
         world.run(arrive, num_ranks)
         yield world
@@ -141,7 +130,7 @@ def assert_broken(fates):
     [*PLACES.values(), *MORE_PLACES.values()],
     ids=[*PLACES, *MORE_PLACES],
 )
-def test_death_is_noticed_at_once(quick_start, tmp_path, topology, victims, where, num_calls_before):
+def test_death_is_noticed_at_once(tmp_path, topology, victims, where, num_calls_before):
     fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
     with doomed_world(topology[0], victims) as world:
         world.start(live_through, *topology, fault)
@@ -151,7 +140,7 @@ def test_death_is_noticed_at_once(quick_start, tmp_path, topology, victims, wher
 
 
 @pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), PLACES.values(), ids=PLACES)
-def test_a_stopped_rank_is_noticed_within_the_limit(quick_start, tmp_path, topology, victims, where, num_calls_before):
+def test_a_stopped_rank_is_noticed_within_the_limit(tmp_path, topology, victims, where, num_calls_before):
     fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
     with doomed_world(topology[0], victims) as world:
         world.start(live_through, *topology, fault)
@@ -169,7 +158,7 @@ def test_a_stopped_rank_is_noticed_within_the_limit(quick_start, tmp_path, topol
 
 
 @pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), EXCHANGES.values(), ids=EXCHANGES)
-def test_death_in_an_all_to_all_is_noticed_at_once(quick_start, tmp_path, topology, victims, where, num_calls_before):
+def test_death_in_an_all_to_all_is_noticed_at_once(tmp_path, topology, victims, where, num_calls_before):
     warm_up()  # compiling takes longer than the limit
     fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
     with doomed_world(topology[0], victims) as world:
@@ -180,7 +169,7 @@ def test_death_in_an_all_to_all_is_noticed_at_once(quick_start, tmp_path, topolo
     assert_broken(fates)
 
 
-def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(quick_start, tmp_path):
+def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(tmp_path):
     warm_up()
     topology, victims, where, num_calls_before = EXCHANGES["sending stages"]
     fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
@@ -193,7 +182,7 @@ def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(quick_st
 
 @pytest.mark.parametrize("how", [die, stop])
 @pytest.mark.parametrize(("where", "num_calls_before"), STAGES.values(), ids=STAGES)
-def test_a_rank_fails_while_the_communicator_is_made(quick_start, tmp_path, how, where, num_calls_before):
+def test_a_rank_fails_while_the_communicator_is_made(tmp_path, how, where, num_calls_before):
     fault = Fault(how=how, victims=(2,), where=where, num_calls_before=num_calls_before, when="making", times=tmp_path)
     with doomed_world(4, fault.victims) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -201,7 +190,7 @@ def test_a_rank_fails_while_the_communicator_is_made(quick_start, tmp_path, how,
     assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
-def test_a_rank_that_dies_while_closing_is_not_waited_for(quick_start, tmp_path):
+def test_a_rank_that_dies_while_closing_is_not_waited_for(tmp_path):
     fault = Fault(how=die, victims=(0,), where=RECORDS, when="closing", times=tmp_path)
     with doomed_world(4, fault.victims) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -212,7 +201,7 @@ def test_a_rank_that_dies_while_closing_is_not_waited_for(quick_start, tmp_path)
         assert fate.still_held == []
 
 
-def test_a_rank_that_stops_while_closing_is_named(quick_start, tmp_path):
+def test_a_rank_that_stops_while_closing_is_named(tmp_path):
     fault = Fault(how=stop, victims=(3,), where=RECORDS, when="closing", times=tmp_path)
     with doomed_world(4, fault.victims) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -220,7 +209,7 @@ def test_a_rank_that_stops_while_closing_is_named(quick_start, tmp_path):
     assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
-def test_a_rank_that_does_not_come_is_named_and_told(quick_start, tmp_path):
+def test_a_rank_that_does_not_come_is_named_and_told(tmp_path):
     fault = Fault(how=oversleep, victims=(1,), where=OUTSIDE, times=tmp_path)
     with doomed_world(4) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -230,7 +219,7 @@ def test_a_rank_that_does_not_come_is_named_and_told(quick_start, tmp_path):
     assert all("rank 1 has been outside any fusco call" in fate.text for fate in fates.values())
 
 
-def test_a_rank_that_comes_late_but_within_the_limit_is_waited_for(quick_start, tmp_path):
+def test_a_rank_that_comes_late_but_within_the_limit_is_waited_for(tmp_path):
     fault = Fault(how=nap, victims=(1,), where=OUTSIDE, times=tmp_path)
     with doomed_world(4) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -238,7 +227,7 @@ def test_a_rank_that_comes_late_but_within_the_limit_is_waited_for(quick_start, 
     assert [fate.text for fate in fates.values()] == [""] * 4
 
 
-def test_a_rank_that_raises_tells_the_others_at_once(quick_start, tmp_path):
+def test_a_rank_that_raises_tells_the_others_at_once(tmp_path):
     fault = Fault(how=fail, victims=(2,), where=OUTSIDE, times=tmp_path)
     with doomed_world(4) as world:
         world.start(live_through, *TWO_NODES, fault)
@@ -253,15 +242,15 @@ def test_a_rank_that_raises_tells_the_others_at_once(quick_start, tmp_path):
 
 @pytest.mark.parametrize("how", [die, stop])
 def test_survivors_end_as_processes_should(tmp_path, how):
-    """Without ``quick_start``: forked processes skip most of the interpreter's end."""
+    """Not forked: forked processes skip most of the interpreter's end."""
     fault = Fault(how=how, victims=(1,), where=SENDING, num_calls_before=3, times=tmp_path)
-    with doomed_world(4, fault.victims) as world:
+    with doomed_world(4, fault.victims, start_method="spawn") as world:
         world.start(live_through, *TWO_NODES, fault)
         fates = collect(world, survivors_of(fault, 4))
     assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
-def test_shared_memory_has_no_name_and_only_its_owner_reads_it(quick_start, tmp_path):
+def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
     sign = tmp_path / "keep open"
     sign.touch()
     names_before = set(os.listdir("/dev/shm"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
+# What ranks are forked with, so that each need not import it for seconds; whoever starts the first world may add to it.
+PRELOADED = ["fusco.communicator", "fusco.bench.local_world"]
 # How long the other ranks may take to come to an end, too, once one has failed: they may wait for it without a limit.
 _GRACE_S = 30.0
 # How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
@@ -33,7 +35,9 @@ class LocalWorld:
     """``world_size`` processes, ranks of one group (gloo, and NCCL for CUDA tensors), each with one compute thread.
 
     With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices. The
-    processes have the environment of this one, and ``environment[rank]`` on top, set before anything reads it.
+    processes have the environment of this one, and ``environment[rank]`` on top, set before NCCL or CUDA read it.
+    They are forked from a process that has imported PyTorch and done nothing else; with ``start_method="spawn"`` they
+    are interpreters of their own, which take longer to start, and end as a user's do.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
@@ -45,18 +49,21 @@ class LocalWorld:
         device: str = "cpu",
         environment: Sequence[Mapping[str, str]] | None = None,
         limit_s: float = 600.0,
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
     ) -> None:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
         self.world_size, self.device, self._limit_s = world_size, device, limit_s
         # The store lives here, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            variables = dict(environment[rank]) if environment else {}
+            variables = {**os.environ, **(environment[rank] if environment else {})}
             arguments = (rank, world_size, device, self.store.port, variables, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
