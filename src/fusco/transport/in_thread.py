@@ -15,7 +15,7 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
     def run() -> None:
         try:
             future.set_result(function())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  raised again wherever the result is asked for
             future.set_exception(error)
 
     threading.Thread(target=run, name="fusco-connect", daemon=True).start()

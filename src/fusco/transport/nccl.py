@@ -92,10 +92,14 @@ class NcclTransport:
 
     def _launch(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
         self._check(self._nccl.ncclGroupStart(), "beginning a group")
-        for messages, call in ((sends, self._nccl.ncclSend), (receives, self._nccl.ncclRecv)):
-            for message in messages:
-                result = call(message.address, message.num_bytes, _INT8, message.peer, self._comm, stream)
-                self._check(result, f"a message of {message.num_bytes} bytes with rank {message.peer}")
+        try:
+            for messages, call in ((sends, self._nccl.ncclSend), (receives, self._nccl.ncclRecv)):
+                for message in messages:
+                    result = call(message.address, message.num_bytes, _INT8, message.peer, self._comm, stream)
+                    self._check(result, f"a message of {message.num_bytes} bytes with rank {message.peer}")
+        except TransportError:
+            self._nccl.ncclGroupEnd()  # in an open group, whatever else this thread asks of NCCL would be put off
+            raise
         self._check(self._nccl.ncclGroupEnd(), "launching messages")
 
     @property

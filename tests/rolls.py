@@ -1,0 +1,44 @@
+"""Roll calls among threads of one process, which play the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from fusco.transport.roll_call import RollCall
+
+
+class ThreadsRoll(RollCall):
+    """The roll of one thread; all of a world share a store."""
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
+        self.rank, self.world_size, self.store, self._timeout_s = rank, world_size, store, timeout_s
+        self.name = f"rank {rank}"  # of a group of PyTorch's, and these know each other by name in a process
+        self.wait_until = self._wait_until
+
+
+def on_ranks(
+    world_size: int,
+    function: Callable[[ThreadsRoll], Any],
+    *,
+    absent: tuple[int, ...] = (),
+    timeout_s: float = 20.0,
+) -> dict[int, Any]:
+    """What a function gives, or raises, on each rank that comes."""
+    store, results = dist.HashStore(), {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadsRoll(rank, world_size, store, timeout_s))
+        except Exception as error:  # noqa: BLE001  whoever asks looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
