@@ -282,6 +282,18 @@ def test_ids_may_stand_in_memory_in_any_order(layout, seed):
     play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
 
 
+@pytest.mark.parametrize("kind", ["balanced", "ragged and skewed", "repeated experts"])
+def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
+    scene = Scene(num_nodes=3, ranks_per_node=2, kind=kind, seed=4, slice_bytes=20)
+    in_rows = Play(scene).run(order=0)
+    at_once = Play(replace(scene, slice_bytes=4096, ring_depth=3)).run(order=1)
+    for rank, (one, other) in enumerate(zip(in_rows, at_once, strict=True)):
+        num_slices, num_other = (max(map(len, outcome.plan._slices.values())) for outcome in (one, other))
+        assert num_slices > num_other >= 1
+        for ours, theirs in zip(one.sums, other.sums, strict=True):
+            assert_same_bits(ours, theirs, f"sums of rank {rank}")
+
+
 @dataclass(frozen=True)
 class Three:
     """Three nodes of one rank and one expert each; the token of rank 1 goes to all of them."""

@@ -214,11 +214,11 @@ def test_abort_ends_a_launch_that_hangs(transport, library):
         except TransportError as error:
             raised.append(error)
 
-    launching = threading.Thread(target=launch)
+    launching = threading.Thread(target=launch, daemon=True)
     launching.start()
     while "end" not in library.names:
         time.sleep(0.001)
-    aborts = [threading.Thread(target=transport.abort) for _ in range(2)]
+    aborts = [threading.Thread(target=transport.abort, daemon=True) for _ in range(2)]
     for thread in aborts:
         thread.start()
     for thread in (*aborts, launching):
@@ -228,19 +228,21 @@ def test_abort_ends_a_launch_that_hangs(transport, library):
     assert raised == []
 
 
-def test_abort_lets_a_launch_finish_that_does_not_hang(transport, library):
+@mock.patch.object(nccl, "_LAUNCHING_S", 60.0)
+def test_abort_lets_a_launch_finish_that_does_not_hang_and_waits_no_longer(transport, library):
     library.hangs.clear()
-    launching = threading.Thread(target=transport.exchange, args=([Message(2, 100, 10)], [], 77))
+    launching = threading.Thread(target=transport.exchange, args=([Message(2, 100, 10)], [], 77), daemon=True)
     launching.start()
     while "end" not in library.names:
         time.sleep(0.001)
-    aborting = threading.Thread(target=transport.abort)
+    aborting = threading.Thread(target=transport.abort, daemon=True)
     aborting.start()
     time.sleep(0.05)
     assert "abort" not in library.names
     library.hangs.set()
-    launching.join(SLACK_S)
-    aborting.join(SLACK_S)
+    for thread in (launching, aborting):
+        thread.join(SLACK_S)
+        assert not thread.is_alive()
     assert library.names[-1] == "abort"
 
 
