@@ -81,7 +81,7 @@ STAGES = {
 
 
 @contextmanager
-def doomed_world(num_ranks, victims=(), start_method="forkserver"):
+def doomed_world(num_ranks, victims=(), start_method=None):
     """A world whose victims are killed in the end, while all others must leave by themselves."""
     names_before = set(os.listdir("/dev/shm"))
     world = LocalWorld(num_ranks, start_method=start_method)

@@ -36,8 +36,8 @@ class LocalWorld:
 
     With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices. The
     processes have the environment of this one, and ``environment[rank]`` on top, set before NCCL or CUDA read it.
-    They are forked from a process that has imported PyTorch and done nothing else; with ``start_method="spawn"`` they
-    are interpreters of their own, which take longer to start, and end as a user's do.
+    On the CPU they are forked from a process that has imported PyTorch and done nothing else; with CUDA, or
+    ``start_method="spawn"``, they are interpreters of their own, which take longer to start, and end as a user's do.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
@@ -49,15 +49,15 @@ class LocalWorld:
         device: str = "cpu",
         environment: Sequence[Mapping[str, str]] | None = None,
         limit_s: float = 600.0,
-        start_method: Literal["forkserver", "spawn"] = "forkserver",
+        start_method: Literal["forkserver", "spawn"] | None = None,
     ) -> None:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
         self.world_size, self.device, self._limit_s = world_size, device, limit_s
         # The store lives here, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context: Any = mp.get_context(start_method)
-        if start_method == "forkserver":
+        context: Any = mp.get_context(start_method or ("spawn" if device == "cuda" else "forkserver"))
+        if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
