@@ -17,7 +17,7 @@ class Settings:
         slice_bytes: size of one message between nodes, and of one ring slot within a node. Large enough that the
             cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
             packing, transfer and unpacking of different slices overlap. ``None`` means 1 MiB, but 16 MiB between nodes
-            on CUDA, for all nodes together (docs/performance/internode.md says why).
+            on CUDA, for all nodes together (docs/design.md says why).
         ring_depth: slots of each ring; 2 is the least that lets a producer work while its consumer does.
         timeout_s: the limit of every wait, in seconds. When it runs out, all ranks raise ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means

@@ -18,16 +18,7 @@ if TYPE_CHECKING:
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
     """A row for each variant, and below it what the run looked like."""
     ours = records[0]
-    table = Table(
-        title=(
-            f"shuffle, {ours.traffic} traffic: {ours.ranks_per_node} GPUs, {ours.tokens} tokens a rank, hidden "
-            f"{ours.hidden}, top-{ours.num_topk} of {ours.num_experts}, {ours.dtype}"
-        ),
-        title_justify="left",
-        caption="\n".join(_notes(ours)),
-        caption_justify="left",
-    )
-    baseline_ms = next((record.total_ms for record in records if record.variant == "baseline"), None)
+    table, baseline_ms = _table(ours, f"{ours.ranks_per_node} GPUs", _notes(ours)), _baseline_ms(records)
     columns = ("dispatch", "combine", "both", "baseline / it", "dispatch", "of peak", "combine", "of peak", "verified")
     table.add_column("ms, and GB/s of rows")
     for name in columns:
@@ -50,16 +41,8 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
     """The same between nodes: times, what crosses, and both against the network's peak of the same run."""
     ours = records[0]
-    table = Table(
-        title=(
-            f"shuffle, {ours.traffic} traffic: {ours.nodes} nodes x {ours.ranks_per_node} GPUs, {ours.tokens} tokens a "
-            f"rank, hidden {ours.hidden}, top-{ours.num_topk} of {ours.num_experts}, {ours.dtype}"
-        ),
-        title_justify="left",
-        caption="\n".join(_internode_notes(records)),
-        caption_justify="left",
-    )
-    baseline_ms = next((record.total_ms for record in records if record.variant == "baseline"), None)
+    table = _table(ours, f"{ours.nodes} nodes x {ours.ranks_per_node} GPUs", _internode_notes(records))
+    baseline_ms = _baseline_ms(records)
     table.add_column("")
     for name in ("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "all ranks\nMB", "lower\nbound, MB"):
         table.add_column(name, justify="right")
@@ -79,6 +62,23 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
             "[green]yes[/]" if record.is_right else "[red]NO[/]",
         )
     console.print(table)
+
+
+def _table(record: VariantRecord, where: str, notes: Sequence[str]) -> Table:
+    """An empty table that says what was run, and where."""
+    return Table(
+        title=(
+            f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
+            f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
+        ),
+        title_justify="left",
+        caption="\n".join(notes),
+        caption_justify="left",
+    )
+
+
+def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) -> float | None:
+    return next((record.total_ms for record in records if record.variant == "baseline"), None)
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:

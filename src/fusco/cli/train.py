@@ -17,6 +17,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.options import Device
+from fusco.cli.running import num_devices
 
 if TYPE_CHECKING:
     from fusco.train.job import TrainingJob
@@ -226,18 +227,16 @@ def train(
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int:
-    import torch
-
-    num_devices = torch.cuda.device_count() if device is Device.CUDA else None
-    if num_devices == 0:
+    found = num_devices(device.value)
+    if device is Device.CUDA and not found:
         raise ValueError("--device cuda needs a GPU, and torch finds none")
     if joined is not None:
         if wanted not in (None, joined.num_ranks):
             raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.num_ranks}")
         return joined.num_ranks
-    num_ranks = wanted or num_devices or 4
-    if num_devices and num_ranks > num_devices:
-        raise ValueError(f"{num_ranks} ranks need a GPU each, and torch finds {num_devices}")
+    num_ranks = wanted or found or 4
+    if found and num_ranks > found:
+        raise ValueError(f"{num_ranks} ranks need a GPU each, and torch finds {found}")
     return num_ranks
 
 
