@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -151,10 +152,11 @@ def _held_in_the_end() -> list[str]:
         time.sleep(0.05)
 
 
-def hold_open(group: dist.ProcessGroup, ranks_per_node: int, sign: Path) -> list[str]:
-    """Keep a communicator open for others to look at until the file ``sign`` goes; returns what it held."""
+def hold_open(group: dist.ProcessGroup, ranks_per_node: int, signs: Path) -> list[str]:
+    """Keep a communicator open for others to look at, from our sign on to theirs; returns what it held."""
     with _open(group, ranks_per_node):
-        while sign.exists():
+        (signs / f"open on {group.rank()}").touch()
+        while not (signs / "seen").exists():
             time.sleep(0.01)
         return held()
 
@@ -216,6 +218,15 @@ def _error_of(call: Callable[[], None]) -> str:
 
 def held() -> list[str]:
     """Shared memory that this process has mapped or open, and processes that it watches."""
-    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    links = [name for _, name in open_files()]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return [name for name in links + maps if name.startswith("/dev/shm/") or "pidfd" in name]
+
+
+def open_files(pid: int | str = "self") -> list[tuple[Path, str]]:
+    """A process's descriptors in /proc and what they name; those that it closes while we look are left out."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append((entry, os.readlink(entry)))
+    return found

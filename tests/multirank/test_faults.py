@@ -20,6 +20,7 @@ from fault_jobs import (
     hold_open,
     live_through,
     nap,
+    open_files,
     oversleep,
     stop,
 )
@@ -251,19 +252,18 @@ def test_survivors_end_as_processes_should(tmp_path, how):
 
 
 def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
-    sign = tmp_path / "keep open"
-    sign.touch()
     names_before = set(os.listdir("/dev/shm"))
     with doomed_world(2) as world:
-        world.start(hold_open, 2, 2, sign)
-        entries = []
-        while not entries:
+        world.start(hold_open, 2, 2, tmp_path)
+        while len(list(tmp_path.glob("open on *"))) < len(world.processes):
             time.sleep(0.05)
-            entries = [entry for process in world.processes for entry in shared_memory_of(process.pid)]
+        shared = [shared_memory_of(process.pid) for process in world.processes]
+        entries = [entry for of_rank in shared for entry in of_rank]
         states = [entry.stat() for entry in entries]
         others_can_read = [can_another_user_read(entry) for entry in entries]
         assert set(os.listdir("/dev/shm")) <= names_before
-        sign.unlink()
+        (tmp_path / "seen").touch()
+        assert all(shared)
         assert all(held for _, held in world.collect(range(2)))
     assert {state.st_nlink for state in states} == {0}
     assert {state.st_uid for state in states} == {os.getuid()}
@@ -272,8 +272,7 @@ def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
 
 
 def shared_memory_of(pid) -> list[Path]:
-    descriptors = Path(f"/proc/{pid}/fd").iterdir()
-    return [entry for entry in descriptors if os.readlink(entry).startswith("/dev/shm/")]
+    return [entry for entry, name in open_files(pid) if name.startswith("/dev/shm/")]
 
 
 def can_another_user_read(path) -> bool:
