@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
 
 from fusco.cli.main import app
+from fusco.train.job import ModelShape, TrainingJob
+from fusco.train.world import run_here
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
@@ -82,6 +84,30 @@ def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
     assert run["job"]["dtype"] == "bfloat16"
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert done.stdout.count("loss of the first step") == 1  # rank 0 alone shows anything
+
+
+def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
+    log, seen = tmp_path / "steps.jsonl", []
+    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
+    job = TrainingJob(
+        shape=shape,
+        num_ranks=1,
+        ep_size=1,
+        tokens=32,
+        length=16,
+        num_steps=4,
+        learning_rate=0.01,
+        dtype="float32",
+        text_bytes=100_000,
+    )
+
+    def look(num_done, _):
+        seen.append((num_done, len(log.read_text().splitlines()) if log.exists() else 0))
+
+    run_here(job, look, log=log)
+    assert all(num_lines >= num_done for num_done, num_lines in seen)
+    assert seen[-1] == (4, 4)
+    assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,10 @@ def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[Sh
     return records
 
 
-def write_json_lines(records: Sequence[DataclassInstance], path: Path) -> None:
-    """Write records (dataclasses), one JSON object a line."""
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+def write_json_lines(records: Sequence[DataclassInstance], path: Path, *, appends: bool = False) -> None:
+    """Write records (dataclasses), one JSON object a line, over what is there or after it."""
+    with path.open("a" if appends else "w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
 def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: list[str]) -> dict[str, Any]:

@@ -211,14 +211,16 @@ def train(
         )
         load_text(job)  # what is wrong with it is said before any process starts
         console = Console(quiet=joined is not None and joined.rank != 0)
+        if json and not console.quiet:
+            write_json_lines([], json)
         start = run_here if joined is None else run_joined
         with _showing(job, console) as report:
-            runs = start(job, report, keeps_routing=record_trace is not None)
+            runs = start(job, report, keeps_routing=record_trace is not None, log=json)
     if console.quiet:
         return
     records = summarize(job, runs)
     if json:
-        write_json_lines([*(step for run in runs for step in run.steps), *records], json)
+        write_json_lines(records, json, appends=True)
     _print(job, records, console)
     if record_trace:
         assert runs[0].routing is not None

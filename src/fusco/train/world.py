@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fusco.bench.local_world import LocalWorld
 from fusco.bench.progress import ProgressReporter, latest_note, watching
+from fusco.bench.results import write_json_lines
 from fusco.kernels.warm_up import warm_up_cpu
 from fusco.train.job import TrainingJob
 from fusco.train.rank import train_rank
@@ -42,8 +44,18 @@ def joined_by_torchrun(device: str) -> Iterator[Joined | None]:
         dist.destroy_process_group()
 
 
-def run_here(job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool) -> list[Run]:
-    """Start a job's ranks on this machine; ``report`` gets the number of steps done and what the latest one gave."""
+def run_here(
+    job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool = False, log: Path | None = None
+) -> list[Run]:
+    """Start a job's ranks on this machine.
+
+    Args:
+        job: the same on all ranks.
+        report: gets the number of steps done and what the latest one gave, now and then.
+        keeps_routing: whether the first run is to have the routing of its last step.
+        log: a file to which every step's record is added when the step is done.
+
+    """
     warm_up_cpu()  # here, so that the ranks find compiled kernels on disk
     with LocalWorld(job.num_ranks, job.device, limit_s=_LIMIT_S) as world:
 
@@ -51,16 +63,21 @@ def run_here(job: TrainingJob, report: Callable[[int, str], None], *, keeps_rout
             report(num_done, latest_note(world.store))
 
         with watching(world.store, look):
-            return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing)[0]
+            path = log.resolve() if log else None  # ranks need not have our working directory
+            return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing, path)[0]
 
 
-def run_joined(job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool) -> list[Run]:
-    """Train on the ranks that have joined."""
+def run_joined(
+    job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool = False, log: Path | None = None
+) -> list[Run]:
+    """Train on the ranks that have joined; as ``run_here``."""
     num_done = 0
 
     def tell(step: StepRecord) -> None:
         nonlocal num_done
         num_done += 1
+        if log and dist.get_rank() == 0:
+            write_json_lines([step], log, appends=True)
         report(num_done, describe(step))
 
     return train_rank(job, tell, keeps_routing=keeps_routing)
@@ -74,8 +91,20 @@ def describe(step: StepRecord) -> str:
     )
 
 
-def _train_local_rank(_: dist.ProcessGroup, job: TrainingJob, port: int, keeps_routing: bool) -> list[Run]:  # noqa: FBT001  handed over by position
+def _train_local_rank(
+    _: dist.ProcessGroup,
+    job: TrainingJob,
+    port: int,
+    keeps_routing: bool,  # noqa: FBT001  handed over by position
+    log: Path | None,
+) -> list[Run]:
     if dist.get_rank() != 0:
         return train_rank(job, lambda _: None, keeps_routing=keeps_routing)
     reporter = ProgressReporter(port)
-    return train_rank(job, lambda step: reporter.advance(describe(step)), keeps_routing=keeps_routing)
+
+    def tell(step: StepRecord) -> None:
+        if log:
+            write_json_lines([step], log, appends=True)
+        reporter.advance(describe(step))
+
+    return train_rank(job, tell, keeps_routing=keeps_routing)
