@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -65,27 +65,33 @@ class CudaEngine:
                 f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
         self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
-        # Records and words for byte streams stand in host memory; rows never do.
-        self._connections = connect(roll, layout.without_rows(), hosts, listen_on)
-        self._watch = self._connections.watch
-        self._watch.spin_s = _SPIN_S
-        with torch.cuda.device(device):
+        with ExitStack() as resources, torch.cuda.device(device):
+            # Records and words for byte streams stand in host memory; rows never do.
+            self._connections = connect(roll, layout.without_rows(), hosts, listen_on)
+            resources.callback(self._connections.close)
+            self._watch = self._connections.watch
+            self._watch.spin_s = _SPIN_S
             device_layout = DeviceLayout(self._topology, layout.capacity, layout.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
+            resources.callback(self._arena.close)
+            # Kernels that wait for a peer see the call to abort; whatever else is under way is short.
+            resources.callback(torch.cuda.synchronize, device)
             self._kernels = Kernels(Library(device), self._arena, placement)
             self._order = StreamOrder(device, self._kernels)
             self._network: Network | None = None
             if self._topology.num_nodes > 1:
                 self._network = Network(roll, self._watch, device, layout.settings.timeout_s)
+                resources.callback(self._network.close)
                 self._network.guard.on_stall = self._arena.abort
             self._streams = DeviceStreams(self._connections.memory, self._arena, self._kernels, self._network, device)
             self._rounds = Rounds(roll.rank, self._connections, self._arena.abort)
             self._node = NodeShuffle(self._arena, self._kernels, placement, self._rounds, self._watch)
             self._internode = InternodeShuffle(self._node, self._network) if self._network else None
-        self._watch.device_stall = self._device_stall
-        torch.cuda.synchronize(device)  # whichever stream the first verb runs on
-        roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
+            self._watch.device_stall = self._device_stall
+            torch.cuda.synchronize(device)  # whichever stream the first verb runs on
+            roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
+            self._resources = resources.pop_all()
 
     @property
     def profile(self) -> CallProfile:
@@ -251,12 +257,7 @@ class CudaEngine:
     def close(self) -> None:
         """See ``Engine``."""
         self._rounds.end("it is closed")
-        if self._network:
-            self._network.close()
-        # Kernels that wait for a peer see the call to abort; whatever else is under way is short.
-        torch.cuda.synchronize(self._device)
-        self._arena.close()
-        self._connections.close()
+        self._resources.close()
 
     def _device_stall(self) -> Stall | None:
         if self._network and self._network.guard.stall:
