@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from fusco.kernels.cuda.compiler import SOURCE_DIR, Compiler
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
+from cuda.bindings import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 NUM_RANKS = (1, 2, 4, 8)
@@ -189,6 +191,30 @@ def describe(value: object) -> str:
 @pytest.mark.parametrize(("name", "constants"), CASES, ids=describe)
 def test_compiles(name, constants, arch, tmp_path):
     assert Compiler(arch, tmp_path).compile(name, constants).startswith(ELF)
+
+
+def ptx_of(name: str, constants: Constants) -> str:
+    """By NVRTC itself: for PTX, cuda-core asks the driver what it can read."""
+    source = (SOURCE_DIR / f"{name}.cu").read_bytes()
+    error, program = nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], [])
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    options = ["--std=c++17", "--gpu-architecture=compute_90", f"--include-path={SOURCE_DIR}"]
+    options += [f"--define-macro={key}={value}" for key, value in constants.items()]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytes(size)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return ptx.decode()
+
+
+@pytest.mark.parametrize(("name", "constants"), [case for case in CASES if "HIDDEN" in case[1]], ids=describe)
+def test_products_and_sums_are_rounded_separately(name, constants):
+    """As on the CPU: an instruction that does both at once would be the compiler's choice."""
+    ptx = ptx_of(name, constants)
+    assert re.search(r"\badd(\.rn)?\.f(32|64)\b", ptx)
+    assert "fma." not in ptx
 
 
 def test_the_grid_covers_every_kernel():

@@ -5,6 +5,10 @@
 
 enum ElementType { BF16, F16, F32, F64 };
 
+// Rounded each for itself, never fused into one instruction: so sums are those of the CPU backend, bit for bit.
+__device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
+
 template <ElementType TYPE> struct Element;
 
 template <> struct Element<BF16> {
@@ -74,6 +78,6 @@ template <typename E, int NUM> struct Pack {
     }
     __device__ __forceinline__ void add_to(typename E::Sum (&sums)[NUM], typename E::Sum weight) const {
 #pragma unroll
-        for (int i = 0; i < NUM; ++i) sums[i] += weight * E::widen(bits[i]);
+        for (int i = 0; i < NUM; ++i) sums[i] += multiply(weight, E::widen(bits[i]));
     }
 };
