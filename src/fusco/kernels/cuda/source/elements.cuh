@@ -15,25 +15,13 @@ template <> struct Element<BF16> {
     using Bits = u16;
     using Sum = float;
     static __device__ __forceinline__ Sum widen(Bits bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
-    static __device__ __forceinline__ Bits round(Sum sum) {
-        Bits bits;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-        return bits;
-    }
+    static __device__ __forceinline__ Bits round(Sum sum) { return round_to_bf16(sum); }
 };
 template <> struct Element<F16> {
     using Bits = u16;
     using Sum = float;
-    static __device__ __forceinline__ Sum widen(Bits bits) {
-        Sum sum;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(sum) : "h"(bits));
-        return sum;
-    }
-    static __device__ __forceinline__ Bits round(Sum sum) {
-        Bits bits;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-        return bits;
-    }
+    static __device__ __forceinline__ Sum widen(Bits bits) { return widen_f16(bits); }
+    static __device__ __forceinline__ Bits round(Sum sum) { return round_to_f16(sum); }
 };
 template <> struct Element<F32> {
     using Bits = float;
