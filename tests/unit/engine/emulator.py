@@ -1,14 +1,15 @@
-"""The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, their threads run in any order they may.
+"""The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, run in any order that they allow.
 
-``emulation/base.cuh`` stands in for the kernels' own, in which everything is that is not plain C++; everything else is the
-very source. A thread goes on until it meets others, sleeps, or touches a flag; a seed chooses who is next. So what is
-found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
+``emulation/base.cuh`` stands in for the kernels' own, in which everything is that is not plain C++; everything else is
+the very source. A thread goes on until it meets others, sleeps, or touches a flag; a seed chooses who is next. So what
+is found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import random
 import re
 import shutil
 import subprocess
@@ -32,13 +33,16 @@ is_available = _CXX is not None
 
 
 class Emulator:
-    """A processor whose kernels are run by ``go_on``. One at a time in a process."""
+    """An actor of a simulated machine: the processors of all devices. One at a time in a process."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        """Keep what is compiled in ``folder``."""
-        self._folder = folder
+    def __init__(self, folder: Path, seed: int, patience: int = 1) -> None:
+        """Keep what is compiled in ``folder``; lets a millisecond pass ``patience`` times while all threads wait."""
+        self._folder, self._patience = folder, patience
         self._simt = _load_scheduler(folder)
         self._simt.simt_reset(seed)
+        self._random = random.Random(seed)
+        self.favour = self._random.choice((1, 8, 64))
+        self._num_launched = self._num_idle = 0
 
     def launch(
         self,
@@ -65,22 +69,27 @@ class Emulator:
             comes_early,
             max_resident,
         )
+        self._num_launched += 1
         return number
 
-    def go_on_until(self, number: int) -> bool:
-        """Run until a kernel is done, or until no thread can go on unless somebody launches something else."""
-        while not self._simt.simt_is_done(number):
-            before = self._num_done
-            self._simt.simt_go_on()
-            if failure := self._simt.simt_failure():
-                raise AssertionError(failure.decode())
-            if self._num_done == before:
-                return bool(self._simt.simt_is_done(number))
-        return True
+    def is_done(self, number: int) -> bool:
+        """Whether a kernel is."""
+        return bool(self._simt.simt_is_done(number))
 
-    @property
-    def _num_done(self) -> int:
-        return int(self._simt.simt_num_done())
+    def is_ready(self) -> bool:
+        """Whether threads may have something to do; they may not if others have done nothing since they last looked."""
+        return bool(self._simt.simt_num_done() < self._num_launched) and self._num_idle < self._patience
+
+    def go_on(self) -> None:
+        """Run threads for a while."""
+        has_gone_on = self._simt.simt_go_on(self._random.choice((1, 20, 1000)))
+        if failure := self._simt.simt_failure():
+            raise AssertionError(failure.decode())
+        self._num_idle = 0 if has_gone_on else self._num_idle + 1
+
+    def look_again(self) -> None:
+        """Somebody else has done something."""
+        self._num_idle = 0
 
 
 @cache
@@ -98,7 +107,7 @@ def _load_scheduler(folder: Path) -> ctypes.CDLL:
         ctypes.c_bool,
         ctypes.c_uint,
     ]
-    simt.simt_is_done.restype = ctypes.c_bool
+    simt.simt_is_done.restype = simt.simt_go_on.restype = ctypes.c_bool
     simt.simt_failure.restype = ctypes.c_char_p
     return simt
 
@@ -114,7 +123,9 @@ def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], .
 
 def as_host_code(source: str) -> str:
     """What no macro can stand in for: shared memory, which is a block's."""
-    source = source.replace("extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());")
+    source = source.replace(
+        "extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());"
+    )
     source = re.sub(r"__shared__ (\w+) (\w+)\[(.+?)\];", r"auto& \2 = simt::shared<\1[\3], __COUNTER__>();", source)
     source = re.sub(r"__shared__ (\w+) (\w+);", r"auto& \2 = simt::shared<\1, __COUNTER__>();", source)
     assert "__shared__" not in source
@@ -187,4 +198,4 @@ class EmulatedKernel:
 
         queue = self._machine.stream_of(stream)
         queue.launch(f"the beginning of {self._name}", begin)
-        queue.launch(f"the end of {self._name}", lambda: None, lambda: self._emulator.go_on_until(numbers[0]))
+        queue.launch(f"the end of {self._name}", lambda: None, lambda: self._emulator.is_done(numbers[0]))

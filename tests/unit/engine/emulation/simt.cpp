@@ -53,7 +53,7 @@ struct Launch {
     unsigned number;
     void (*entry)(const void*);
     std::vector<char> arguments;
-    unsigned grid, num_threads, max_resident;
+    unsigned grid, num_threads, max_resident, favour;
     std::size_t shared_bytes;
     bool comes_early;
     Launch* ahead;
@@ -63,6 +63,7 @@ struct Launch {
 
 struct Stream {
     std::deque<Launch*> queue;
+    unsigned favour = 0;  // how much sooner its threads go on than others'
 };
 
 std::mt19937 generator;
@@ -114,7 +115,7 @@ void begin_block(Launch& launch) {
     Block& block = *blocks.back();
     block.launch = &launch;
     block.index = launch.num_begun++;
-    block.favour = 1u << (3 * draw(3));
+    block.favour = launch.favour << draw(3);
     const unsigned num_warps = (launch.num_threads + WARP_SIZE - 1) / WARP_SIZE;
     block.warp_meetings.resize(num_warps);
     block.slots.resize(num_warps * WARP_SIZE);
@@ -291,7 +292,9 @@ unsigned simt_launch(void (*entry)(const void*), const void* arguments, std::siz
     launch->arguments.assign(static_cast<const char*>(arguments), static_cast<const char*>(arguments) + num_bytes);
     launch->grid = grid, launch->num_threads = num_threads, launch->max_resident = max_resident;
     launch->shared_bytes = shared_bytes, launch->comes_early = comes_early;
-    auto& queue = streams[stream].queue;
+    auto& [queue, favour] = streams[stream];
+    if (!favour) favour = 1u << (4 * draw(3));
+    launch->favour = favour;
     launch->ahead = queue.empty() ? nullptr : queue.back();
     queue.push_back(launch.get());
     launches.push_back(std::move(launch));
@@ -304,9 +307,9 @@ unsigned simt_num_done() {
 
 bool simt_is_done(unsigned number) { return launches[number]->is_done(); }
 
-// Have threads go on until some kernel is done, or until none can unless somebody else does something.
-void simt_go_on() {
-    while (failure.empty()) {
+// Have threads go on for a while. Returns false if all wait for something that none of them will do.
+bool simt_go_on(unsigned num_turns) {
+    while (num_turns-- && failure.empty()) {
         const bool has_begun = begin_blocks();
         Block* const block = choose_block();
         if (block) {
@@ -316,7 +319,7 @@ void simt_go_on() {
                 go_on(*block);
                 if (launch.num_done != num_done || block->ready.empty()) break;
             }
-            if (launch.num_done != num_done && launch.is_done()) return;
+            if (launch.num_done != num_done && launch.is_done()) return true;
             if (!draw(16)) wake_all();
             continue;
         }
@@ -324,12 +327,13 @@ void simt_go_on() {
             wake_all();
             has_gone_on = true;  // until somebody looks again
             now_ns += NS_PER_IDLE_ROUND;
-            return;
+            return false;
         }
         has_gone_on = false;
         wake_all();
         now_ns += NS_PER_IDLE_ROUND;
     }
+    return true;
 }
 
 const char* simt_failure() { return failure.c_str(); }
