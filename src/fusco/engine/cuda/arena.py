@@ -52,6 +52,7 @@ class Arena:
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
         self.buffers: list[SymmetricBuffer] = []
+        self._num_rendezvous = 0
         self.share(memory)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
@@ -78,8 +79,10 @@ class Arena:
         )
 
     def share(self, memory: torch.Tensor) -> None:
-        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` if one is out of reach."""
-        handle = rendezvous(memory, self._roll, self.node_ranks, f"peer memory {len(self.buffers)}")
+        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` on all if one cannot."""
+        name = f"peer memory {self._num_rendezvous}"
+        self._num_rendezvous += 1  # also of those that fail: what was told there must not be heard again
+        handle = rendezvous(memory, self._roll, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:

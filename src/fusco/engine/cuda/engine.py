@@ -20,7 +20,7 @@ from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
 from fusco.engine.cuda.streams import DeviceStreams
-from fusco.engine.host.connect import connect
+from fusco.engine.host.connect import connect, raise_if_any
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
@@ -294,8 +294,6 @@ def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> 
         memory = allocate_visible(num_bytes, device)
     except SharedMemoryError as failure:
         error = str(failure)
-    failed = [f"rank {rank}: {why}" for rank, why in enumerate(roll.gather("device memory", error)) if why]
-    if failed:
-        raise SharedMemoryError("; ".join(failed))
+    raise_if_any(roll.gather("device memory", error))
     assert memory is not None
     return memory
