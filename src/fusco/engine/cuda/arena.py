@@ -16,6 +16,7 @@ from fusco.memory.device_layout import DeviceLayout
 from fusco.transport.roll_call import RollCall
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
+_IS_BROKEN = 0  # of State
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ class Arena:
     def abort(self) -> None:
         """Have every wait on this device end soon."""
         self._abort.value = 1
+
+    def is_broken(self) -> bool:
+        """Whether a wait on this device has ended in vain. Waits for the current stream."""
+        return bool(self._state[_IS_BROKEN].item())
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """A struct of zeros that both sides see, and its address, which is the same on both."""
