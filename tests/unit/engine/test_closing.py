@@ -20,6 +20,7 @@ import torch
 
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.communicator import Communicator
+from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.cuda.engine import CudaEngine
 from fusco.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
 from fusco.memory.layout import ArenaLayout
@@ -102,12 +103,16 @@ def devices():
         yield
 
 
+def layout_for(num_ranks, timeout_s) -> ArenaLayout:
+    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1)
+    return ArenaLayout(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
+
+
 def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
     """The communicator of a rank, which has launched something."""
     OWN.device = Device()
     num_ranks = roll.world_size
-    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1)
-    layout = ArenaLayout(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
+    layout = layout_for(num_ranks, timeout_s)
     placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
     engine = CudaEngine(roll, layout, ["here"] * num_ranks, "127.0.0.1", placement, torch.device("cpu"))
     with engine._order.on_stream(Launch()):
@@ -262,5 +267,15 @@ def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
         error = error_of(communicator.synchronize)
         communicator.leave()
         return error
+
+    assert type(on_ranks(1, synchronize)[0]) is ClosedError
+
+
+def test_nor_is_anybody_on_the_cpu():
+    def synchronize(roll):
+        engine = CpuEngine(roll, layout_for(1, TIMEOUT_S), ["here"], "127.0.0.1")
+        engine.synchronize()
+        engine.close()
+        return error_of(engine.synchronize)
 
     assert type(on_ranks(1, synchronize)[0]) is ClosedError

@@ -33,7 +33,7 @@ class StreamOrder:
                     tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
-        if stream not in self._streams:
+        if stream != self.latest and stream not in self._streams:
             self._streams.append(stream)
         self.latest = stream
         self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
