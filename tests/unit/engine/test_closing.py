@@ -26,7 +26,7 @@ from fusco.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
 from fusco.memory.layout import ArenaLayout
 from rolls import on_ranks
 
-TIMEOUT_S, SLACK_S = 1.0, 5.0
+TIMEOUT_S, SLACK_S = 2.0, 5.0
 OWN = threading.local()  # the device of the rank whose thread this is
 
 
@@ -201,7 +201,7 @@ def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
     def hang(engine):
         OWN.device.is_done = lambda: False
 
-    with pytest.warns(UserWarning, match=r"has not ended within 0\.5 s: .* memory is never given back"):
+    with pytest.warns(UserWarning, match=r"has not ended within 1\.0 s: .* memory is never given back"):
         error, _ = left_alone(hang)
     assert type(error) is PeerFailureError
 
@@ -239,7 +239,7 @@ def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
     gc.collect()
     assert took_s < TIMEOUT_S + SLACK_S
     assert len(texts) == 1
-    assert "what a communicator launched on cpu has not ended within 0.5 s" in texts[0]
+    assert "what a communicator launched on cpu has not ended within 1.0 s" in texts[0]
     assert engine() is not None
 
 
