@@ -291,7 +291,8 @@ class Communicator:
     def synchronize(self) -> None:
         """Wait until everything that this communicator has launched is done; not a collective.
 
-        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile, and
+        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile,
+        ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
         ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
         """
         self._engine.synchronize()
@@ -321,26 +322,22 @@ class Communicator:
         """Wait until every rank closes, then give everything back; a second call does nothing.
 
         Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
-        waited for. Raises ``SlotOverflowError`` as ``synchronize`` does.
+        waited for, and no error if all that was launched here is complete without them. Raises ``SlotOverflowError`` as
+        ``synchronize`` does.
         """
         if self._is_closed:
             return
-        overflow: Exception | None = None
+        pending: Exception | None = None
         try:
-            with self._engine.collective("close"):
-                self._engine.agree(Agreement("close"))
-                self._engine.synchronize()
-                overflow = self._engine.pending_error()
+            self._end_together()
+            pending = self._engine.pending_error()
         except ClosedError:
             pass  # it broke before, so there is nobody to wait for
-        except PeerFailureError as error:
-            if not error.has_left:
-                raise
         finally:
             self._is_closed = True
             self._engine.close()
-        if overflow:
-            raise overflow
+        if pending:
+            raise pending
 
     def leave(self) -> None:
         """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
@@ -360,6 +357,17 @@ class Communicator:
         if error is not None:
             self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         self.close()
+
+    def _end_together(self) -> None:
+        """Wait until all ranks have come to the end, and their devices, too."""
+        try:
+            with self._engine.collective("close"):
+                self._engine.agree(Agreement("close"))
+                self._engine.synchronize()
+            self._engine.settle()
+        except PeerFailureError as error:
+            if not (error.has_left and self._engine.has_finished()):
+                raise
 
     def _in_graph(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,11 +17,12 @@ from fusco.engine.cuda.arena import Arena, allocate_visible
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
 from fusco.engine.cuda.kernels import Kernels
+from fusco.engine.cuda.last_work import LastWork, keep_for_good
 from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
 from fusco.engine.cuda.streams import DeviceStreams
-from fusco.engine.host.connect import connect
+from fusco.engine.host.connect import connect, raise_if_any
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
@@ -43,6 +45,7 @@ _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a
 _IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say.
 _SPIN_S = 500e-6
+_ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
 
 
 class CudaEngine:
@@ -65,6 +68,9 @@ class CudaEngine:
                 f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
         self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
+        self._launched_on: list[torch.cuda.Stream] = []
+        self._ending_s = _ENDING * layout.settings.timeout_s
+        self._last_work: LastWork | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             # Records and words for byte streams stand in host memory; rows never do.
             self._connections = connect(roll, layout.without_rows(), hosts, listen_on)
@@ -74,20 +80,22 @@ class CudaEngine:
             device_layout = DeviceLayout(self._topology, layout.capacity, layout.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
-            resources.callback(self._arena.close)
-            # Kernels that wait for a peer see the call to abort; whatever else is under way is short.
-            resources.callback(torch.cuda.synchronize, device)
+            resources.callback(self._let_go_of_memory)
             self._kernels = Kernels(Library(device), self._arena, placement)
-            self._order = StreamOrder(device, self._kernels)
+            self._order = StreamOrder(device, self._kernels, self._launched_on)
             self._network: Network | None = None
             if self._topology.num_nodes > 1:
                 self._network = Network(roll, self._watch, device, layout.settings.timeout_s)
                 resources.callback(self._network.close)
                 self._network.guard.on_stall = self._arena.abort
+                self._launched_on.append(self._network.stream)
             self._streams = DeviceStreams(self._connections.memory, self._arena, self._kernels, self._network, device)
             self._rounds = Rounds(roll.rank, self._connections, self._arena.abort)
             self._node = NodeShuffle(self._arena, self._kernels, placement, self._rounds, self._watch)
+            self._launched_on.append(self._node.staging_stream)
             self._internode = InternodeShuffle(self._node, self._network) if self._network else None
+            if self._internode:
+                self._launched_on.append(self._internode.packing_stream)
             self._watch.device_stall = self._device_stall
             torch.cuda.synchronize(device)  # whichever stream the first verb runs on
             roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
@@ -236,15 +244,27 @@ class CudaEngine:
 
     def synchronize(self) -> None:
         """See ``Engine``."""
-        if self._order.latest is None or self._rounds.broken:
-            return
-        done = self._order.mark()
         with self._rounds.operation("synchronize"):
+            if self._order.latest is None:
+                return
+            done = self._order.mark()
             peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
             stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
             self._watch.wait_until(done.query, lambda: stall)
             if waited_in_vain := self._device_stall():
                 self._watch.find_fault(waited_in_vain, _IN_VAIN)
+
+    def settle(self) -> None:
+        """See ``Engine``."""
+        with self.collective("settle"):
+            self.agree(Agreement("settle"))
+        if self._network:
+            self._network.finish()
+
+    def has_finished(self) -> bool:
+        """See ``Engine``."""
+        with torch.cuda.stream(self._order.own):
+            return self._has_work_ended() and not self._device_stall() and not self._arena.is_broken()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """See ``Engine``."""
@@ -258,6 +278,26 @@ class CudaEngine:
         """See ``Engine``."""
         self._rounds.end("it is closed")
         self._resources.close()
+
+    def _let_go_of_memory(self) -> None:
+        if self._has_work_ended():
+            self._arena.close()
+            return
+        keep_for_good(self)
+        warnings.warn(
+            f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
+            f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",
+            stacklevel=2,
+        )
+
+    def _has_work_ended(self) -> bool:
+        try:
+            if self._last_work is None:
+                streams = [*self._launched_on, torch.cuda.current_stream(self._device)]
+                self._last_work = LastWork(streams, self._ending_s)
+            return self._last_work.ends()
+        except RuntimeError:  # of CUDA, which will not say more about this device
+            return False
 
     def _device_stall(self) -> Stall | None:
         if self._network and self._network.guard.stall:
@@ -294,8 +334,6 @@ def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> 
         memory = allocate_visible(num_bytes, device)
     except SharedMemoryError as failure:
         error = str(failure)
-    failed = [f"rank {rank}: {why}" for rank, why in enumerate(roll.gather("device memory", error)) if why]
-    if failed:
-        raise SharedMemoryError("; ".join(failed))
+    raise_if_any(roll.gather("device memory", error))
     assert memory is not None
     return memory

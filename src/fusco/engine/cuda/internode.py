@@ -44,7 +44,7 @@ class InternodeShuffle:
         device, rank = node.arena.device, node.arena.rank
         self._own_node = self._topology.rank_to_node[rank]
         self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)[:-1].int()
-        self._packing_stream = torch.cuda.Stream(device, priority=-1)
+        self.packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
         self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
         self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
@@ -209,17 +209,17 @@ class InternodeShuffle:
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
-        self._packing_stream.wait_stream(stream)
+        self.packing_stream.wait_stream(stream)
         for number in range(crossing.num_slices(rows_per_slice)):
-            slot = self._free_slot(number, self._packing_stream)
+            slot = self._free_slot(number, self.packing_stream)
             free = self._ring[slot]
             sends: list[Message] = []
-            with node.timeline.span("gather", f"slice {number}", self._packing_stream):
+            with node.timeline.span("gather", f"slice {number}", self.packing_stream):
                 for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice):
                     for payload, size in zip(payloads, sizes, strict=True):
                         message, free = _take(free, (end - first) * size)
                         places = forwarding.node_to_tokens[remote, first:end]
-                        node.kernels.gather(payload, places, message, self._packing_stream.cuda_stream)
+                        node.kernels.gather(payload, places, message, self.packing_stream.cuda_stream)
                         sends += _messages(forwarder, message)
             receives = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
@@ -231,7 +231,7 @@ class InternodeShuffle:
             self._count_rows(sends)
             more = beside_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
-            yield self._exchange(sends, receives, f"slice {number}", slot, self._packing_stream)
+            yield self._exchange(sends, receives, f"slice {number}", slot, self.packing_stream)
 
     def _scatter_slices(
         self,

@@ -14,9 +14,10 @@ from fusco.launch import Launch
 class StreamOrder:
     """Keeps all that a communicator launches in one order, whichever streams its callers use."""
 
-    def __init__(self, device: torch.device, kernels: Kernels) -> None:
-        self._device, self._kernels = device, kernels
-        self._own = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, kernels: Kernels, streams: list[torch.cuda.Stream]) -> None:
+        """Every stream that is launched on joins ``streams``."""
+        self._device, self._kernels, self._streams = device, kernels, streams
+        self.own = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
         self.latest: torch.cuda.Stream | None = None  # on which the latest call was launched
 
@@ -24,7 +25,7 @@ class StreamOrder:
     def on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[torch.cuda.Stream]:
         """Launch on the caller's stream or the own one, after everything launched before."""
         callers = torch.cuda.current_stream(self._device)
-        stream = self._own if launch.own_stream else callers
+        stream = self.own if launch.own_stream else callers
         if stream != callers:
             stream.wait_stream(callers)
             for tensor in inputs:
@@ -32,6 +33,8 @@ class StreamOrder:
                     tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
+        if stream != self.latest and stream not in self._streams:
+            self._streams.append(stream)
         self.latest = stream
         self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
         if stream == callers and torch.cuda.current_device() == self._device.index:

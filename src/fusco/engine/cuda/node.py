@@ -34,7 +34,7 @@ class NodeShuffle:
     ) -> None:
         self.arena, self.kernels, self.placement, self.rounds, self.watch = arena, kernels, placement, rounds, watch
         self.timeline: Timeline | NoTimeline = NO_TIMELINE
-        self._staging_stream = torch.cuda.Stream(arena.device)
+        self.staging_stream = torch.cuda.Stream(arena.device)
         self._may_stage, self._has_staged = torch.cuda.Event(), torch.cuda.Event()
         self._num_plans = 0
 
@@ -178,11 +178,11 @@ class NodeShuffle:
         offsets = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(moved))]
         pools = [self.arena.address(self.arena.local, 0, offset) for offset in offsets]
         self._may_stage.record(stream)
-        self._staging_stream.wait_event(self._may_stage)
-        with self.timeline.span("stage", "own rows", self._staging_stream):
-            self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self._staging_stream.cuda_stream)
+        self.staging_stream.wait_event(self._may_stage)
+        with self.timeline.span("stage", "own rows", self.staging_stream):
+            self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self.staging_stream.cuda_stream)
         yield
-        self._has_staged.record(self._staging_stream)
+        self._has_staged.record(self.staging_stream)
         stream.wait_event(self._has_staged)
 
     def scatter_own(
