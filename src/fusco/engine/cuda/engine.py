@@ -154,7 +154,7 @@ class CudaEngine:
         if agreement.rejection:
             self._rounds.publish(agreement, [0, *STAGED])
             return None
-        with self._order.on_stream(launch, *payloads) as stream:
+        with self._order.on_stream(launch, *payloads, held=plan.tensors) as stream:
             rows = (self._internode or self._node).dispatch_along(agreement, plan, payloads, launch, stream)
         self._order.hand_over(rows, launch)
         return rows
@@ -167,7 +167,7 @@ class CudaEngine:
         if agreement.rejection:
             return None
         is_weighted = weights is not None
-        with self._order.on_stream(launch, rows) as stream, self.profile.spend("wire"):
+        with self._order.on_stream(launch, rows, held=plan.tensors) as stream, self.profile.spend("wire"):
             same = plain(rows)
             wire_dtype = torch.promote_types(same.dtype, self._wire_dtype or same.dtype)
             out = (self._internode or self._node).combine(
