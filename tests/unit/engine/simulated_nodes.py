@@ -164,6 +164,7 @@ class Rank:
 
     rank: int
     arena: Arena
+    node: NodeShuffle
     internode: InternodeShuffle
     stream: Stream
     profile: CallProfile
@@ -211,4 +212,4 @@ class World:
         rounds = SimulatedRounds(self._records, rank)
         node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
         network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-        return Rank(rank, arena, InternodeShuffle(node, network), stream, rounds.profile)
+        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile)

@@ -24,6 +24,7 @@ from fusco.timeline import NO_TIMELINE, NoTimeline, Timeline
 
 _NO_LIMIT = 2**31 - 1
 STAGED = (-1, 0)  # where rows are that peers read in the pool
+_NARROWED = 2**31 - 1  # what the plan's kernel makes of a larger id, and less than none of a smaller one
 
 
 class NodeShuffle:
@@ -150,17 +151,21 @@ class NodeShuffle:
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
-        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
+        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know.
+
+        Of the latest plan, that is. What an earlier one found, into static slots, is told by ``Engine.pending_error``.
+        """
         report = self.arena.report
         src = report.bad_src
-        if src < 0:
+        if src < 0 or report.bad_ticket != self._num_plans:
             return None
         report.bad_src = -1
-        num_experts = self.placement.num_experts
-        token, k = report.bad_token, report.bad_k
+        token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
+        if src == self.arena.rank and abs(bad_id) == _NARROWED:
+            bad_id = int(routing.topk_idx[token, k])
+        reason = describe_stranger(token, k, bad_id, self.placement.num_experts)
         if src == self.arena.rank:
-            return ValueError(describe_stranger(token, k, int(routing.topk_idx[token, k]), num_experts))
-        reason = describe_stranger(token, k, report.bad_id, num_experts)
+            return ValueError(reason)
         return RejectedInputError(
             f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
         )
