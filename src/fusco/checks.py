@@ -48,10 +48,26 @@ class Checks:
         """The size of a dispatch's output."""
         if static is not None and not isinstance(static, StaticSlots):
             raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
-        if static is None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if static is None and self._is_capturing:
             raise ValueError(
                 "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticSlots(num_slots)"
+            )
+
+    def launching(self, verb: str, num_nodes: int) -> None:
+        """A verb that only launches within a node, so that a CUDA graph may hold it there."""
+        if num_nodes > 1 and self._is_capturing:
+            raise ValueError(
+                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
+                f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
+                f"node a combine can be captured, and a dispatch with static=StaticSlots(num_slots)"
+            )
+
+    def waiting(self, verb: str) -> None:
+        """A verb that waits on the host for the device, wherever ranks are."""
+        if self._is_capturing:
+            raise ValueError(
+                f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
             )
 
     def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
@@ -141,6 +157,10 @@ class Checks:
             receive_rows=self._splits("output", len(output), splits[0]),
             mode=mode,
         )
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
         world_size = self.placement.world_size
