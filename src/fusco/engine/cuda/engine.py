@@ -13,7 +13,7 @@ import torch
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
-from fusco.engine.cuda.failure import stall_of
+from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
 from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.launching import StreamOrder
@@ -240,9 +240,7 @@ class CudaEngine:
             return
         done = self._order.mark()
         with self._rounds.operation("synchronize"):
-            peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
-            stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
-            self._watch.wait_until(done.query, lambda: stall)
+            self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
             if waited_in_vain := self._device_stall():
                 self._watch.find_fault(waited_in_vain, _IN_VAIN)
 

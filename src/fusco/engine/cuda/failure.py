@@ -29,6 +29,11 @@ PHASES = (
 )
 
 
+def own_backlog(expected: str) -> Stall:
+    """The words for a wait that needs no peer, but all that is queued before it on the stream."""
+    return Stall("waiting for the own device", (), expected, "work queued before it on the stream, whoever queued it")
+
+
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
     """The words for a wait that ran out, on a device whose node has these ranks."""
     phase = PHASES[failure.phase]

@@ -19,12 +19,12 @@ import torch
 from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
-from fusco.errors import Stall
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.launch import Launch
@@ -308,9 +308,7 @@ class InternodeShuffle:
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
-        others = tuple(rank for rank in range(self._topology.world_size) if rank != self._node.arena.rank)
-        stall = Stall("planning on the device", others, "the number of rows for each node", "none yet")
-        self._node.watch.wait_until(self._has_summary.query, lambda: stall)
+        self._node.watch.wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
         return [int(entry) for entry in self._summary.tolist()]
 
     def _rejection_of(self, routing: Routing, bad_pair: int, bad_id: int) -> ValueError | None:

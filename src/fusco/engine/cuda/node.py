@@ -11,6 +11,7 @@ import torch
 
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.arena import Arena
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Kernels, Payload, PublishedRouting
 from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.engine.host.rounds import Rounds
@@ -37,6 +38,7 @@ class NodeShuffle:
         self.timeline: Timeline | NoTimeline = NO_TIMELINE
         self._staging_stream = torch.cuda.Stream(arena.device)
         self._may_stage, self._has_staged = torch.cuda.Event(), torch.cuda.Event()
+        self._has_come_to_plan = torch.cuda.Event()  # between nodes the host has waited so far anyway
         self._num_plans = 0
 
     def dispatch(
@@ -45,6 +47,8 @@ class NodeShuffle:
         """Plan and move rows, where there is one node only; the last is what was wrong with somebody's routing."""
         payloads, routing = list(map(plain, order.payloads)), order.routing
         records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
+        if not order.static:
+            self._has_come_to_plan.record(stream)
         with self.staging(payloads, records, order.launch, stream):
             plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
             if not order.static:
@@ -146,8 +150,13 @@ class NodeShuffle:
         """Wait until the plan is made, for the one number that the host needs."""
         report, ticket = self.arena.report, self._num_plans
         peers = tuple(rank for rank in self.arena.node_ranks if rank != self.arena.rank)
-        stall = Stall("planning on the device", peers, "the plan", "none yet")
-        self.watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
+
+        def stall() -> Stall:
+            if not self._has_come_to_plan.query():
+                return own_backlog("the plan")
+            return Stall("planning on the device", peers, "the plan", "none yet")
+
+        self.watch.wait_until(lambda: report.ticket == ticket, stall)
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
