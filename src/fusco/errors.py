@@ -22,7 +22,11 @@ class TransportError(FuscoError):
 
 
 class CompileError(FuscoError):
-    """A kernel could not be compiled or loaded."""
+    """A kernel could not be compiled."""
+
+
+class LaunchError(FuscoError):
+    """A kernel could not be loaded or launched, perhaps since an earlier one, of whomever, has failed."""
 
 
 class SlotOverflowError(FuscoError):
