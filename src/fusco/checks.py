@@ -20,6 +20,7 @@ from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 
 _MAX_PAYLOADS, _MAX_DIMS = 8, 6  # as many as fit into a record's text, whatever the sizes
+_LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True)
@@ -237,4 +238,10 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _LEAST_CAPABILITY:
+        raise ValueError(
+            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
+            f"fusco needs {'.'.join(map(str, _LEAST_CAPABILITY))} (A100) or newer"
+        )
     return torch.device("cuda", index)

@@ -15,7 +15,7 @@ from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
 from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
-from fusco.engine.cuda.kernels import Kernels
+from fusco.engine.cuda.kernels import Kernels, plan_shared_bytes
 from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
@@ -64,6 +64,7 @@ class CudaEngine:
                 f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
                 f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
+        _check_room_to_plan(placement, device)
         self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
         with ExitStack() as resources, torch.cuda.device(device):
             # Records and words for byte streams stand in host memory; rows never do.
@@ -269,6 +270,19 @@ class CudaEngine:
             self._watch.begin(self._rounds.number, name)
             with stream_with(self._streams, peer, name, segments, self._watch):
                 yield
+
+
+def _check_room_to_plan(placement: ExpertPlacement, device: torch.device) -> None:
+    """Raise ``ValueError`` if any rank has more experts than a block has room to count for; the same on all ranks."""
+    num_experts = max(map(len, placement.rank_to_experts))
+    needed = plan_shared_bytes(num_experts)
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not have all of them
+    limit = properties.shared_memory_per_block_optin
+    if needed > limit:
+        raise ValueError(
+            f"num_experts={placement.num_experts} puts {num_experts} on one rank, for which planning takes {needed:,} "
+            f"bytes of shared memory in a block, but {device} has {limit:,}; have fewer, or more ranks"
+        )
 
 
 def _messages_of(exchange: ExchangeOrder) -> tuple[dict[int, Segments], dict[int, Segments]]:
