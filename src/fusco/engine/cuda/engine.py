@@ -188,7 +188,7 @@ class CudaEngine:
             run(self._streams.tasks(send, receive), self._watch)
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
-        """See ``Engine``. In order with everything else on the caller's stream; the host does not wait."""
+        """See ``Engine``. In order with everything else on the caller's stream; on one node the host waits for it."""
         itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
         if itinerary is None or exchange is None:
             return

@@ -12,7 +12,7 @@ from fusco.launch import Launch
 
 
 class StreamOrder:
-    """Keeps all that a communicator launches in one order, whichever streams its callers use."""
+    """Keeps all that a communicator launches in one order, on whichever streams; replays of graphs are the caller's."""
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
         self._device, self._kernels = device, kernels
