@@ -58,14 +58,16 @@ class RejectedInputError(ValueError):
 class Stall:
     """What a rank waits for: the words of an error, should the wait run out.
 
-    ``phase`` names the step, ``on_ranks`` the ranks that are waited for (none if it is for the own device),
-    ``expected`` and ``seen`` what should have come from them and what came.
+    ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` and ``seen`` what should
+    have come from them and what came. ``is_for_own_device`` if no rank is waited for, though any that dies may be what
+    the own device waits for.
     """
 
     phase: str
     on_ranks: tuple[int, ...]
     expected: str
     seen: str
+    is_for_own_device: bool = False
 
 
 class PeerFailureError(FuscoError):

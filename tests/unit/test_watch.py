@@ -18,7 +18,7 @@ TIMEOUT_S = 4.0
 SLACK_S = 1.0  # more than a loaded machine takes to schedule everybody
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
-OWN_DEVICE = Stall("waiting for the own device", (), "the plan", "none")
+OWN_DEVICE = Stall("waiting for the own device", (), "the plan", "none", is_for_own_device=True)
 
 
 class Ranks:

@@ -88,8 +88,8 @@ class Watch:
         self._sentinel.note(self._collective, self._operation, waiting_for.phase)
         if self._sentinel.verdict:
             raise self._failure(waiting_for, self._sentinel.verdict)
-        # What waits for no rank may still wait behind what does, on the own device.
-        has_died, failure = any(map(self._is_dead, waiting_for.on_ranks or self._peers)), self.network_failure()
+        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        has_died, failure = any(map(self._is_dead, concerned)), self.network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
             if dead := self._dead():

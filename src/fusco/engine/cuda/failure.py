@@ -35,7 +35,8 @@ PHASES = (
 
 def own_backlog(expected: str) -> Stall:
     """The words for a wait that needs no peer, but all that is queued before it on the stream."""
-    return Stall("waiting for the own device", (), expected, "work queued before it on the stream, whoever queued it")
+    seen = "work queued before it on the stream, whoever queued it"
+    return Stall("waiting for the own device", (), expected, seen, is_for_own_device=True)
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
