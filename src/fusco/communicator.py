@@ -136,7 +136,9 @@ class Communicator:
             static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
                 wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
                 the call can be captured in a CUDA graph (by all ranks, and replayed by all in the same order).
-                Between nodes the host waits for the counts of rows in any case, and nothing can be captured.
+                Between nodes the host waits for the counts of rows in any case, and nothing can be captured. What is
+                launched is in one order whichever streams it is called on, but a graph's replays are not in it: they,
+                and calls on other streams beside them, must be put in order by the caller.
             launch: how to use the device.
 
         Returns:
@@ -257,6 +259,7 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
+        self._checks.waiting("gather_send")
         self._checks.stream(segments, dst)
         self._engine.gather_send(segments, dst)
 
@@ -265,6 +268,7 @@ class Communicator:
 
         Raises as ``gather_send``.
         """
+        self._checks.waiting("scatter_recv")
         self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)
 
@@ -295,6 +299,7 @@ class Communicator:
         ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
         ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
         """
+        self._checks.waiting("synchronize")
         self._engine.synchronize()
         if error := self._engine.pending_error():
             raise error

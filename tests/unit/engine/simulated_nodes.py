@@ -164,7 +164,8 @@ class Rank:
 
     rank: int
     arena: Arena
-    internode: InternodeShuffle | NodeShuffle  # which, depends on the number of nodes
+    node: NodeShuffle
+    internode: InternodeShuffle | NodeShuffle  # the former, unless there is one node only
     stream: Stream
     profile: CallProfile
 
@@ -219,6 +220,6 @@ class World:
         rounds = SimulatedRounds(self._records, rank)
         node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
         if layout.topology.num_nodes == 1:
-            return Rank(rank, arena, node, stream, rounds.profile)
+            return Rank(rank, arena, node, node, stream, rounds.profile)
         network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-        return Rank(rank, arena, InternodeShuffle(node, network), stream, rounds.profile)
+        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile)

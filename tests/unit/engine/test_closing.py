@@ -98,7 +98,7 @@ def devices():
         stack.enter_context(mock.patch("fusco.engine.cuda.engine.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.engine.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.engine.cuda.network.NcclTransport", Nccl))
-        library = SimpleNamespace(device=torch.device("cpu"), num_sms=4)
+        library = SimpleNamespace(device=torch.device("cpu"), num_sms=4, max_shared_bytes=1 << 20)
         stack.enter_context(mock.patch("fusco.engine.cuda.engine.Library", return_value=library))
         yield
 
@@ -119,6 +119,7 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
         pass
     communicator = Communicator.__new__(Communicator)
     communicator._engine, communicator._is_closed = engine, False
+    communicator._checks = mock.Mock()  # of arguments
     return communicator
 
 

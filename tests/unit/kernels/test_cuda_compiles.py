@@ -17,8 +17,10 @@ from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
+    Failure,
     ForwardingArgs,
     GatherArgs,
+    Report,
     combine_type,
     plan_type,
     returned_type,
@@ -245,6 +247,20 @@ def test_a_struct_of_another_size_does_not_compile(tmp_path):
         CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=40(.|\n)*mirrors"
     ):
         Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 40})
+
+
+@pytest.mark.parametrize(("struct", "source"), [(Report, "plan.cu"), (Failure, "comm.cuh")])
+def test_words_in_host_memory_stand_where_the_source_says(struct, source):
+    """No kernel takes these by value, so that no size is checked when it is compiled."""
+    text = (SOURCE_DIR / source).read_text()
+    body = re.sub(r"//.*", "", text.split(f"struct {struct.__name__} {{", 1)[1].split("};", 1)[0])
+    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32}
+    declared = [
+        (name.strip(), types[kind])
+        for kind, names in re.findall(r"([ui]32) ([^;]+);", body)
+        for name in names.split(",")
+    ]
+    assert declared == list(struct._fields_)
 
 
 class Counting(Compiler):

@@ -14,9 +14,9 @@ import torch
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
-from fusco.engine.cuda.failure import stall_of
+from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
-from fusco.engine.cuda.kernels import Kernels
+from fusco.engine.cuda.kernels import Kernels, plan_shared_bytes
 from fusco.engine.cuda.last_work import LastWork, keep_for_good
 from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
@@ -67,6 +67,8 @@ class CudaEngine:
                 f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
                 f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
+        library = Library(device)
+        _check_room_to_plan(placement, library)
         self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
         self._launched_on: list[torch.cuda.Stream] = []
         self._ending_s = _ENDING * layout.settings.timeout_s
@@ -81,7 +83,7 @@ class CudaEngine:
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
             resources.callback(self._let_go_of_memory)
-            self._kernels = Kernels(Library(device), self._arena, placement)
+            self._kernels = Kernels(library, self._arena, placement)
             self._order = StreamOrder(device, self._kernels, self._launched_on)
             self._network: Network | None = None
             if self._topology.num_nodes > 1:
@@ -162,7 +164,7 @@ class CudaEngine:
         if agreement.rejection:
             self._rounds.publish(agreement, [0, *STAGED])
             return None
-        with self._order.on_stream(launch, *payloads) as stream:
+        with self._order.on_stream(launch, *payloads, held=plan.tensors) as stream:
             rows = (self._internode or self._node).dispatch_along(agreement, plan, payloads, launch, stream)
         self._order.hand_over(rows, launch)
         return rows
@@ -175,7 +177,7 @@ class CudaEngine:
         if agreement.rejection:
             return None
         is_weighted = weights is not None
-        with self._order.on_stream(launch, rows) as stream, self.profile.spend("wire"):
+        with self._order.on_stream(launch, rows, held=plan.tensors) as stream, self.profile.spend("wire"):
             same = plain(rows)
             wire_dtype = torch.promote_types(same.dtype, self._wire_dtype or same.dtype)
             out = (self._internode or self._node).combine(
@@ -195,7 +197,7 @@ class CudaEngine:
             run(self._streams.tasks(send, receive), self._watch)
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
-        """See ``Engine``. In order with everything else on the caller's stream; the host does not wait."""
+        """See ``Engine``. In order with everything else on the caller's stream; on one node the host waits for it."""
         itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
         if itinerary is None or exchange is None:
             return
@@ -248,9 +250,7 @@ class CudaEngine:
             if self._order.latest is None:
                 return
             done = self._order.mark()
-            peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
-            stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
-            self._watch.wait_until(done.query, lambda: stall)
+            self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
             if waited_in_vain := self._device_stall():
                 self._watch.find_fault(waited_in_vain, _IN_VAIN)
 
@@ -311,6 +311,17 @@ class CudaEngine:
             self._watch.begin(self._rounds.number, name)
             with stream_with(self._streams, peer, name, segments, self._watch):
                 yield
+
+
+def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
+    """Raise ``ValueError`` if any rank has more experts than a block has room to count for; the same on all ranks."""
+    num_experts = max(map(len, placement.rank_to_experts))
+    needed = plan_shared_bytes(num_experts)
+    if needed > library.max_shared_bytes:
+        raise ValueError(
+            f"num_experts={placement.num_experts} puts {num_experts} on one rank, for which planning takes {needed:,} "
+            f"bytes of shared memory in a block, but {library.device} has {library.max_shared_bytes:,}; have fewer, or more ranks"
+        )
 
 
 def _messages_of(exchange: ExchangeOrder) -> tuple[dict[int, Segments], dict[int, Segments]]:

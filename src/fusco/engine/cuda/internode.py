@@ -19,12 +19,12 @@ import torch
 from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
-from fusco.errors import RejectedInputError, Stall
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.launch import Launch
@@ -54,7 +54,6 @@ class InternodeShuffle:
         self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
     ) -> tuple[InternodePlan | None, list[torch.Tensor], Exception | None]:
         """See ``NodeShuffle.dispatch``."""
-        self._refuse_capture()
         node, launch = self._node, _with_sms(order.launch)
         order = replace(order, launch=launch)
         routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
@@ -104,7 +103,6 @@ class InternodeShuffle:
         stream: torch.cuda.Stream,
     ) -> list[torch.Tensor]:
         """See ``NodeShuffle.dispatch_along``."""
-        self._refuse_capture()
         node, launch = self._node, _with_sms(launch)
         payloads = list(map(plain, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
@@ -125,7 +123,6 @@ class InternodeShuffle:
         is_weighted: bool,
     ) -> torch.Tensor:
         """Sum rows: first those of other nodes' tokens, as these have the network ahead of them."""
-        self._refuse_capture()
         node, crossing, hidden = self._node, plan.crossing, rows.shape[1]
         num_sms = _with_sms(launch).num_sms
         rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
@@ -311,9 +308,7 @@ class InternodeShuffle:
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
-        others = tuple(rank for rank in range(self._topology.world_size) if rank != self._node.arena.rank)
-        stall = Stall("planning on the device", others, "the number of rows for each node", "none yet")
-        self._node.watch.wait_until(self._has_summary.query, lambda: stall)
+        self._node.watch.wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
         return [int(entry) for entry in self._summary.tolist()]
 
     def _rejection_of(self, routing: Routing, bad_pair: int, bad_id: int) -> ValueError | None:
@@ -321,13 +316,6 @@ class InternodeShuffle:
             return None
         token, k = divmod(bad_pair, routing.num_topk)
         return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
-
-    def _refuse_capture(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RejectedInputError(
-                "calls between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages when "
-                "they are launched, and these depend on the routing"
-            )
 
 
 @dataclass

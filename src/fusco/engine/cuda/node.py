@@ -11,6 +11,7 @@ import torch
 
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.arena import Arena
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Kernels, Payload, PublishedRouting
 from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.engine.host.rounds import Rounds
@@ -24,6 +25,7 @@ from fusco.timeline import NO_TIMELINE, NoTimeline, Timeline
 
 _NO_LIMIT = 2**31 - 1
 STAGED = (-1, 0)  # where rows are that peers read in the pool
+_NARROWED = 2**31 - 1  # what the plan's kernel makes of a larger id, and less than none of a smaller one
 
 
 class NodeShuffle:
@@ -36,6 +38,7 @@ class NodeShuffle:
         self.timeline: Timeline | NoTimeline = NO_TIMELINE
         self.staging_stream = torch.cuda.Stream(arena.device)
         self._may_stage, self._has_staged = torch.cuda.Event(), torch.cuda.Event()
+        self._has_come_to_plan = torch.cuda.Event()  # between nodes the host has waited so far anyway
         self._num_plans = 0
 
     def dispatch(
@@ -44,6 +47,8 @@ class NodeShuffle:
         """Plan and move rows, where there is one node only; the last is what was wrong with somebody's routing."""
         payloads, routing = list(map(plain, order.payloads)), order.routing
         records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
+        if not order.static:
+            self._has_come_to_plan.record(stream)
         with self.staging(payloads, records, order.launch, stream):
             plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
             if not order.static:
@@ -145,22 +150,31 @@ class NodeShuffle:
         """Wait until the plan is made, for the one number that the host needs."""
         report, ticket = self.arena.report, self._num_plans
         peers = tuple(rank for rank in self.arena.node_ranks if rank != self.arena.rank)
-        stall = Stall("planning on the device", peers, "the plan", "none yet")
-        self.watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
+
+        def stall() -> Stall:
+            if not self._has_come_to_plan.query():
+                return own_backlog("the plan")
+            return Stall("planning on the device", peers, "the plan", "none yet")
+
+        self.watch.wait_until(lambda: report.ticket == ticket, stall)
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
-        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
+        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know.
+
+        Of the latest plan, that is. What an earlier one found, into static slots, is told by ``Engine.pending_error``.
+        """
         report = self.arena.report
         src = report.bad_src
-        if src < 0:
+        if src < 0 or report.bad_ticket != self._num_plans:
             return None
         report.bad_src = -1
-        num_experts = self.placement.num_experts
-        token, k = report.bad_token, report.bad_k
+        token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
+        if src == self.arena.rank and abs(bad_id) == _NARROWED:
+            bad_id = int(routing.topk_idx[token, k])
+        reason = describe_stranger(token, k, bad_id, self.placement.num_experts)
         if src == self.arena.rank:
-            return ValueError(describe_stranger(token, k, int(routing.topk_idx[token, k]), num_experts))
-        reason = describe_stranger(token, k, report.bad_id, num_experts)
+            return ValueError(reason)
         return RejectedInputError(
             f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
         )

@@ -16,6 +16,7 @@ struct Report {
     u32 ticket;       // that of the plan, written last
     i32 num_slots;    // rows of the expert-major output, padding counted
     i32 bad_src, bad_token, bad_k, bad_id;  // the first id that is no expert; bad_src is -1 if there is none
+    u32 bad_ticket;                         // of the plan that found it
     i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all did
 };
 
@@ -294,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 const RowPlace place = place_of(args, pair / NUM_TOPK);
                 report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
                 report->bad_id = pooled_id_of(pooled_pair_of(pair));
+                report->bad_ticket = args.ticket;
                 __threadfence_system();
                 report->bad_src = place.src;
                 comm.state[FIRST_BAD_PAIR] = 0;
