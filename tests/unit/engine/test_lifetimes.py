@@ -107,7 +107,7 @@ class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self) -> None:
-        self._order = StreamOrder(torch.device("cuda", 0), mock.Mock())
+        self._order = StreamOrder(torch.device("cuda", 0), mock.Mock(), [])
         self._rounds = mock.Mock(profile=CallProfile())
         self._kernels, self._wire_dtype = mock.Mock(num_sms=0), None
         self._internode, self._node = None, Shuffle()

@@ -316,11 +316,11 @@ class CudaEngine:
 def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
     """Raise ``ValueError`` if any rank has more experts than a block has room to count for; the same on all ranks."""
     num_experts = max(map(len, placement.rank_to_experts))
-    needed = plan_shared_bytes(num_experts)
-    if needed > library.max_shared_bytes:
+    needed, limit = plan_shared_bytes(num_experts), library.max_shared_bytes
+    if needed > limit:
         raise ValueError(
             f"num_experts={placement.num_experts} puts {num_experts} on one rank, for which planning takes {needed:,} "
-            f"bytes of shared memory in a block, but {library.device} has {library.max_shared_bytes:,}; have fewer, or more ranks"
+            f"bytes of shared memory in a block, but {library.device} has {limit:,}; have fewer, or more ranks"
         )
 
 

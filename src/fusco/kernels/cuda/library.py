@@ -72,8 +72,9 @@ class Library:
 
     def __init__(self, device: torch.device) -> None:
         properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not have all of them
-        self.device, self.num_sms = device, properties.multi_processor_count
-        self.max_shared_bytes = properties.shared_memory_per_block_optin
+        self.device = device
+        self.num_sms: int = properties.multi_processor_count
+        self.max_shared_bytes: int = properties.shared_memory_per_block_optin
         self._compiler = Compiler(f"sm_{properties.major}{properties.minor}")
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
