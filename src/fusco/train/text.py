@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fusco.train.job import TrainingJob
+from fusco.train.seeds import mix_seed
 
 _NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
 
@@ -40,7 +41,7 @@ def load_text(job: TrainingJob) -> torch.Tensor:
 
 def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> torch.Tensor:
     """One rank's sequences in a step: int64 (num_sequences, length + 1) from places that seed, step and rank choose."""
-    generator = torch.Generator().manual_seed((job.seed * 1_000_003 + step) * 1_000_003 + rank)
+    generator = torch.Generator().manual_seed(mix_seed(job.seed, step, rank))
     first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator)
     return text[first + torch.arange(job.length + 1)].long()
 

@@ -57,3 +57,12 @@ def test_batches_are_runs_of_the_text_chosen_by_seed_step_and_rank():
     assert not any(torch.equal(batch, other) for other in [*others, make_batch(text, job, 1, 3)])
     shortest = torch.arange(17, dtype=torch.uint8)
     assert make_batch(shortest, job, 0, 0).tolist() == [list(range(17))] * 2
+
+
+@pytest.mark.parametrize("seed", [20240801, 2**31, 2**63, 10**30])
+def test_any_seed_will_do(seed):
+    text = torch.arange(200, dtype=torch.uint8)
+    job = make_job(seed=seed)
+    batches = [make_batch(text, job, rank, step) for rank in range(2) for step in range(2)]
+    assert torch.equal(batches[0], make_batch(text, job, 0, 0))
+    assert not any(torch.equal(batches[0], other) for other in batches[1:])
