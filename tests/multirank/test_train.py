@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +57,33 @@ def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
     assert ids.shape == (2 * 32, 2, 2)
     assert ids.max() < 8
     assert (ids[..., 0] != ids[..., 1]).all()
-    command = done.output[done.output.index("fusco bench shuffle") :].split()
+    replay(done.output, replayed)
+
+
+def test_by_default_ranks_share_experts_and_the_first_group_replays(tmp_path):
+    """Four ranks, two of which have all experts; six experts, which four ranks could not have alike."""
+    out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "a trace.npz", tmp_path / "shuffle.jsonl"
+    arguments = ["--num-experts", "6", "--steps", "8", "--lr", "0.02", "--json", str(out)]
+    done = CliRunner().invoke(app, ["train", *SMALL, *arguments, *CAP, "--record-trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    steps, (run,) = read(out)
+    assert (run["job"]["num_ranks"], run["job"]["ep_size"]) == (4, 2)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert np.load(trace)["topk_idx"].shape == (4 * 32, 2, 2)
+    for record in replay(done.output, replayed):
+        assert (record["nodes"], record["ranks_per_node"], record["tokens"]) == (1, 2, 32)
+        assert record["trace_repeats"] == 0.5
+
+
+def replay(output, json_path):
+    """The records of the command that ``output`` names."""
+    command = shlex.split(output[output.index("fusco bench shuffle") :])
     assert command[:2] == ["fusco", "bench"]
-    replay = CliRunner().invoke(app, [*command[1:], "--iterations", "2", "--json", str(replayed)])
-    assert replay.exit_code == 0, replay.output
-    assert all(json.loads(line)["verified"] for line in replayed.read_text().splitlines())
+    done = CliRunner().invoke(app, [*command[1:], "--iterations", "2", "--json", str(json_path)])
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in json_path.read_text().splitlines()]
+    assert all(record["verified"] for record in records)
+    return records
 
 
 def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -318,8 +319,10 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _how_to_replay(job: TrainingJob, path: Path) -> str:
+    """The exchange of the first ``ep_size`` ranks, whose tokens are the first of the trace."""
     return (
-        f"to replay the last step's routing: fusco bench shuffle --trace {path} --nodes 1 --ranks-per-node "
-        f"{job.num_ranks} --tokens {job.tokens} --hidden {job.shape.hidden} --num-experts {job.shape.num_experts} "
-        f"--num-topk {job.shape.num_topk} --layer 0 --device {job.device}"
+        f"to replay the last step's routing among the first {job.ep_size} ranks: fusco bench shuffle "
+        f"--trace {shlex.quote(str(path))} --nodes 1 --ranks-per-node {job.ep_size} --tokens {job.tokens} "
+        f"--hidden {job.shape.hidden} --num-experts {job.shape.num_experts} --num-topk {job.shape.num_topk} "
+        f"--layer 0 --device {job.device}"
     )
