@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.options import Device
+from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 
@@ -161,12 +162,11 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
             "[green]yes[/]" if record.verified else "[red]NO[/]",
         )
-    cores = one.hardware["num_cores"]
     table.caption = (
         f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks at once: between nodes "
         f"{one.internode_peak_gbs:.2f} GB/s each way a rank, copy {one.copy_peak_gbs:.1f} GB/s\n"
         "bound: the busiest node's bytes, shared by its ranks, at that peak\n"
-        f"{one.hardware['cpu']}, {cores} cores; torch {one.versions['torch']}; commit {one.commit}"
+        f"{describe_origin(one, one.nodes * one.ranks_per_node)}"
     )
     console.print(table)
     for record in records:

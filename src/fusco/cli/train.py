@@ -18,6 +18,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.options import Device
+from fusco.cli.origin import describe_origin
 from fusco.cli.running import num_devices
 
 if TYPE_CHECKING:
@@ -313,9 +314,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     ]
     if len(records) == 2:
         notes.append(f"losses of the two, step by step: at most {records[1].max_loss_difference:.6f} nats apart")
-    cores = one.hardware["num_cores"]
-    notes.append(f"{one.hardware['cpu']}, {cores} cores; torch {one.versions['torch']}; commit {one.commit}")
-    return notes
+    return [*notes, describe_origin(one, one.job["num_ranks"], ("torch", "transformers"))]
 
 
 def _how_to_replay(job: TrainingJob, path: Path) -> str:

@@ -144,7 +144,7 @@ def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list
         last_expert_imbalance=steps[-1].expert_imbalance,
         peak_memory_gib=round(run.peak_memory_bytes / 2**30, 2),
         total_s=round(sum(step.step_ms for step in steps) / 1e3, 1),
-        versions=versions(),
-        hardware=hardware(),
+        versions=versions("transformers"),
+        hardware=hardware(job.device),
         commit=commit(),
     )
