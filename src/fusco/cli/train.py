@@ -211,7 +211,8 @@ def train(
             text_bytes=text_bytes,
             timeout_s=timeout_s,
         )
-        load_text(job)  # what is wrong with it is said before any process starts
+        if joined is None:
+            load_text(job)  # what is wrong with it is said before any process starts
         console = Console(quiet=joined is not None and joined.rank != 0)
         if json and not console.quiet:
             write_json_lines([], json)

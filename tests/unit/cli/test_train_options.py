@@ -1,11 +1,15 @@
 """Options of ``fusco train``: presets that go together, and names that are those of the library."""
 
+from contextlib import nullcontext
 from typing import get_args
 
 import pytest
+from typer.testing import CliRunner
 
+from fusco.cli.main import app
 from fusco.cli.train import _PRESETS, Checkpointing, Device, PresetName, TrainDtype
 from fusco.fsdp import checkpointing
+from fusco.train import text, world
 from fusco.train.job import ModelShape, TrainingJob
 
 
@@ -39,6 +43,15 @@ def test_presets_go_together_on_four_ranks(name, ep_size):
         dtype=sizes.dtype,
     )
     assert job.num_sequences * job.length == job.tokens
+
+
+def test_a_rank_of_torchrun_leaves_reading_the_text_to_its_training(monkeypatch):
+    pytest.importorskip("transformers", reason="fusco train needs it")
+    monkeypatch.setattr(world, "joined_by_torchrun", lambda device: nullcontext(world.Joined(rank=1, num_ranks=2)))
+    monkeypatch.setattr(world, "run_joined", lambda job, report, **_: [])
+    monkeypatch.setattr(text, "load_text", lambda job: pytest.fail("read twice"))
+    done = CliRunner().invoke(app, ["train"])
+    assert done.exit_code == 0, done.exception
 
 
 def test_the_large_preset_is_what_it_is_said_to_be():

@@ -1,6 +1,7 @@
 """The text to learn: the same in every process, and what is wrong with it is said."""
 
 import dataclasses
+import tracemalloc
 
 import pytest
 import torch
@@ -30,6 +31,19 @@ def test_a_directory_is_read_in_order_of_paths_without_hidden_files(tmp_path):
         (tmp_path / name).write_text(content)
     assert bytes(load_text(make_job(text=tmp_path)).tolist()).decode() == "1" * 80 + "2" * 80 + "3" * 80
     assert bytes(load_text(make_job(text=tmp_path, text_bytes=170)).tolist()).decode() == "1" * 80 + "2" * 80 + "3" * 10
+
+
+def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path):
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(64 << 20)
+    job = make_job(text=large, text_bytes=1000)
+    tracemalloc.start()
+    try:
+        assert len(load_text(job)) == 1000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_wrong_with_a_text_is_said(tmp_path):
