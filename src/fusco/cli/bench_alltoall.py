@@ -66,10 +66,13 @@ def alltoall(
     from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
     from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Pattern, Trace, Workload
+    from fusco.checks import check_cuda_core
     from fusco.settings import Settings
     from fusco.topology import Topology
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
+    if device is Device.CUDA:
+        check_cuda_core()  # here, before any process starts
     workload = Workload(
         pattern=Pattern.TRACE,
         topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),

@@ -167,6 +167,7 @@ def train(
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("fusco train needs transformers: pip install 'fusco[fsdp]'")
     from fusco.bench.results import write_json_lines
+    from fusco.checks import check_cuda_core
     from fusco.train.job import ModelShape, TrainingJob
     from fusco.train.records import summarize
     from fusco.train.text import load_text
@@ -211,8 +212,10 @@ def train(
             text_bytes=text_bytes,
             timeout_s=timeout_s,
         )
+        if job.device == "cuda" and "fusco" in job.dispatchers:
+            check_cuda_core()  # what is wrong is said before any process starts
         if joined is None:
-            load_text(job)  # what is wrong with it is said before any process starts
+            load_text(job)
         console = Console(quiet=joined is not None and joined.rank != 0)
         if json and not console.quiet:
             write_json_lines([], json)
