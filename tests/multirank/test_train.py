@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
 
+from train_jobs import train_until_rows_do_not_arrive
+
+from fusco.bench.local_world import LocalWorld
 from fusco.cli.main import app
 from fusco.train.job import ModelShape, TrainingJob
 from fusco.train.world import run_here
@@ -109,25 +112,27 @@ def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
     assert done.stdout.count("loss of the first step") == 1  # rank 0 alone shows anything
 
 
+def one_rank_job(**changes):
+    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
+    sizes = {"num_ranks": 1, "ep_size": 1, "tokens": 32, "length": 16, "text_bytes": 100_000}
+    return TrainingJob(shape=shape, learning_rate=0.01, dtype="float32", **{**sizes, **changes})
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
+    job = one_rank_job(num_steps=4, activation_checkpointing=checkpointing)
+    with LocalWorld(1) as world:
+        (done,) = world.run(train_until_rows_do_not_arrive, 1, job, 2)
+    assert done == [*["synchronize", "step", "report"] * 2, "synchronize", "error"]
+
+
 def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
     log, seen = tmp_path / "steps.jsonl", []
-    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
-    job = TrainingJob(
-        shape=shape,
-        num_ranks=1,
-        ep_size=1,
-        tokens=32,
-        length=16,
-        num_steps=4,
-        learning_rate=0.01,
-        dtype="float32",
-        text_bytes=100_000,
-    )
 
     def look(num_done, _):
         seen.append((num_done, len(log.read_text().splitlines()) if log.exists() else 0))
 
-    run_here(job, look, log=log)
+    run_here(one_rank_job(num_steps=4), look, log=log)
     assert all(num_lines >= num_done for num_done, num_lines in seen)
     assert seen[-1] == (4, 4)
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]

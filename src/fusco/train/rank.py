@@ -91,6 +91,7 @@ def _run(
         loss, router_loss = _losses(job, model, batch, mesh)
         (loss + router_loss).backward()  # type: ignore[no-untyped-call]
         norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        observer.synchronize()  # rows that did not arrive raise here: no step is made on their gradients
         optimizer.step()
         optimizer.zero_grad()
         mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has done all this
