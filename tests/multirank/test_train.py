@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,50 @@ def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
     assert all(num_lines >= num_done for num_done, num_lines in seen)
     assert seen[-1] == (4, 4)
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("interrupt", [os.killpg, os.kill], ids=["all processes", "the one that the user knows of"])
+def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(interrupt, tmp_path):
+    """As by Ctrl-C, which a terminal sends to all processes."""
+    out = tmp_path / "train.jsonl"
+    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000", "--json", str(out)]
+    with subprocess.Popen(
+        [*command, "--ranks", "2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
+        interrupt(run.pid, signal.SIGINT)
+        try:
+            output, _ = run.communicate(timeout=60)
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+        assert run.returncode == 130, output
+        assert output.rstrip().endswith(f"interrupted; the steps until then are in {out}")
+        assert "Traceback" not in output
+        steps, runs = read(out)
+        assert [step["step"] for step in steps] == list(range(len(steps)))
+        assert not runs
+        wait_until(lambda: not is_any_left(run.pid), 20)
+
+
+def wait_until(is_so, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_any_left(process_group):
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,15 @@ def train(
             write_json_lines([], json)
         start = run_here if joined is None else run_joined
         with _showing(job, console) as report:
-            runs = start(job, report, keeps_routing=record_trace is not None, log=json)
+            try:
+                runs = start(job, report, keeps_routing=record_trace is not None, log=json)
+            except KeyboardInterrupt:
+                console.print(
+                    "interrupted" + (f"; the steps until then are in {json}" if json else ""),
+                    markup=False,
+                    soft_wrap=True,
+                )
+                raise
     if console.quiet:
         return
     records = summarize(job, runs)
