@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
 
-from train_jobs import train_until_rows_do_not_arrive
+from train_jobs import train_until_rows_do_not_arrive, train_with_slow_reports
 
 from fusco.bench.local_world import LocalWorld
 from fusco.cli.main import app
@@ -126,6 +126,13 @@ def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
     with LocalWorld(1) as world:
         (done,) = world.run(train_until_rows_do_not_arrive, 1, job, 2)
     assert done == [*["synchronize", "step", "report"] * 2, "synchronize", "error"]
+
+
+def test_reports_are_not_in_the_time_of_a_step():
+    job = one_rank_job(num_ranks=2, ep_size=2, num_steps=3)
+    with LocalWorld(2) as world:
+        for times_ms in world.run(train_with_slow_reports, 2, job, 1.5):
+            assert min(times_ms[1:]) < 1500
 
 
 def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusco.communicator import Communicator
 from fusco.train.rank import train_rank
+
+
+def train_with_slow_reports(group, job, seconds):
+    """The times of steps, in milliseconds, where rank 0 takes its time to report each."""
+    (run,) = train_rank(job, lambda _: time.sleep(seconds) if group.rank() == 0 else None)
+    return [step.step_ms for step in run.steps]
 
 
 class RowsDidNotArriveError(Exception):
