@@ -236,8 +236,7 @@ def check_device(device: str | torch.device) -> torch.device:
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     if not 0 <= index < torch.cuda.device_count():
         raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")
+    check_cuda_core()
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < _LEAST_CAPABILITY:
         raise ValueError(
@@ -245,3 +244,14 @@ def check_device(device: str | torch.device) -> torch.device:
             f"fusco needs {'.'.join(map(str, _LEAST_CAPABILITY))} (A100) or newer"
         )
     return torch.device("cuda", index)
+
+
+def has_cuda_core() -> bool:
+    """Whether the package is installed that compiles CUDA kernels."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+
+
+def check_cuda_core() -> None:
+    """Raise ``ValueError`` where it is not."""
+    if not has_cuda_core():
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")

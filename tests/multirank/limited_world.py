@@ -26,7 +26,6 @@ class LimitedWorld:
     def close(self):
         if self._world:
             # They have nothing to put away, and interpreters that have loaded so much take seconds to leave.
-            for process in self._world.processes:
-                process.kill()
+            self._world.kill()
             self._world.close()
         self._world = None
