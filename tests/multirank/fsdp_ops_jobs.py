@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from fsdp_jobs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from fsdp_models import SEQUENCE, alone, make_model
+from gradient_jobs import launches
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fusco import fsdp
+from fusco import Launch, fsdp
 from fusco.checked_engine import CheckedEngine
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -65,6 +66,13 @@ def verbs_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, Counter[str]]:
         del loss
         gc.collect()
         return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=ops.num_handles())}
+
+
+def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
+    """How a step launches whatever moves rows, forward and backward."""
+    with parallel(run) as (model, mesh), launches() as seen:
+        step(run, model, mesh)
+    return [launch for _, launch in seen]
 
 
 def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:

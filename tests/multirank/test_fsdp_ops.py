@@ -12,6 +12,8 @@ import fsdp_ops_jobs as jobs
 from fsdp_jobs import Run
 from test_fsdp import assert_small
 
+from fusco import Launch
+
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 NUM_LAYERS = 2
@@ -27,6 +29,13 @@ def test_full_checkpointing_shuffles_again_and_selective_does_not(four):
     assert seen["full"]["backward"] == mirrored + Counter(dispatch=NUM_LAYERS, combine=NUM_LAYERS)
     assert seen["none"]["handles"] == seen["full"]["handles"] == {"held": 0, "left": 0}
     assert seen["selective"]["handles"] == {"held": NUM_LAYERS, "left": 0}
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_verbs_and_operations_leave_multiprocessors_to_others_backward_too(four, how):
+    """A layer by itself shuffles twice forward and three times backward."""
+    for seen in four.run(jobs.launches_of_a_step, Run(recomputes=how)):
+        assert seen == [Launch(num_sms=32)] * (5 * NUM_LAYERS)
 
 
 def test_selective_checkpointing_keeps_what_the_reference_exchanges(four):
