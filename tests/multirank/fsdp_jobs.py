@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -282,6 +283,53 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)
     return "none"
+
+
+def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
+    """What ``parallelize`` says to a dispatcher, or a model, that it cannot take."""
+    mesh, rank = mesh_of(2, 1), dist.get_rank()
+    dispatcher, others = fsdp.TorchDispatcher(mesh.ep_group), fsdp.TorchDispatcher(mesh.expert["efsdp"].get_group())
+    with fsdp.parameters_on_meta():
+        on_meta = make_model("qwen3")
+    once = make_model("qwen3")
+    fsdp.parallelize(once, mesh, dispatcher)
+    mistakes = {
+        "another group": (make_model("qwen3"), others),
+        "another group on rank 1": (make_model("qwen3"), others if rank == 1 else dispatcher),
+        "values on rank 0": (make_model("qwen3") if rank == 0 else on_meta, dispatcher),
+        "twice": (once, dispatcher),
+        "no forward": (nn.ModuleDict({"layer": make_model("qwen3").model.layers[0]}), dispatcher),
+    }
+    errors = {}
+    for name, (model, given) in mistakes.items():
+        before = [(id(parameter), type(parameter)) for parameter in model.parameters()]
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
+            fsdp.parallelize(model, mesh, given)
+        errors[name] = str(error.value)
+        assert before == [(id(parameter), type(parameter)) for parameter in model.parameters()]
+    return errors
+
+
+def bytes_while_sharding(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
+    """Bytes of this rank's experts of one layer; most that were distributed and not sharded yet; all left in the end.
+
+    FSDP moves a module to the device and shards it in ``fully_shard``, which is looked at before it begins.
+    """
+    most = 0
+
+    def watching(module: nn.Module, **options: object) -> nn.Module:
+        nonlocal most
+        distributed = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert["ep"]]
+        most = max(most, sum(parameter.to_local().nbytes for parameter in distributed))
+        return fully_shard(module, **options)
+
+    mesh, model = mesh_of(run.ep_size, run.dp_replicate), make_model(run.kind)
+    experts = model.model.layers[0].mlp.experts
+    layer = sum(parameter.nbytes for parameter in experts.parameters()) // run.ep_size
+    with mock.patch("fusco.fsdp.wrapping.fully_shard", watching):
+        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    left = sum(p.to_local().untyped_storage().nbytes() for p in experts.parameters())
+    return {"layer": layer, "most": most, "left": left}
 
 
 def error_of_mesh(_: dist.ProcessGroup, ep_size: int, dp_replicate: int) -> str:

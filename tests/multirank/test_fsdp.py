@@ -172,6 +172,28 @@ def test_weights_that_differ_between_ranks(four):
         assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")
 
 
+def test_what_cannot_be_parallelized_is_refused_on_all_ranks_before_anything_changes(four):
+    for rank, errors in enumerate(four.run(jobs.errors_of_misuse)):
+        ours, theirs = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+        wrong_group = f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}"
+        assert errors["another group"] == wrong_group
+        refused = "rank 1 has refused what it was given; its error says why"
+        assert errors["another group on rank 1"] == (wrong_group if rank == 1 else refused)
+        assert errors["values on rank 0"].startswith(
+            "parameter model.embed_tokens.weight has values on some ranks and is on the meta device on others"
+        )
+        assert errors["twice"].startswith("parameter model.embed_tokens.weight is distributed already")
+        assert errors["no forward"].startswith("FSDP cannot shard a ModuleDict, which has no forward")
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_experts_are_sharded_a_layer_at_a_time(four, ep_size):
+    """So that a device never holds the experts of all layers, not even those of its "ep" rank."""
+    for seen in four.run(jobs.bytes_while_sharding, Run(ep_size=ep_size)):
+        assert seen["most"] == seen["layer"]
+        assert seen["left"] == seen["layer"] // (4 // ep_size)
+
+
 def test_meshes_that_do_not_fit(four):
     assert (
         four.run(jobs.error_of_mesh, 3, 1)

@@ -61,7 +61,7 @@ class FuscoDispatcher:
         self.launch = launch or Launch(num_sms=_NUM_SMS)
         if self.launch.own_stream:
             raise ValueError("a dispatcher's launch must not have own_stream: results are used at once")
-        self._group, self._max_tokens_per_rank = group, max_tokens_per_rank
+        self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self._num_ranks = group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
@@ -89,6 +89,16 @@ class FuscoDispatcher:
             combined = comm.combine(y, handle, launch=self.launch)
         return combined
 
+    def synchronize(self) -> None:
+        """Wait until everything dispatched and combined is there; not a collective.
+
+        Raises ``PeerFailureError`` if a rank failed or did not come within ``settings.timeout_s``. On CUDA a wait that
+        ran out leaves garbage, which otherwise the next collective only finds: call this before what cannot be undone,
+        such as a step of the optimizer.
+        """
+        for comm in self._communicators.values():
+            comm.synchronize()
+
     def close(self) -> None:
         """Close all communicators; a collective. A second call does nothing."""
         self.__exit__(None, None, None)
@@ -110,7 +120,7 @@ class FuscoDispatcher:
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
         if key not in self._communicators:
             comm = Communicator(
-                self._group,
+                self.group,
                 num_experts=num_experts,
                 num_topk=num_topk,
                 max_tokens_per_rank=self._max_tokens_per_rank,

@@ -31,7 +31,7 @@ class TorchDispatcher:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the group of the ranks among which experts are distributed: ``EPMesh.ep_group``."""
-        self._group, self._num_ranks = group, group.size()
+        self.group, self._num_ranks = group, group.size()
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
@@ -42,7 +42,7 @@ class TorchDispatcher:
         sent = order[int((expert_of_pair < 0).sum()) :]
         to_each = torch.bincount(expert_of_pair[sent], minlength=num_experts)
         from_each = torch.empty_like(to_each)
-        dist.all_to_all_single(from_each, to_each, group=self._group)
+        dist.all_to_all_single(from_each, to_each, group=self.group)
 
         by_source = from_each.view(self._num_ranks, -1)
         num_sent = to_each.view(self._num_ranks, -1).sum(1).tolist()
@@ -63,6 +63,11 @@ class TorchDispatcher:
         out = weighted.new_zeros(num_tokens, y.shape[1])
         return out.index_add(0, ticket.sent // num_topk, weighted).to(y.dtype)
 
+    def synchronize(self) -> None:
+        """Wait for the device; failures are for the process group to find."""
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
     def _exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:
-        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self._group)
+        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
         return moved.wait() if hasattr(moved, "wait") else moved
