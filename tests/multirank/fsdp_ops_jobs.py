@@ -86,6 +86,33 @@ def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
     return {"forward": forward.calls[name], "backward": backward.calls[name]}
 
 
+def host_waits_of_a_dispatch(_: dist.ProcessGroup) -> dict[str, int]:
+    """How often TorchDispatcher asks for values of tensors, for which a CUDA host waits; forward and backward."""
+    dispatcher, inputs = fsdp.TorchDispatcher(mesh_of(2, 1).ep_group), _inputs(7, ("x", "weights"))
+    inputs["topk_idx"][0, 1] = -1
+    waits: Counter[str] = Counter()
+    tolist = torch.Tensor.tolist
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name, kwargs = func.name(), kwargs or {}
+            is_sized = kwargs.get("output_size") is not None
+            if name in ("aten::_local_scalar_dense", "aten::bincount", "aten::nonzero", "aten::_unique2") or (
+                name == "aten::repeat_interleave.Tensor" and not is_sized
+            ):
+                waits[name] += 1
+            return func(*args, **kwargs)
+
+    def counted(self):
+        waits["tolist"] += 1
+        return tolist(self)
+
+    with mock.patch.object(torch.Tensor, "tolist", counted), Waits():
+        arrival = dispatcher.dispatch(inputs["x"], inputs["topk_idx"], inputs["weights"], NUM_EXPERTS)
+        dispatcher.combine(arrival.rows * 3, arrival).sum().backward()
+    return dict(waits)
+
+
 def differences_from_verbs(_: dist.ProcessGroup, wants: tuple[str, ...]) -> dict[str, float]:
     """How far operations are from the verbs called at once: outputs, and gradients of what wants them."""
     with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:

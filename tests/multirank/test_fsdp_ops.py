@@ -57,6 +57,11 @@ def test_what_selective_checkpointing_cannot_do_is_said(four):
     four.run(jobs.check_misuse_of_selective_checkpointing)
 
 
+def test_the_reference_waits_on_the_host_once_a_layer(four):
+    """As fusco's dispatch does with outputs of exact size."""
+    assert four.run(jobs.host_waits_of_a_dispatch) == [{"tolist": 1}] * 4
+
+
 @pytest.mark.parametrize("wants", [(), ("x",), ("weights",), ("x", "weights")])
 def test_operations_do_what_verbs_do(four, wants):
     for differences in four.run(jobs.differences_from_verbs, wants):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fusco.fsdp.grouped_linear import grouped_linear
+from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
@@ -37,18 +37,23 @@ class Experts:
 
     def run(self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
         """Apply this rank's experts to expert-major rows (num_rows, hidden)."""
-        hidden = self._linear(self.up_name, rows, num_rows_per_expert)
-        return self._linear(_DOWN_NAME, self._activation(hidden), num_rows_per_expert)
+        up, down = self._matrices(self.up_name), self._matrices(_DOWN_NAME)
+        sizes = sizes_for(rows, (up, down), num_rows_per_expert)
+        hidden = grouped_linear(rows, up, self._bias(self.up_name), num_rows_per_expert, sizes)
+        return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
 
     def local(self, name: str) -> torch.Tensor:
         """A parameter's values for this rank's experts; gradients flow to the parameter."""
         parameter = getattr(self.module, name)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    def _linear(self, name: str, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+    def _matrices(self, name: str) -> torch.Tensor:
+        """(num_local_experts, num_inputs, num_outputs)."""
         weight = self.local(name)
-        bias = self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
-        return grouped_linear(rows, weight if self.is_transposed else weight.transpose(1, 2), bias, num_rows_per_expert)
+        return weight if self.is_transposed else weight.transpose(1, 2)
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        return self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.up_name == "up_proj":

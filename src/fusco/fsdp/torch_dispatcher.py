@@ -36,20 +36,20 @@ class TorchDispatcher:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
-        """Send tokens to their experts; see ``Dispatcher``. Waits for the counts on the host."""
+        """Send tokens to their experts; see ``Dispatcher``. Waits on the host once, for the counts."""
         expert_of_pair = topk_idx.reshape(-1)
-        order = torch.argsort(expert_of_pair, stable=True)
-        sent = order[int((expert_of_pair < 0).sum()) :]
-        to_each = torch.bincount(expert_of_pair[sent], minlength=num_experts)
+        counts = expert_of_pair.new_zeros(1 + num_experts)  # the first is of those without an expert
+        to_each = counts.scatter_add_(0, expert_of_pair + 1, torch.ones_like(expert_of_pair))[1:]
         from_each = torch.empty_like(to_each)
         dist.all_to_all_single(from_each, to_each, group=self.group)
 
         by_source = from_each.view(self._num_ranks, -1)
-        num_sent = to_each.view(self._num_ranks, -1).sum(1).tolist()
-        num_received = by_source.sum(1).tolist()
+        num_sent, num_received = torch.stack([to_each.view(self._num_ranks, -1).sum(1), by_source.sum(1)]).tolist()
+        sent = torch.argsort(expert_of_pair, stable=True)[len(expert_of_pair) - sum(num_sent) :]
         rows = self._exchange(x[sent // topk_idx.shape[1]], num_received, num_sent)
         local_expert = torch.arange(by_source.shape[1], device=x.device).repeat(self._num_ranks)
-        arrived = torch.argsort(local_expert.repeat_interleave(by_source.reshape(-1)), stable=True)
+        expert_of_row = local_expert.repeat_interleave(by_source.reshape(-1), output_size=sum(num_received))
+        arrived = torch.argsort(expert_of_row, stable=True)
         return Arrival(rows[arrived], by_source.sum(0), _Ticket(sent, arrived, topk_weights, num_sent, num_received))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:

@@ -128,3 +128,11 @@ def test_what_only_looks_like_experts_is_passed_over(other):
 def test_experts_that_get_no_routing_are_named_if_there_are_no_others():
     with pytest.raises(ValueError, match=r"; mlp has these, but is called with \(hidden_states\) and not with routing"):
         find_experts(nn.ModuleDict({"mlp": SortedExperts()}))
+
+
+def test_the_host_asks_for_the_sizes_of_blocks_once_a_layer(monkeypatch):
+    """Here no row is a multiple of 16 bytes, so that both projections are loops."""
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor) or tolist(tensor))
+    only(Stack(gate_up_proj=(2, 10, 3), down_proj=(2, 3, 5))).run(ROWS, COUNTS)
+    assert len(asked) == 1
