@@ -198,6 +198,18 @@ def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:
                 loss.backward()
 
 
+def check_caches(_: dist.ProcessGroup, run: Run) -> None:
+    """A cache is refused where a block would be computed again, and taken where it would not."""
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+    with parallel(run) as (model, _):
+        with pytest.raises(ValueError, match="call the model with use_cache=False"):
+            model(input_ids=ids, use_cache=True)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        assert cache.get_seq_length() == SEQUENCE
+
+
 def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:
     """How far a block compiled as one graph is from itself, for batches of two sizes: gradients, relative."""
     torch._dynamo.reset()

@@ -62,6 +62,11 @@ def test_the_reference_waits_on_the_host_once_a_layer(four):
     assert four.run(jobs.host_waits_of_a_dispatch) == [{"tolist": 1}] * 4
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_blocks_that_compute_again_refuse_a_cache(two, how):
+    two.run(jobs.check_caches, Run(recomputes=how))
+
+
 @pytest.mark.parametrize("wants", [(), ("x",), ("weights",), ("x", "weights")])
 def test_operations_do_what_verbs_do(four, wants):
     for differences in four.run(jobs.differences_from_verbs, wants):
