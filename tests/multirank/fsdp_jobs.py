@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -234,6 +236,21 @@ def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_si
     with pytest.raises(ValueError, match='experts_implementation="fusco"` is not supported'):
         make_model(kind).set_experts_implementation("fusco")
     return differences
+
+
+def check_that_models_go(_: dist.ProcessGroup) -> None:
+    """A model that has called fusco by name is not kept alive by that."""
+    settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
+    with fsdp.registered_as_experts_implementation(mesh_of(1, 1).ep_group, SEQUENCE, settings=settings):
+        model = make_model("mixtral")
+        model.set_experts_implementation("fusco")
+        with torch.no_grad():
+            loss_sum(model, make_batch(0, 1))
+        experts = weakref.ref(model.model.layers[0].mlp.experts)
+        assert experts() is not None
+        del model
+        gc.collect()
+        assert experts() is None
 
 
 def error_of_whole_experts(_: dist.ProcessGroup) -> str:

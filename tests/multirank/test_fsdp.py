@@ -224,6 +224,10 @@ def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, k
         assert_small(differences)
 
 
+def test_models_that_call_fusco_by_name_are_not_kept_alive(two):
+    two.run(jobs.check_that_models_go)
+
+
 def test_experts_that_nobody_has_distributed(four):
     for text in four.run(jobs.error_of_whole_experts):
         assert text == (
