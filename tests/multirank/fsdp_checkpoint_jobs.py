@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_jobs import Run, dispatcher_of, mesh_of
@@ -58,6 +59,33 @@ def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
         optimizer = _optimizer(model)
         fsdp.load_checkpoint(path, model, optimizer)
         return _state_and_next(model, optimizer)
+
+
+def load_without_optimizer(
+    _: dist.ProcessGroup, run: Run, path: Path, own: Path
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Load the model of a checkpoint with an optimizer, save it without one, load that."""
+    with _trainer(run) as (model, _):
+        fsdp.load_checkpoint(path, model)
+        fsdp.save_checkpoint(own, model)
+    with _trainer(run) as (again, _):
+        fsdp.load_checkpoint(own, again)
+    return [{name: _whole(p) for name, p in each.named_parameters()} for each in (model, again)]
+
+
+def errors_of_export(_: dist.ProcessGroup, path: Path) -> tuple[str, str]:
+    """What ranks hear of if rank 0 cannot write, and of a model that is not of transformers."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError("this disk is full")
+
+    with _trainer(Run()) as (model, _):
+        model.save_pretrained = fail
+        with pytest.raises(OSError, match="this disk is full") as error:
+            fsdp.save_hugging_face(path, model)
+        with pytest.raises(TypeError) as type_error:
+            fsdp.save_hugging_face(path, model.model.layers[0])
+    return str(error.value), str(type_error.value)
 
 
 def load_alone(path: Path) -> State:

@@ -56,3 +56,21 @@ def test_what_is_exported_reloads(four, tmp_path, kind):
     assert model.state_dict().keys() == weights.keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_model_loads_without_an_optimizer(four, tmp_path):
+    saved, *_ = four.run(jobs.save, Run(ep_size=2), tmp_path / "whole")
+    for loaded in four.run(jobs.load_without_optimizer, Run(ep_size=4), tmp_path / "whole", tmp_path / "model"):
+        for weights in loaded:
+            assert weights
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, saved.now[name]), name
+
+
+def test_all_ranks_hear_of_an_export_that_fails(four, tmp_path):
+    (first, _), *others = errors = four.run(jobs.errors_of_export, tmp_path)
+    assert first == "this disk is full"
+    for text, _ in others:
+        assert text == f"rank 0 could not write {tmp_path}: PermissionError('this disk is full')"
+    for _, text in errors:
+        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is no model of transformers"
