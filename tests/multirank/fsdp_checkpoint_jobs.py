@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fusco import fsdp
+from fusco.fsdp.hugging_face import _Files, _Source
 
 _SEQUENCES = (2, 2, 2, 2)
 
@@ -71,6 +74,46 @@ def load_without_optimizer(
     with _trainer(run) as (again, _):
         fsdp.load_checkpoint(own, again)
     return [{name: _whole(p) for name, p in each.named_parameters()} for each in (model, again)]
+
+
+def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Read what was written for transformers into a model that never was whole; and the most elements read at once."""
+    mesh, sizes = mesh_of(run.ep_size, run.dp_replicate), []
+    read = _Source.read
+
+    def watched(self: _Source, files: _Files, *more: Any) -> Any:
+        sizes.append(0)
+        return read(self, files, *more)
+
+    def reading(self: _Files, *what: Any) -> torch.Tensor:
+        tensor = read_file(self, *what)
+        sizes[-1] += tensor.numel()
+        return tensor
+
+    read_file = _Files.read
+    with fsdp.parameters_on_meta():
+        model = make_model(run.kind, **changes)
+    sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), sharding)
+    with pytest.raises(ValueError, match=r"has no memory: call fusco\.fsdp\.materialize first"):
+        fsdp.load_hugging_face(path, model)
+    fsdp.materialize(model, "cpu")
+    with mock.patch.object(_Source, "read", watched), mock.patch.object(_Files, "read", reading):
+        fsdp.load_hugging_face(path, model)
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}, max(sizes)
+
+
+def errors_of_import(_: dist.ProcessGroup, kind: str, path: Path) -> dict[str, str]:
+    """What is said of files that do not have the model's weights."""
+    mesh = mesh_of(2, 1)
+    model = make_model(kind)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    errors = {}
+    for name in ("missing", "shape", "quantized", "nothing"):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            fsdp.load_hugging_face(path / name, model)
+        errors[name] = str(error.value)
+    return errors
 
 
 def errors_of_export(_: dist.ProcessGroup, path: Path) -> tuple[str, str]:

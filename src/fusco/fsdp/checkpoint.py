@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,38 +44,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
         )
-
-
-def save_hugging_face(path: str | Path, model: nn.Module) -> None:
-    """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
-
-    Rank 0 gathers and writes all weights, so that its main memory must hold them.
-
-    Args:
-        path: the folder.
-        model: a parallelized model of transformers.
-
-    Raises:
-        TypeError: for another model.
-        OSError: if rank 0 cannot write, which raises what it met with.
-
-    """
-    save_pretrained: Any = getattr(model, "save_pretrained", None)
-    if save_pretrained is None:
-        raise TypeError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers")
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            save_pretrained(path, state_dict=weights)
-        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
-            failure = error
-    outcome = [repr(failure) if failure else ""]
-    dist.broadcast_object_list(outcome, src=0)
-    if failure:
-        raise failure
-    if outcome[0]:
-        raise OSError(f"rank 0 could not write {path}: {outcome[0]}")
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

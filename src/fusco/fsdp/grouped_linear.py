@@ -58,7 +58,7 @@ def sizes_for(
             f"used instead, for which the host waits in every layer",
             stacklevel=2,
         )
-    return num_rows_per_expert.tolist()  # type: ignore[no-any-return]
+    return num_rows_per_expert.tolist()
 
 
 @torch.compiler.disable(reason="the sizes of blocks are values of a tensor")  # type: ignore[untyped-decorator,no-untyped-call]

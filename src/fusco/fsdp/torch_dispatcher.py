@@ -65,7 +65,7 @@ class TorchDispatcher:
 
     def synchronize(self) -> None:
         """Wait for the device; failures are for the process group to find."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 
     def _exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:

@@ -106,7 +106,8 @@ def registered_as_experts_implementation(
             module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             if module not in known:
-                known[module] = replace(_distributed(module, group.size()), module=weakref.proxy(module))
+                proxy: Any = weakref.proxy(module)
+                known[module] = replace(_distributed(module, group.size()), module=proxy)
             layer = ExpertParallelLayer(replace(known[module], module=module), dispatcher)
             return layer(hidden_states, top_k_index, top_k_weights)
 
