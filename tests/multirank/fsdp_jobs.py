@@ -77,7 +77,9 @@ class DroppingDispatcher(fsdp.TorchDispatcher):
 
 @lru_cache(maxsize=16)
 def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
-    return fsdp.build_mesh(ep_size, dp_replicate, device_type="cpu")
+    """On the device of this world's ranks: those with GPUs talk over NCCL."""
+    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    return fsdp.build_mesh(ep_size, dp_replicate, device_type=device_type)
 
 
 @contextlib.contextmanager
@@ -92,13 +94,13 @@ def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
 
 
 @contextlib.contextmanager
-def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
+def parallel(run: Run, **options: object) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
     """The model of a run."""
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_starved_model() if run.is_starved else make_model(run.kind)
         how = "none" if run.recomputes == "by transformers" else run.recomputes
-        sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+        sharding = fsdp.Sharding(expert_dim=run.expert_dim, **options)
         fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how)
         if run.divides:
             for module in model.modules():
@@ -145,7 +147,7 @@ def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, flo
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     """The largest difference, in units of the largest value."""
     assert ours is not None
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    whole = (ours.full_tensor() if isinstance(ours, DTensor) else ours).to(theirs.device)
     assert whole.shape == theirs.shape
     if not theirs.any():
         return float(whole.any())
@@ -180,7 +182,7 @@ def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[in
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     before = sum(nums_tokens[: dist.get_rank()])
     mine = slice(before, before + nums_tokens[dist.get_rank()])
-    x = whole.detach()[:, mine].clone().requires_grad_()
+    x = whole.detach()[:, mine].to(mesh.device_type, copy=True).requires_grad_()
     with dispatcher_of(run, mesh) as dispatcher:
         block = make_model(run.kind).model.layers[0].mlp
         fsdp.parallelize(block, mesh, dispatcher)
@@ -412,6 +414,49 @@ def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     assert all(bool(torch.isfinite(parameter.grad.full_tensor()).all()) for parameter in model.parameters())
     return dispatcher.seen
+
+
+class FrozenRouter(nn.Module):
+    """Sends tokens to experts by their place, so that rounding cannot send them elsewhere; weights are learned."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden):
+        logits, weights, experts = self.router(hidden)
+        place = torch.arange(len(experts), device=experts.device)[:, None]
+        experts = (place * 5 + torch.arange(experts.shape[1], device=experts.device)) % logits.shape[1]
+        return logits, logits.float().softmax(-1).gather(1, experts).to(weights.dtype), experts
+
+
+def make_frozen_model(kind: str) -> nn.Module:
+    model = make_model(kind)
+    for layer in model.model.layers:
+        layer.mlp.gate = FrozenRouter(layer.mlp.gate)
+    return model
+
+
+def differences_under_mixed_precision(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """As ``differences_of_gradients``, of gradients in bfloat16 from those of float32."""
+    rank, expected = dist.get_rank(), make_frozen_model(run.kind)
+    batches = [make_batch(each, num) for each, num in enumerate(run.nums_sequences)]
+    num_all = sum(map(num_targets, batches))
+    loss = sum(loss_sum(expected, batch) for batch in batches) / num_all  # tokens have the places that they have here
+    loss.backward()
+    alone_loss = float(loss.detach())
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with dispatcher_of(run, mesh) as dispatcher:
+        model = make_frozen_model(run.kind)
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(mixed_precision=policy))
+        ours = fsdp.scale_loss(loss_sum(model, batches[rank]), num_targets(batches[rank]), mesh)
+        ours.backward()
+        differences = {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in model.named_parameters()
+        }
+        return {"loss": abs(float(fsdp.global_sum(ours, mesh)) / alone_loss - 1), **differences}
 
 
 def prefetched(_: dist.ProcessGroup) -> tuple[dict[str, list[str]], ...]:

@@ -17,6 +17,7 @@ from fsdp_jobs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from fsdp_models import SEQUENCE, alone, make_model
 from gradient_jobs import launches
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -73,6 +74,31 @@ def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
     with parallel(run) as (model, mesh), launches() as seen:
         step(run, model, mesh)
     return [launch for _, launch in seen]
+
+
+def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
+    """In which order a step begins to gather parameters and calls the verbs."""
+    events: list[str] = []
+    unshard, collective = FSDPParamGroup.unshard, CheckedEngine.collective
+
+    def gathering(self: FSDPParamGroup, async_op: bool = False) -> Any:
+        if self._all_gather_result is None and not self.is_unsharded:
+            events.append(f"gather {self._module_fqn}".replace(" model.", " "))
+        return unshard(self, async_op)
+
+    def calling(self: CheckedEngine, operation: str, *more: Any) -> Any:
+        events.append(operation)
+        return collective(self, operation, *more)
+
+    run = Run()
+    with parallel(run, has_prefetch=has_prefetch) as (model, mesh):
+        step(run, model, mesh)  # FSDP finds out who is whose child
+        with (
+            mock.patch.object(FSDPParamGroup, "unshard", gathering),
+            mock.patch.object(CheckedEngine, "collective", calling),
+        ):
+            step(run, model, mesh)
+    return events
 
 
 def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:

@@ -38,6 +38,16 @@ def test_verbs_and_operations_leave_multiprocessors_to_others_backward_too(four,
         assert seen == [Launch(num_sms=32)] * (5 * NUM_LAYERS)
 
 
+def test_the_next_layer_is_gathered_before_tokens_of_this_one_move(four):
+    """So that both go on at once; without prefetch a layer's experts wait for what its tokens wait for already."""
+    first, second = ([f"gather layers.{layer}", f"gather layers.{layer}.mlp.experts"] for layer in range(NUM_LAYERS))
+    forward, backward = ["dispatch", "combine"], ["dispatch_again", "combine", "combine"]
+    for events in four.run(jobs.order_of_a_step, has_prefetch=True):
+        assert events == ["gather ", *first, *second, *forward * 2, *second, *first, *backward * 2]
+    for events in four.run(jobs.order_of_a_step, has_prefetch=False):
+        assert events[:7] == ["gather ", *first, *forward, *second]
+
+
 def test_selective_checkpointing_keeps_what_the_reference_exchanges(four):
     seen = {
         how: four.run(jobs.exchanges_of_a_step, Run(recomputes=how, dispatcher="torch"))[0]
