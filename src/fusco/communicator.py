@@ -89,7 +89,6 @@ class Communicator:
         )
         self._checked = found(group, charter)
         self._engine, self._checks = self._checked.engine, self._checked.checks
-        self._verbs = Verbs(lambda x, handle: self._checked.dispatch_along([x], handle)[0], self._checked.combine)
         self._is_closed = False
 
     @property
@@ -139,7 +138,7 @@ class Communicator:
                 Between nodes the host waits for the counts of rows in any case, and nothing can be captured. What is
                 launched is in one order whichever streams it is called on, but a graph's replays are not in it: they,
                 and calls on other streams beside them, must be put in order by the caller.
-            launch: how to use the device.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             Rows, counts, weights if asked for, and the handle.
@@ -159,7 +158,8 @@ class Communicator:
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
         if with_weights and launch and launch.own_stream:
             self._engine.wait()  # weights are made on the caller's stream
-        weights, (first, *more) = self._in_graph(payloads, topk_weights if with_weights else None, rows, handle)
+        given_weights, verbs = topk_weights if with_weights else None, self._verbs(launch)
+        weights, (first, *more) = self._in_graph(payloads, given_weights, rows, handle, verbs)
         return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
     def dispatch_again(
@@ -170,7 +170,7 @@ class Communicator:
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from a ``dispatch`` of this communicator, of the same one on all ranks.
-            launch: how to use the device.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
@@ -178,7 +178,7 @@ class Communicator:
         """
         payloads = _as_list(x)
         rows = self._checked.dispatch_along(payloads, handle, launch)
-        _, rows = self._in_graph(payloads, None, rows, handle)
+        _, rows = self._in_graph(payloads, None, rows, handle, self._verbs(launch))
         return tuple(rows)
 
     def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
@@ -193,7 +193,7 @@ class Communicator:
                 rows are ignored.
             handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
                 up as they are.
-            launch: how to use the device.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
@@ -201,7 +201,7 @@ class Communicator:
         """
         out = self._checked.combine(y, handle, launch)
         if wants_grad(y) or wants_grad(handle.topk_weights):
-            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs)  # type: ignore[no-untyped-call]
+            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -380,12 +380,21 @@ class Communicator:
         topk_weights: torch.Tensor | None,
         rows: list[torch.Tensor],
         handle: Handle,
+        verbs: Verbs,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """The weights of rows, if ``topk_weights`` are given, and the rows."""
         if topk_weights is None and not wants_grad(payloads[0]):
             return None, rows
-        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, self._verbs)  # type: ignore[no-untyped-call]
+        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, verbs)  # type: ignore[no-untyped-call]
         return weights, [first, *rows[1:]]
+
+    def _verbs(self, launch: Launch | None) -> Verbs:
+        """What the gradients of a call move by: launched as the call itself was, on the stream of the graph."""
+        mirrored = (launch or Launch()).on_callers_stream()
+        return Verbs(
+            lambda x, handle: self._checked.dispatch_along([x], handle, mirrored)[0],
+            lambda y, handle: self._checked.combine(y, handle, mirrored),
+        )
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusco.fsdp.dispatcher import Arrival, Dispatcher
-from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
 
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
@@ -44,17 +44,6 @@ class Stopwatch:
         return times
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Which of a dispatcher's communicators has moved rows."""
-
-    num_experts: int
-    num_topk: int
-    hidden: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 @dataclass
 class ObservingDispatcher:
     """Another dispatcher, watched.
@@ -79,7 +68,11 @@ class ObservingDispatcher:
     keeps_routing: bool = False
     num_rows: list[torch.Tensor] = field(default_factory=list)
     topk_idx: list[torch.Tensor] = field(default_factory=list)
-    _shape: _Shape | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """As the inner dispatcher."""
+        return self.inner.group
 
     def start_step(self) -> None:
         """Forget the step before."""
@@ -90,7 +83,6 @@ class ObservingDispatcher:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """As the inner dispatcher."""
-        self._shape = _Shape(num_experts, topk_idx.shape[1], x.shape[1], x.dtype, x.device)
         x = self._mark_backward(x, "dispatch_backward")
         self.stopwatch.mark("dispatch")
         arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
@@ -111,10 +103,8 @@ class ObservingDispatcher:
         return self._mark_backward(out, "combine_backward")
 
     def synchronize(self) -> None:
-        """Wait until all rows have moved; raises as ``Communicator.synchronize`` if some have not."""
-        if isinstance(self.inner, FuscoDispatcher) and (shape := self._shape):
-            x = torch.empty(0, shape.hidden, dtype=shape.dtype, device=shape.device)
-            self.inner.communicator(shape.num_experts, shape.num_topk, x).synchronize()
+        """As the inner dispatcher."""
+        self.inner.synchronize()
 
     def _mark_backward(self, tensor: torch.Tensor, section: str) -> torch.Tensor:
         """The same tensor; the section is marked when its gradient comes by."""
