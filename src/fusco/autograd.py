@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from fusco.handle import Handle
 
+_ROWS_AT_ONCE = 2048  # of a backward pass: many for a launch, few for a cache
+
 
 @dataclass(frozen=True)
 class Verbs:
@@ -96,16 +98,32 @@ def gradients_of_combine(
     """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
     grad_y = verbs.dispatch(grad_out.contiguous(), handle)
     grad_weights = None
-    if y is not None:
+    slot_weights = handle.plan.slot_weights if handle.is_weighted else None
+    dots = _weigh(grad_y, y, slot_weights)
+    if dots is not None:
         assert handle.topk_weights is not None
-        wide = torch.promote_types(y.dtype, torch.float32)
-        dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
         home = _weights_home(dots, handle.unweighted(), verbs)
         grad_weights = home.to(handle.topk_weights.dtype)
-    if handle.is_weighted:
-        # Multiplied in the wider dtype, so that weights are not rounded to 16 bits first.
-        grad_y = (grad_y * handle.plan.slot_weights[:, None]).to(grad_y.dtype)
     return grad_y, grad_weights
+
+
+def _weigh(grad_y: torch.Tensor, y: torch.Tensor | None, slot_weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Multiply rows by their weights, in place; returns the dot of each row, as it was, with that of ``y``, if given.
+
+    Both in float32 or wider, some rows at a time: rows of 16 bits that are widened all at once take twice the memory of
+    the rows themselves, each of them.
+    """
+    dots = None
+    if y is not None:
+        y = y.detach()
+        dots = y.new_empty(len(y), dtype=torch.promote_types(y.dtype, torch.float32))
+    for first in range(0, len(grad_y), _ROWS_AT_ONCE):
+        run = slice(first, first + _ROWS_AT_ONCE)
+        if y is not None and dots is not None:
+            dots[run] = torch.linalg.vecdot(grad_y[run].to(dots.dtype), y[run].to(dots.dtype))
+        if slot_weights is not None:
+            grad_y[run].mul_(slot_weights[run, None])  # weights are not rounded to 16 bits first
+    return dots
 
 
 def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
