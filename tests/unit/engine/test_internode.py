@@ -294,6 +294,18 @@ def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
             assert_same_bits(ours, theirs, f"sums of rank {rank}")
 
 
+def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):
+    asked, offset = [], DeviceLayout.forwarded_offset
+    monkeypatch.setattr(DeviceLayout, "forwarded_offset", lambda *args: asked.append(args) or offset(*args))
+    scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
+    (outcome, *_) = Play(scene).run(order=0)
+    assert outcome.plan.crossing.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
+    assert outcome.plan.crossing.num_forwarded is outcome.plan.crossing.num_forwarded
+    num_ranks, num_calls, num_payloads = 4, 2, 3
+    # To receive, what the rank forwards; to scatter, what both ranks of its node do.
+    assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)
+
+
 @dataclass(frozen=True)
 class Three:
     """Three nodes of one rank and one expert each; the token of rank 1 goes to all of them."""

@@ -207,6 +207,7 @@ class InternodeShuffle:
         node, local = self._node, self._node.arena.local
         sizes = list(map(row_bytes, payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
+        starts = self._forwarded_starts(crossing, local, sizes)
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
         self._packing_stream.wait_stream(stream)
@@ -224,9 +225,9 @@ class InternodeShuffle:
             receives = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
             for src, first, end in self._coming(crossing, number, rows_per_slice):
-                for p, size in enumerate(sizes):
-                    start = self._layout.forwarded_offset(crossing.num_forwarded[local], sizes, p) + first_row * size
-                    receives += _messages(src, node.arena.bytes_at(start, (end - first) * size))
+                for start, size in zip(starts, sizes, strict=True):
+                    arriving = node.arena.bytes_at(start + first_row * size, (end - first) * size)
+                    receives += _messages(src, arriving)
                 first_row += end - first
             self._count_rows(sends)
             more = beside_first if number == 0 else ((), ())
@@ -245,19 +246,20 @@ class InternodeShuffle:
         node, crossing = self._node, plan.crossing
         sizes = list(map(row_bytes, payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
+        addresses = [
+            [node.arena.address(local, 0, start) for start in self._forwarded_starts(crossing, local, sizes)]
+            for local in range(self._layout.num_ranks)
+        ]
         moved = [
             Payload(address=0, row_bytes=size, output_address=output.data_ptr())
             for size, output in zip(sizes, outputs, strict=True)
         ]
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
+            first_rows = [crossing.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
             rows = [
-                [
-                    node.arena.address(local, 0, self._layout.forwarded_offset(num_forwarded, sizes, p))
-                    + crossing.first_in_pool(local, number, rows_per_slice) * size
-                    for p, size in enumerate(sizes)
-                ]
-                for local, num_forwarded in enumerate(crossing.num_forwarded)
+                [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
+                for of_rank, first_row in zip(addresses, first_rows, strict=True)
             ]
             # In place: each rank announces its rows when it comes here, and stays until all others have read them.
             with node.timeline.span("scatter", f"slice {number}", stream):
@@ -308,6 +310,11 @@ class InternodeShuffle:
             first, end = crossing.cut(src, self._own_node, number, rows_per_slice)
             if first < end:
                 yield src, first, end
+
+    def _forwarded_starts(self, crossing: Crossing, local: int, sizes: list[int]) -> list[int]:
+        """Where each payload of what a rank of the node forwards begins in its arena."""
+        num_rows = crossing.num_forwarded[local]
+        return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
