@@ -6,7 +6,8 @@ has, where they stand in rings and pools, what each kernel is told, and which st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from comparison import assert_same_bits, assert_within, world_rows
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RejectedInputError, Settings, StaticSlots, Topology
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import InternodePlan
+from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.memory.device_layout import DeviceLayout
 from fusco.planner.cost import routing_bytes_per_row
@@ -304,6 +306,44 @@ def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeyp
     num_ranks, num_calls, num_payloads = 4, 2, 3
     # To receive, what the rank forwards; to scatter, what both ranks of its node do.
     assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)
+
+
+class Profiled(Play):
+    """A dispatch and another of the same routing: what each took by its profile, and by the clock."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        order = replace(self._order(at.rank, self._payloads(at)), launch=Launch(num_sms=20))
+        others = [made_on(at, rows) for rows in self.x["other x"][at.rank]]
+        seen: list[tuple[CallProfile, float, int]] = []
+        node = at.internode._node
+        kernels, shuffle = node.kernels, at.internode if self.scene.num_nodes > 1 else node
+
+        def profiled(call: Callable[[], Any]) -> Any:
+            kernels.begin(at.stream.cuda_stream)
+            node.rounds.profile = profile = CallProfile()
+            start = time.perf_counter()
+            result = call()
+            seen.append((profile, time.perf_counter() - start, kernels.num_sms))
+            return result
+
+        y, agreement, stream = made_on(at, self.y[at.rank]), Agreement(""), at.stream
+        plan, _, _ = profiled(lambda: shuffle.dispatch(agreement, order, stream))
+        profiled(lambda: shuffle.dispatch_along(agreement, plan, others, order.launch, stream))
+        profiled(lambda: shuffle.combine(plan, y, y.dtype, order.launch, stream, is_weighted=False))
+        return seen
+
+
+@pytest.mark.parametrize(("num_nodes", "slice_bytes"), [(1, 16), (2, 16), (2, 4096)])
+def test_profiles_tell_launch_times_by_kind_and_multiprocessors_taken_at_once(num_nodes, slice_bytes):
+    scene = Scene(num_nodes=num_nodes, ranks_per_node=2, kind="balanced", seed=3, slice_bytes=slice_bytes)
+    for dispatched, again, combined in Profiled(scene).run(order=0):
+        for (profile, elapsed_s, _), is_planned in ((dispatched, True), (again, False)):
+            assert profile.staging_s > 0 < profile.wire_s
+            assert (profile.planning_s > 0) == is_planned
+            assert profile.planning_s + profile.staging_s + profile.wire_s <= elapsed_s  # nothing twice
+        # Own rows leave staging its 5, of which it takes one for its one chunk; slices come later, and take 20.
+        at_once = 1 + 15 if num_nodes == 1 else 20
+        assert [num_sms for _, _, num_sms in (dispatched, again, combined)] == [at_once, at_once, 20]
 
 
 @dataclass(frozen=True)

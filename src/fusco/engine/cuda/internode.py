@@ -59,40 +59,47 @@ class InternodeShuffle:
         order = replace(order, launch=launch)
         routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
         payloads = list(map(plain, order.payloads))
-        with node.timeline.span("plan", "rows for each node"):
-            forwarding = node.kernels.forwarding(
-                routing.topk_idx,
-                self._expert_to_node,
-                self._topology.num_nodes,
-                self._own_node,
-                self._summary,
-            )
-        *counts, bad_pair, bad_id = self._read_summary(stream)
-        rejection = self._rejection_of(routing, bad_pair, bad_id)
-        if rejection:
-            agreement = replace(agreement, rejection=str(rejection))
-        records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
-        if rejection:
-            return None, [], rejection
+        with node.spend("planning"):
+            with node.timeline.span("plan", "rows for each node"):
+                forwarding = node.kernels.forwarding(
+                    routing.topk_idx,
+                    self._expert_to_node,
+                    self._topology.num_nodes,
+                    self._own_node,
+                    self._summary,
+                )
+            *counts, bad_pair, bad_id = self._read_summary(stream)
+            rejection = self._rejection_of(routing, bad_pair, bad_id)
+            if rejection:
+                agreement = replace(agreement, rejection=str(rejection))
+            records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
+            if rejection:
+                return None, [], rejection
 
-        num_rows = tuple(record.counts[3:] for record in records)
-        groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
-        crossing = Crossing(node.arena.rank, groups, num_rows)
-        told = self._routing_messages(routing, forwarding, crossing)
+            num_rows = tuple(record.counts[3:] for record in records)
+            groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
+            crossing = Crossing(node.arena.rank, groups, num_rows)
+            told = self._routing_messages(routing, forwarding, crossing)
         with node.staging(payloads, records, launch, stream):
             # Routing travels beside the first slice: by itself it would cost the network's latency once more.
             sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
-            arrivals = list(itertools.islice(sending, 1))
+            with node.spend("wire"):
+                arrivals = list(itertools.islice(sending, 1))
             if arrivals:
                 stream.wait_event(arrivals[0])
             on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
-            made = node.make_plan(order, told.published, records, on_node, crossing.sources)
-            arrivals += sending
+            with node.spend("planning"):
+                made = node.make_plan(order, told.published, records, on_node, crossing.sources)
+            with node.spend("wire"):
+                arrivals += sending
             if not order.static:
-                made = node.size_exactly(made)
+                with node.spend("planning"):
+                    made = node.size_exactly(made)
             plan = _between_nodes(made, crossing, forwarding)
-            rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+            with node.spend("wire"):
+                rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
+        with node.spend("wire"):
+            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
         return plan, rows, None
 
     def dispatch_along(
@@ -108,10 +115,11 @@ class InternodeShuffle:
         node, launch = self._node, _with_sms(launch)
         payloads = list(map(plain, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
-        with node.staging(payloads, records, launch, stream):
+        with node.staging(payloads, records, launch, stream), node.spend("wire"):
             arrivals = list(self._send(payloads, plan.forwarding, plan.crossing, stream))
             rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+        with node.spend("wire"):
+            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
         return rows
 
     def combine(

@@ -91,7 +91,8 @@ class Kernels:
     def __init__(self, library: Library, arena: Arena, placement: ExpertPlacement) -> None:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
-        self.num_sms = 0  # multiprocessors that moving rows took at once since this was last set to 0
+        self.num_sms = 0  # multiprocessors that moving rows took at once since ``begin``
+        self._staging_sms = 0
         topology, rank, device = arena.layout.topology, arena.rank, library.device
         self._num_ranks, self._num_nodes = topology.ranks_per_node, topology.num_nodes
         self._publishers = topology.rank_to_local  # each rank publishes the routing of its counterparts
@@ -102,6 +103,10 @@ class Kernels:
         self._expert_to_rank = placement.membership_table(rank_to_place, device)[:-1].int()
         self._num_local = len(placement.rank_to_experts[rank])
         self._run_counts = torch.empty(library.num_sms * self._num_local, dtype=torch.int32, device=device)
+
+    def begin(self, stream: int) -> None:
+        """From now on launch for another call, on a stream given as its handle."""
+        self.stream, self.num_sms, self._staging_sms = stream, 0, 0
 
     def plan(
         self,
@@ -165,7 +170,8 @@ class Kernels:
         )
         constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
         grid = max(1, min(self._share_for_staging(num_sms), num_chunks))
-        self.num_sms += grid
+        self._staging_sms = grid
+        self._take(grid)
         self._launch("stage_rows", constants, arguments, grid, _STAGE_THREADS, stream=stream)
 
     def _share_for_staging(self, num_sms: int | None) -> int:
@@ -214,7 +220,7 @@ class Kernels:
             "CHUNK_ROWS": CHUNK_ROWS,
             "UNROLL": _SCATTER_UNROLL,
         }
-        self.num_sms += grid
+        self._take(grid + self._staging_sms if is_staged else grid)
         self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS, comes_early=True)
 
     def combine(
@@ -230,7 +236,8 @@ class Kernels:
         """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's."""
         sms = self._sms(num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
-        self.num_sms, grid = sms, sms * blocks_per_sm
+        self._take(sms)
+        grid = sms * blocks_per_sm
         weights = held.weights if is_weighted else None
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
@@ -348,6 +355,10 @@ class Kernels:
         )
         grid = min(pieces.shape[1], self._library.num_sms * 4)
         self._launch("copy_segments", {}, arguments, grid, _COPY_THREADS)
+
+    def _take(self, num_sms: int) -> None:
+        """Count multiprocessors that are at work at once."""
+        self.num_sms = max(self.num_sms, num_sms)
 
     def _sms(self, num_sms: int | None) -> int:
         return min(num_sms or self._library.num_sms, self._library.num_sms)

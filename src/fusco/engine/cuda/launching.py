@@ -33,7 +33,7 @@ class StreamOrder:
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
         self.latest = stream
-        self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
+        self._kernels.begin(stream.cuda_stream)
         if stream == callers and torch.cuda.current_device() == self._device.index:
             yield stream
             return
