@@ -269,6 +269,16 @@ class SimulatedKernel:
 
         stream.launch("gathering rows", gather)
 
+    def _copy_segments(self, stream: Stream, args: Any) -> None:
+        def copy() -> None:
+            src, dst, ends = self._at(args.segments, torch.int64, (3, args.num_segments))
+            sizes = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+            for origin, to, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+                read = self._at(args.src + origin, torch.uint8, (size,))
+                self._at(args.dst + to, torch.uint8, (size,)).copy_(read)
+
+        stream.launch("copying segments", copy)
+
     def _add_returned(self, stream: Stream, args: Any) -> None:
         def add() -> None:
             hidden = self._constants["HIDDEN"]

@@ -216,9 +216,9 @@ def test_the_grid_covers_every_kind_of_constants():
 
 def test_a_struct_of_another_size_does_not_compile(tmp_path):
     with pytest.raises(
-        CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=40(.|\n)*mirrors"
+        CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=48(.|\n)*mirrors"
     ):
-        Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 40})
+        Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 48})
 
 
 class Counting(Compiler):

@@ -41,7 +41,8 @@ _ROWS_FOR_ALL_WARPS = 12_000
 # Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
 # multiprocessors only contend.
 _SCATTER_SMS_TIMES_RANKS = 192
-_COPY_THREADS, _PIECE_BYTES = 256, 16 << 10
+# What a block copies at a time: less only if there are not enough bytes for all blocks.
+_COPY_THREADS, _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256, 1 << 10, 16 << 10
 # Enough to pack rows several times as fast as any network takes them.
 _GATHER_THREADS, _GATHER_SMS = 512, 8
 _FORWARDING_THREADS, _RETURNED_THREADS = 1024, 256
@@ -69,20 +70,6 @@ class PublishedRouting:
 def vector_bytes(row_bytes: int) -> int:
     """The widest access that divides a row."""
     return min(16, row_bytes & -row_bytes)
-
-
-def split_segments(segments: torch.Tensor, piece_bytes: int) -> torch.Tensor:
-    """Cut segments, int64 (3, num_segments) of source offset, destination offset and size, into small pieces.
-
-    >>> split_segments(torch.tensor([[0, 50], [7, 90], [5, 0]]), 2).tolist()
-    [[0, 2, 4], [7, 9, 11], [2, 2, 1]]
-    """
-    size = segments[2]
-    num_pieces = (size + piece_bytes - 1) // piece_bytes
-    whole = segments.repeat_interleave(num_pieces, dim=1)
-    index = torch.arange(whole.shape[1]) - (num_pieces.cumsum(0) - num_pieces).repeat_interleave(num_pieces)
-    start = index * piece_bytes
-    return torch.stack([whole[0] + start, whole[1] + start, (whole[2] - start).clamp(max=piece_bytes)])
 
 
 class Kernels:
@@ -345,16 +332,27 @@ class Kernels:
         num_bytes: torch.Tensor,
     ) -> None:
         """See ``fusco.kernels.copy_segments``; the memory is on the device (a peer's, perhaps), the arrays are not."""
-        pieces = split_segments(torch.stack([src_offset, dst_offset, num_bytes]), _PIECE_BYTES)
-        if not pieces.shape[1]:
+        if len(num_bytes) == 1:
+            # As nearly all messages are: no table needs to be made and sent.
+            begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)
+            dst[begin : begin + size].copy_(src[first : first + size])
+            return
+        ends = num_bytes.cumsum(0)
+        total = int(ends[-1]) if len(ends) else 0
+        if not total:
             return
         # From pinned memory, which stays allocated until the stream has read it.
-        on_device = pieces.pin_memory().to(self._library.device, non_blocking=True)
+        table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(self._library.device, non_blocking=True)
+        max_grid = self._library.num_sms * 4
+        piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, -(-total // max_grid)))
         arguments = CopyArgs(
-            src=src.data_ptr(), dst=dst.data_ptr(), pieces=on_device.data_ptr(), num_pieces=pieces.shape[1]
+            src=src.data_ptr(),
+            dst=dst.data_ptr(),
+            segments=table.data_ptr(),
+            num_segments=len(ends),
+            piece_bytes=piece_bytes,
         )
-        grid = min(pieces.shape[1], self._library.num_sms * 4)
-        self._launch("copy_segments", {}, arguments, grid, _COPY_THREADS)
+        self._launch("copy_segments", {}, arguments, min(-(-total // piece_bytes), max_grid), _COPY_THREADS)
 
     def _take(self, num_sms: int) -> None:
         """Count multiprocessors that are at work at once."""

@@ -30,7 +30,10 @@ class Report(ctypes.Structure):
 class CopyArgs(ctypes.Structure):
     """``CopyArgs`` of copy_segments.cu."""
 
-    _fields_ = [*((name, _POINTER) for name in ("src", "dst", "pieces")), ("num_pieces", ctypes.c_int64)]
+    _fields_ = [
+        *((name, _POINTER) for name in ("src", "dst", "segments")),
+        *((name, ctypes.c_int64) for name in ("num_segments", "piece_bytes")),
+    ]
 
 
 class GatherArgs(ctypes.Structure):
