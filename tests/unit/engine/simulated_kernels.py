@@ -262,10 +262,15 @@ class SimulatedKernel:
     def _gather_rows(self, stream: Stream, args: Any) -> None:
         def gather() -> None:
             row_bytes, width = self._constants["ROW_BYTES"], self._constants["VECTOR_BYTES"]
-            places = self._at(args.places, _I32, (args.num_rows,)).long()
-            assert args.message % width == args.rows % width == 0, "an access that is not aligned"
-            rows = self._at(args.rows, torch.uint8, (int(places.max()) + 1, row_bytes))
-            self._at(args.message, torch.uint8, (args.num_rows, row_bytes)).copy_(rows[places])
+            assert len(args.messages) == self._constants["NUM_MESSAGES"]
+            for i, (message, at) in enumerate(zip(args.messages, args.places, strict=True)):
+                num_rows = args.first_row[i + 1] - args.first_row[i]
+                if not num_rows:
+                    continue
+                assert message % width == args.rows % width == 0, "an access that is not aligned"
+                places = self._at(at, _I32, (num_rows,)).long()
+                rows = self._at(args.rows, torch.uint8, (int(places.max()) + 1, row_bytes))
+                self._at(message, torch.uint8, (num_rows, row_bytes)).copy_(rows[places])
 
         stream.launch("gathering rows", gather)
 

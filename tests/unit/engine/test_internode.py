@@ -7,6 +7,7 @@ has, where they stand in rings and pools, what each kernel is told, and which st
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import Machine
+from simulated_kernels import SimulatedLibrary
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
@@ -39,9 +41,10 @@ PAYLOADS = (
     ((torch.float8_e4m3fn, (32,)), (torch.float32, (1,))),
 )
 ID_LAYOUTS = {
-    "rows": lambda ids: ids,
+    "rows": torch.Tensor.clone,
     "columns": lambda ids: ids.T.contiguous().T,
     "half of wider rows": lambda ids: torch.cat([ids, ids], dim=1)[:, : ids.shape[1]],
+    "behind another number": lambda ids: torch.cat([ids.new_zeros(1), ids.view(-1)])[1:].view(ids.shape),
 }
 
 
@@ -172,9 +175,9 @@ class Play:
 
     def _order(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchOrder:
         scene, weights = self.scene, self.weights
-        ids = ID_LAYOUTS[scene.id_layout](self.ids[rank].clone())
+        laid_out = ID_LAYOUTS[scene.id_layout]
         return DispatchOrder(
-            routing=Routing(ids, None if weights is None else weights[rank].clone()),
+            routing=Routing(laid_out(self.ids[rank]), None if weights is None else laid_out(weights[rank])),
             payloads=payloads,
             placement=scene.placement,
             balancer=BALANCERS[scene.balancer],
@@ -280,7 +283,7 @@ def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
 
 @pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
 @pytest.mark.parametrize("seed", [3, 4])  # int64 and int32
-def test_ids_may_stand_in_memory_in_any_order(layout, seed):
+def test_routing_may_stand_in_memory_in_any_order(layout, seed):
     play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
 
 
@@ -294,6 +297,21 @@ def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
         assert num_slices > num_other >= 1
         for ours, theirs in zip(one.sums, other.sums, strict=True):
             assert_same_bits(ours, theirs, f"sums of rank {rank}")
+
+
+def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatch):
+    launches, get = Counter(), SimulatedLibrary.get
+    monkeypatch.setattr(SimulatedLibrary, "get", lambda self, name, *a: launches.update([name]) or get(self, name, *a))
+    scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
+    world = World(scene.layout, scene.placement, Machine(0))
+    num_slices = world.run(Play(scene)._on_rank)[0].plan.crossing.num_slices(
+        scene.layout.rows_per_slice(scene.row_bytes)
+    )
+    # For each rank weights and ids of a dispatch, its rows slice by slice, and those of the other one.
+    assert launches["gather_rows"] == 4 * (2 + 2 * num_slices)
+    for rank in range(4):
+        first = world.nccl.exchanges[rank][0]
+        assert len(first.sends) == len(first.receives) == 3 * 2  # to each other node its rows, and routing
 
 
 def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):

@@ -17,8 +17,8 @@ from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
     ForwardingArgs,
-    GatherArgs,
     combine_type,
+    gather_type,
     plan_type,
     returned_type,
     scatter_type,
@@ -101,8 +101,9 @@ def combine_rows(
     )
 
 
-def gather_rows(row_bytes: int) -> Constants:
-    return constants_of(GatherArgs, 1, 512, ROW_BYTES=row_bytes, VECTOR_BYTES=vector_bytes(row_bytes))
+def gather_rows(num_messages: int, row_bytes: int) -> Constants:
+    sizes = {"ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+    return constants_of(gather_type(num_messages), 1, 512, NUM_MESSAGES=num_messages, **sizes)
 
 
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
@@ -165,7 +166,7 @@ GRID: dict[str, list[Constants]] = {
         constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes)
         for num_topk, id_bytes in ((1, 4), (8, 8), (32, 4))
     ],
-    "gather_rows": [gather_rows(row_bytes) for row_bytes in (14336, 1001, 6, 8, 36)],
+    "gather_rows": [gather_rows(*sizes) for sizes in ((1, 14336), (7, 1001), (63, 6), (3, 8), (1, 36))],
     "add_returned": [
         add_returned(1, 7168, "BF16", "BF16"),
         add_returned(3, 2880, "F16", "F32"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
-from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
+from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
 from fusco.errors import RejectedInputError, Stall
@@ -79,7 +79,7 @@ class InternodeShuffle:
             num_rows = tuple(record.counts[3:] for record in records)
             groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
             crossing = Crossing(node.arena.rank, groups, num_rows)
-            told = self._routing_messages(routing, forwarding, crossing)
+            told = self._routing_messages(routing, forwarding, crossing, stream)
         with node.staging(payloads, records, launch, stream):
             # Routing travels beside the first slice: by itself it would cost the network's latency once more.
             sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
@@ -174,31 +174,40 @@ class InternodeShuffle:
             )
         return out
 
-    def _routing_messages(self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing) -> _RoutingMessages:
-        """What the counterparts on other nodes are told, and tell this rank."""
-        topology, rank = self._topology, self._node.arena.rank
-        own = (routing.topk_idx.int(), travelling_weights(routing))
-        messages = _RoutingMessages([own])
-        for remote in topology.remote_nodes(rank):
-            counterpart = topology.node_to_ranks[remote][topology.rank_to_local[rank]]
-            tokens = forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]]
-            theirs: list[torch.Tensor | None] = []
-            for values in own:
-                if values is None:
-                    theirs.append(None)
-                    continue
-                going = values.index_select(0, tokens)
-                coming = values.new_empty(crossing.num_rows[counterpart][self._own_node], values.shape[1])
-                messages.sends += _messages(counterpart, going)
-                messages.receives += _messages(counterpart, coming)
-                messages.going.append(going)
-                theirs.append(coming)
-            ids, weights = theirs
-            assert ids is not None
-            messages.published.append((ids, weights))
-        num_bytes = sum(message.num_bytes for message in messages.sends)
-        self._node.rounds.profile.internode_metadata_bytes += num_bytes
-        return messages
+    def _routing_messages(
+        self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing, stream: torch.cuda.Stream
+    ) -> _RoutingMessages:
+        """What the counterparts on other nodes are told, and tell this rank: one message each, packed ahead of rows."""
+        node, topology, rank = self._node, self._topology, self._node.arena.rank
+        weights = None if routing.topk_weights is None else plain(routing.topk_weights)
+        ids = plain(routing.topk_idx.int())
+        # Ids come last, as they are no wider than weights: so both are aligned without a gap.
+        packed = [ids] if weights is None else [weights, ids]
+        sizes = list(map(row_bytes, packed))
+        remotes = topology.remote_nodes(rank)
+        peers = [topology.node_to_ranks[remote][node.arena.local] for remote in remotes]
+        tokens = [forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]] for remote in remotes]
+        num_coming = [crossing.num_rows[peer][self._own_node] for peer in peers]
+        going = _room_for([len(of_node) * sum(sizes) for of_node in tokens], ids.device)
+        coming = _room_for([num_rows * sum(sizes) for num_rows in num_coming], ids.device)
+        self._packing_stream.wait_stream(stream)
+        with node.timeline.span("gather", "routing", self._packing_stream):
+            for values, ends in zip(packed, itertools.accumulate(sizes), strict=True):
+                first = ends - row_bytes(values)
+                parts = [(of_node, to[len(of_node) * first :]) for of_node, to in zip(tokens, going, strict=True)]
+                node.kernels.gather(values, parts, self._packing_stream.cuda_stream)
+        published = [(ids, weights)]
+        for num_rows, message in zip(num_coming, coming, strict=True):
+            theirs = None if weights is None else message[: num_rows * sizes[0]].view(weights.dtype)
+            their_ids = message[num_rows * (sum(sizes) - sizes[-1]) :].view(ids.dtype)
+            shape = (num_rows, routing.num_topk)
+            published.append((their_ids.view(shape), None if theirs is None else theirs.view(shape)))
+        sends, receives = (
+            [message for peer, memory in zip(peers, memories, strict=True) for message in _messages(peer, memory)]
+            for memories in (going, coming)
+        )
+        node.rounds.profile.internode_metadata_bytes += sum(message.num_bytes for message in sends)
+        return _RoutingMessages(published, sends, receives, going)
 
     def _send(
         self,
@@ -223,12 +232,17 @@ class InternodeShuffle:
             slot = self._free_slot(number, self._packing_stream)
             free = self._ring[slot]
             sends: list[Message] = []
+            going = self._going(crossing, number, rows_per_slice)
+            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
             with node.timeline.span("gather", f"slice {number}", self._packing_stream):
-                for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice):
-                    for payload, size in zip(payloads, sizes, strict=True):
-                        message, free = _take(free, (end - first) * size)
-                        places = forwarding.node_to_tokens[remote, first:end]
-                        node.kernels.gather(payload, places, message, self._packing_stream.cuda_stream)
+                for payload, size in zip(payloads, sizes, strict=True):
+                    messages = []
+                    for of_node in places:
+                        message, free = _take(free, len(of_node) * size)
+                        messages.append(message)
+                    parts = list(zip(places, messages, strict=True))
+                    node.kernels.gather(payload, parts, self._packing_stream.cuda_stream)
+                    for (_, forwarder, _, _), message in zip(going, messages, strict=True):
                         sends += _messages(forwarder, message)
             receives = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
@@ -305,12 +319,12 @@ class InternodeShuffle:
             stream.wait_event(is_free)
         return slot
 
-    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int, int]]:
+    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> list[tuple[int, int, int, int]]:
         """What this rank sends in a slice: node, forwarder, first and end among the rows for that node."""
-        for remote, forwarder in crossing.destinations:
-            first, end = crossing.cut(crossing.rank, remote, number, rows_per_slice)
-            if first < end:
-                yield remote, forwarder, first, end
+        return [
+            (remote, forwarder, *crossing.cut(crossing.rank, remote, number, rows_per_slice))
+            for remote, forwarder in crossing.destinations
+        ]
 
     def _coming(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int]]:
         """What it receives: source, first and end among that source's rows for this node."""
@@ -345,14 +359,14 @@ class InternodeShuffle:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _RoutingMessages:
     """Routing on its way: ids and weights of the own tokens, then those that come; ``going`` must live until sent."""
 
     published: list[tuple[torch.Tensor, torch.Tensor | None]]
-    sends: list[Message] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
-    going: list[torch.Tensor] = field(default_factory=list)
+    sends: list[Message]
+    receives: list[Message]
+    going: list[torch.Tensor]
 
 
 def _between_nodes(plan: DevicePlan, crossing: Crossing, forwarding: DeviceForwarding) -> InternodePlan:
@@ -367,6 +381,13 @@ def _with_sms(launch: Launch) -> Launch:
 def _messages(peer: int, memory: torch.Tensor) -> list[Message]:
     """One, or none if there is nothing to send."""
     return [Message(peer, memory.data_ptr(), memory.nbytes)] if memory.nbytes else []
+
+
+def _room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Bytes for some messages, each aligned, allocated together."""
+    aligned = [-(-size // 16) * 16 for size in sizes]
+    memory = torch.empty(sum(aligned), dtype=torch.uint8, device=device)
+    return [part[:size] for part, size in zip(memory.split_with_sizes(aligned), sizes, strict=True)]
 
 
 def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

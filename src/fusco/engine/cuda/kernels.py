@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
     ForwardingArgs,
-    GatherArgs,
     combine_type,
+    gather_type,
     plan_type,
     returned_type,
     scatter_type,
@@ -286,16 +287,27 @@ class Kernels:
         self._launch("plan_forwarding", constants, arguments, num_nodes, _FORWARDING_THREADS)
         return plan
 
-    def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
-        """Pack ``rows[places[i]]`` into the front of a message of bytes; ``places`` is int32."""
+    def gather(self, rows: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int) -> None:
+        """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
+
+        Args:
+            rows: contiguous; they and every message stand on multiples of 16 bytes, or of what divides a row.
+            parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
+            stream: the handle of a stream.
+
+        """
         row_bytes = rows.shape[1:].numel() * rows.element_size()
-        if not (len(places) and row_bytes):
+        first_row = (0, *itertools.accumulate(len(places) for places, _ in parts))
+        if not (first_row[-1] and row_bytes):
             return
-        arguments = GatherArgs(
-            rows=rows.data_ptr(), message=message.data_ptr(), places=places.data_ptr(), num_rows=len(places)
+        arguments = gather_type(len(parts))(
+            rows=rows.data_ptr(),
+            messages=tuple(message.data_ptr() for _, message in parts),
+            places=tuple(places.data_ptr() for places, _ in parts),
+            first_row=first_row,
         )
-        constants = {"ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
-        grid = min(len(places), _GATHER_SMS)
+        constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+        grid = min(first_row[-1], _GATHER_SMS)
         self._launch("gather_rows", constants, arguments, grid, _GATHER_THREADS, stream=stream)
 
     def add_returned(

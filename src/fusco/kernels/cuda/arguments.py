@@ -36,12 +36,6 @@ class CopyArgs(ctypes.Structure):
     ]
 
 
-class GatherArgs(ctypes.Structure):
-    """``GatherArgs`` of gather_rows.cu."""
-
-    _fields_ = [*((name, _POINTER) for name in ("rows", "message", "places")), ("num_rows", _I32)]
-
-
 class ForwardingArgs(ctypes.Structure):
     """``ForwardingArgs`` of plan_forwarding.cu."""
 
@@ -49,6 +43,17 @@ class ForwardingArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("topk_idx", "expert_to_node", "node_to_tokens", "token_to_place", "summary")),
         *((name, _I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
     ]
+
+
+@cache
+def gather_type(num_messages: int) -> type[ctypes.Structure]:
+    """``GatherArgs`` of gather_rows.cu."""
+    fields = [
+        ("rows", _POINTER),
+        *((name, _POINTER * num_messages) for name in ("messages", "places")),
+        ("first_row", _I32 * (num_messages + 1)),
+    ]
+    return type("GatherArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
 @cache
