@@ -10,8 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusco.handle import Handle
-
-_ROWS_AT_ONCE = 2048  # of a backward pass: many for a launch, few for a cache
+from fusco.kernels.weight_gradients import weight_gradients
 
 
 @dataclass(frozen=True)
@@ -97,33 +96,14 @@ def gradients_of_combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
     grad_y = verbs.dispatch(grad_out.contiguous(), handle)
-    grad_weights = None
-    slot_weights = handle.plan.slot_weights if handle.is_weighted else None
-    dots = _weigh(grad_y, y, slot_weights)
-    if dots is not None:
-        assert handle.topk_weights is not None
-        home = _weights_home(dots, handle.unweighted(), verbs)
-        grad_weights = home.to(handle.topk_weights.dtype)
-    return grad_y, grad_weights
-
-
-def _weigh(grad_y: torch.Tensor, y: torch.Tensor | None, slot_weights: torch.Tensor | None) -> torch.Tensor | None:
-    """Multiply rows by their weights, in place; returns the dot of each row, as it was, with that of ``y``, if given.
-
-    Both in float32 or wider, some rows at a time: rows of 16 bits that are widened all at once take twice the memory of
-    the rows themselves, each of them.
-    """
-    dots = None
-    if y is not None:
-        y = y.detach()
-        dots = y.new_empty(len(y), dtype=torch.promote_types(y.dtype, torch.float32))
-    for first in range(0, len(grad_y), _ROWS_AT_ONCE):
-        run = slice(first, first + _ROWS_AT_ONCE)
-        if y is not None and dots is not None:
-            dots[run] = torch.linalg.vecdot(grad_y[run].to(dots.dtype), y[run].to(dots.dtype))
-        if slot_weights is not None:
-            grad_y[run].mul_(slot_weights[run, None])  # weights are not rounded to 16 bits first
-    return dots
+    if handle.topk_weights is None:
+        assert y is None
+        return grad_y, None
+    dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
+    if dots is None:
+        return grad_y, None
+    home = _weights_home(dots, handle.unweighted(), verbs)
+    return grad_y, home.to(handle.topk_weights.dtype)
 
 
 def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from simulated_device import Machine, Stream
 
-from fusco.engine.cuda.kernels import vector_bytes
 from fusco.kernels.cuda.arguments import Report
+from fusco.kernels.cuda.widths import vector_bytes
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.add_returned import add_returned
 from fusco.kernels.reference.combine_rows import combine_rows, sum_partially

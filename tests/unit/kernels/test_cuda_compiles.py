@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import pytest
 
-from fusco.engine.cuda.kernels import vector_bytes
 from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
     ForwardingArgs,
+    WeightArgs,
     combine_type,
     gather_type,
     plan_type,
@@ -25,6 +25,7 @@ from fusco.kernels.cuda.arguments import (
     stage_type,
 )
 from fusco.kernels.cuda.compiler import SOURCE_DIR, Compiler
+from fusco.kernels.cuda.widths import vector_bytes
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
@@ -106,6 +107,19 @@ def gather_rows(num_messages: int, row_bytes: int) -> Constants:
     return constants_of(gather_type(num_messages), 1, 512, NUM_MESSAGES=num_messages, **sizes)
 
 
+def weight_gradients(hidden: int, row_type: str, weight_bytes: int, has_dots: int) -> Constants:
+    item_bytes = ITEM_BYTES[row_type]
+    return {
+        "ARGUMENT_BYTES": ctypes.sizeof(WeightArgs),
+        "NUM_THREADS": 256,
+        "HIDDEN": hidden,
+        "ROW_TYPE": row_type,
+        "WEIGHT_BYTES": weight_bytes,
+        "HAS_DOTS": has_dots,
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+    }
+
+
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
     item_bytes = ITEM_BYTES[row_type]
     return constants_of(
@@ -173,6 +187,13 @@ GRID: dict[str, list[Constants]] = {
         add_returned(7, 33, "F32", "F32"),
         add_returned(1, 5, "F64", "F64"),
         add_returned(2, 3, "BF16", "BF16"),
+    ],
+    "weight_gradients": [
+        weight_gradients(7168, "BF16", 4, 1),
+        weight_gradients(2880, "F16", 8, 1),
+        weight_gradients(33, "F32", 4, 0),
+        weight_gradients(5, "F64", 8, 1),
+        weight_gradients(3, "BF16", 4, 0),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
 }

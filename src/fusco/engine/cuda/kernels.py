@@ -22,6 +22,7 @@ from fusco.kernels.cuda.arguments import (
     stage_type,
 )
 from fusco.kernels.cuda.library import Library
+from fusco.kernels.cuda.widths import ELEMENT_TYPES, vector_bytes
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
@@ -47,7 +48,6 @@ _COPY_THREADS, _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256, 1 << 10, 16 << 10
 # Enough to pack rows several times as fast as any network takes them.
 _GATHER_THREADS, _GATHER_SMS = 512, 8
 _FORWARDING_THREADS, _RETURNED_THREADS = 1024, 256
-_ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,6 @@ class PublishedRouting:
     source: int
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None
-
-
-def vector_bytes(row_bytes: int) -> int:
-    """The widest access that divides a row."""
-    return min(16, row_bytes & -row_bytes)
 
 
 class Kernels:
@@ -242,9 +237,9 @@ class Kernels:
         constants = {
             "NUM_TOPK": held.row_to_slots.shape[1],
             "HIDDEN": hidden,
-            "ROW_TYPE": _ELEMENT_TYPES[rows.dtype],
-            "WIRE_TYPE": _ELEMENT_TYPES[wire_dtype],
-            "OUT_TYPE": _ELEMENT_TYPES[out.dtype],
+            "ROW_TYPE": ELEMENT_TYPES[rows.dtype],
+            "WIRE_TYPE": ELEMENT_TYPES[wire_dtype],
+            "OUT_TYPE": ELEMENT_TYPES[out.dtype],
             "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
             "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
             "MAX_PARTS": MAX_PARTS,
@@ -328,8 +323,8 @@ class Kernels:
         constants = {
             "NUM_REMOTE": len(returned),
             "HIDDEN": hidden,
-            "ROW_TYPE": _ELEMENT_TYPES[out.dtype],
-            "WIRE_TYPE": _ELEMENT_TYPES[returned[0].dtype],
+            "ROW_TYPE": ELEMENT_TYPES[out.dtype],
+            "WIRE_TYPE": ELEMENT_TYPES[returned[0].dtype],
             "VECTOR_ELEMENTS": vector_bytes(hidden * out.element_size()) // out.element_size(),
         }
         grid = min(-(-num_tokens * _WARP_SIZE // _RETURNED_THREADS), self._library.num_sms * 4)

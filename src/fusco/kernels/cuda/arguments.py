@@ -36,6 +36,12 @@ class CopyArgs(ctypes.Structure):
     ]
 
 
+class WeightArgs(ctypes.Structure):
+    """``WeightArgs`` of weight_gradients.cu."""
+
+    _fields_ = [*((name, _POINTER) for name in ("grads", "rows", "weights", "dots")), ("num_rows", ctypes.c_int64)]
+
+
 class ForwardingArgs(ctypes.Structure):
     """``ForwardingArgs`` of plan_forwarding.cu."""
 
