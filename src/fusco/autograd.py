@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusco.handle import Handle
+from fusco.kernels.weight_gradients import weight_gradients
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,14 @@ def gradients_of_combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
     grad_y = verbs.dispatch(grad_out.contiguous(), handle)
-    grad_weights = None
-    if y is not None:
-        assert handle.topk_weights is not None
-        wide = torch.promote_types(y.dtype, torch.float32)
-        dots = torch.linalg.vecdot(grad_y.to(wide), y.detach().to(wide))
-        home = _weights_home(dots, handle.unweighted(), verbs)
-        grad_weights = home.to(handle.topk_weights.dtype)
-    if handle.is_weighted:
-        # Multiplied in the wider dtype, so that weights are not rounded to 16 bits first.
-        grad_y = (grad_y * handle.plan.slot_weights[:, None]).to(grad_y.dtype)
-    return grad_y, grad_weights
+    if handle.topk_weights is None:
+        assert y is None
+        return grad_y, None
+    dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
+    if dots is None:
+        return grad_y, None
+    home = _weights_home(dots, handle.unweighted(), verbs)
+    return grad_y, home.to(handle.topk_weights.dtype)
 
 
 def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +76,23 @@ class Segments:
         """
         ends = self.num_bytes.cumsum(0)
         total = self.total_bytes
-        for begin in range(0, total, slice_bytes):
-            end = min(begin + slice_bytes, total)
-            first = int(torch.searchsorted(ends, begin, right=True))
-            last = int(torch.searchsorted(ends, end)) + 1
-            offset, size = self.offset_bytes[first:last].clone(), self.num_bytes[first:last].clone()
-            size[-1] -= ends[last - 1] - end
-            skipped = begin - (ends[first] - self.num_bytes[first])
-            offset[0] += skipped
-            size[0] -= skipped
-            yield Segments(self.base, offset, size)
+        slice_begin = torch.arange(0, total, slice_bytes)
+        slice_end = (slice_begin + slice_bytes).clamp(max=total)
+        first = torch.searchsorted(ends, slice_begin, right=True)
+        num_segments = torch.searchsorted(ends, slice_end) + 1 - first
+        # All slices at once, one behind the other, since a call of PyTorch's takes as long for one as for all.
+        before = num_segments.cumsum(0) - num_segments
+        index = torch.arange(int(num_segments.sum())) + (first - before).repeat_interleave(num_segments)
+        segment_begin = (ends - self.num_bytes)[index]
+        begin = torch.maximum(segment_begin, slice_begin.repeat_interleave(num_segments))
+        offset_bytes = self.offset_bytes[index] + begin - segment_begin
+        num_bytes = torch.minimum(ends[index], slice_end.repeat_interleave(num_segments)) - begin
+        counts = num_segments.tolist()
+        for offset, size in zip(offset_bytes.split_with_sizes(counts), num_bytes.split_with_sizes(counts), strict=True):
+            yield self._part(offset, size)
+
+    def _part(self, offset_bytes: torch.Tensor, num_bytes: torch.Tensor) -> Segments:
+        """Pieces of these segments, which need not be checked again."""
+        part = copy(self)
+        vars(part).update(offset_bytes=offset_bytes, num_bytes=num_bytes)
+        return part

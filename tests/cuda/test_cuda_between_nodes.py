@@ -27,10 +27,23 @@ def test_rows_are_packed_in_the_order_of_their_places(one, kernels, shape, dtype
         places = torch.randint(0, 300, (num_places,), generator=torch.Generator().manual_seed(num_places)).int()
         expected = rows.index_select(0, places)
         message = torch.empty(expected.nbytes + 64, dtype=torch.uint8, device=one.device).fill_(0xFF)
-        kernels.gather(rows.to(one.device), places.to(one.device), message, kernels.stream)
+        kernels.gather(rows.to(one.device), [(places.to(one.device), message)], kernels.stream)
         message = message.cpu()
         assert_same_bits(message[: expected.nbytes], expected.view(-1).view(torch.uint8), "the message")
         assert bool((message[expected.nbytes :] == 0xFF).all()), "bytes behind the message were written"
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 900, 1), (700, 1, 0, 0, 300, 0)], ids=str)
+def test_rows_for_all_nodes_are_packed_together(one, kernels, counts):
+    rows = any_bits((300, 36), torch.uint8, "gather")
+    generator = torch.Generator().manual_seed(len(counts))
+    places = [torch.randint(0, 300, (count,), generator=generator).int() for count in counts]
+    messages = [torch.full((count * 36 + 64,), 0xFF, dtype=torch.uint8, device=one.device) for count in counts]
+    parts = [(of_node.to(one.device), message) for of_node, message in zip(places, messages, strict=True)]
+    kernels.gather(rows.to(one.device), parts, kernels.stream)
+    for of_node, message in zip(places, messages, strict=True):
+        expected = torch.cat([rows.index_select(0, of_node).view(-1), torch.full((64,), 0xFF, dtype=torch.uint8)])
+        assert_same_bits(message.cpu(), expected, "a message")
 
 
 @pytest.mark.parametrize("hidden", [1, 33, 2880, 7168])

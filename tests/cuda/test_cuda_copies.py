@@ -51,6 +51,20 @@ def test_segments_that_are_cut_into_pieces(one: OneRank):
     copy_and_compare(one, src, torch.tensor([3, 0, 16, 7, 9, 4096]), dst_offset, sizes, 300_000)
 
 
+def test_one_segment_is_a_plain_copy(one: OneRank):
+    src = any_bits((70_000,), torch.uint8, "one")
+    for size in (0, 1, 16, 65_001):
+        copy_and_compare(one, src, torch.tensor([3]), torch.tensor([17]), torch.tensor([size]), 66_000)
+
+
+def test_a_large_segment_among_small_ones_of_odd_sizes(one: OneRank):
+    sizes = torch.tensor([5, 16, 0, 3_000_001, *range(300)])
+    dst_offset = sizes.cumsum(0) - sizes
+    src = any_bits((3_100_000,), torch.uint8, "unequal")
+    src_offset = 16 * torch.arange(len(sizes))
+    copy_and_compare(one, src, src_offset, dst_offset, sizes, int(sizes.sum()))
+
+
 def test_nothing_to_copy(one: OneRank):
     none = torch.zeros(0, dtype=torch.int64)
     copy_and_compare(one, torch.zeros(16, dtype=torch.uint8), none, none, none, 16)

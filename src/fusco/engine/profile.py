@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CallProfile:
-    """One collective as this rank saw it; times in seconds, waiting included.
+    """One collective as this rank saw it; times in seconds, waiting included; on CUDA the host's, for launching.
 
     Attributes:
         operation: for example ``"dispatch #3"``.
@@ -21,8 +21,10 @@ class CallProfile:
             whoever adds one must own up to it.
         internode_row_bytes: rows sent to other nodes.
         internode_metadata_bytes: routing and records sent to other nodes.
-        intranode_row_bytes: rows, or partial sums, read from other ranks of the node; not counted on CUDA.
-        num_sms: on CUDA, multiprocessors that moving its rows took, staging included.
+        intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA, where the device alone
+            knows most of them, only those of ``all_to_all``.
+        num_sms: on CUDA, multiprocessors that moving its rows took at once, staging included. What packs slices and
+            NCCL's kernels are not counted.
 
     """
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from simulated_device import Machine, Stream
 
-from fusco.engine.cuda.kernels import vector_bytes
 from fusco.kernels.cuda.arguments import Report
+from fusco.kernels.cuda.widths import vector_bytes
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.add_returned import add_returned
 from fusco.kernels.reference.combine_rows import combine_rows, sum_partially
@@ -267,12 +267,27 @@ class SimulatedKernel:
     def _gather_rows(self, stream: Stream, args: Any) -> None:
         def gather() -> None:
             row_bytes, width = self._constants["ROW_BYTES"], self._constants["VECTOR_BYTES"]
-            places = self._at(args.places, _I32, (args.num_rows,)).long()
-            assert args.message % width == args.rows % width == 0, "an access that is not aligned"
-            rows = self._at(args.rows, torch.uint8, (int(places.max()) + 1, row_bytes))
-            self._at(args.message, torch.uint8, (args.num_rows, row_bytes)).copy_(rows[places])
+            assert len(args.messages) == self._constants["NUM_MESSAGES"]
+            for i, (message, at) in enumerate(zip(args.messages, args.places, strict=True)):
+                num_rows = args.first_row[i + 1] - args.first_row[i]
+                if not num_rows:
+                    continue
+                assert message % width == args.rows % width == 0, "an access that is not aligned"
+                places = self._at(at, _I32, (num_rows,)).long()
+                rows = self._at(args.rows, torch.uint8, (int(places.max()) + 1, row_bytes))
+                self._at(message, torch.uint8, (num_rows, row_bytes)).copy_(rows[places])
 
         stream.launch("gathering rows", gather)
+
+    def _copy_segments(self, stream: Stream, args: Any) -> None:
+        def copy() -> None:
+            src, dst, ends = self._at(args.segments, torch.int64, (3, args.num_segments))
+            sizes = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+            for origin, to, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+                read = self._at(args.src + origin, torch.uint8, (size,))
+                self._at(args.dst + to, torch.uint8, (size,)).copy_(read)
+
+        stream.launch("copying segments", copy)
 
     def _add_returned(self, stream: Stream, args: Any) -> None:
         def add() -> None:

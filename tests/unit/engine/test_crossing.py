@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
+from fusco.engine.cuda.plan import _picked
 from fusco.kernels.reference import plan_forwarding as twin
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.planner.forwarding import plan_forwarding
@@ -241,6 +244,52 @@ def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, d
                 for sources in crossing.local_to_sources
             ],
         )
+
+
+class Operations(TorchDispatchMode):
+    """What PyTorch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def square_world(num_nodes: int, *, are_nodes_interleaved: bool = False) -> InternodePlan:
+    """The plan of rank 1 where every rank has three tokens for every other node."""
+    world_size = num_nodes**2
+    rank_to_node = tuple(rank % num_nodes if are_nodes_interleaved else rank // num_nodes for rank in range(world_size))
+    num_rows = tuple(tuple(3 * (node != own) for node in range(num_nodes)) for own in rank_to_node)
+    return plan_of(Crossing(1, Groups.of_same_local_rank(Topology(rank_to_node)), num_rows), [5] * world_size, 2)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_own_rows_are_views_where_a_nodes_ranks_follow_each_other(num_nodes):
+    plan = square_world(num_nodes)
+    with Operations() as asked:
+        own = plan.own_rows
+    assert asked.names == ["slice"] * 3  # slots, weights, marks
+    assert own.row_to_slots.untyped_storage().data_ptr() == plan.row_to_slots.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
+    with Operations() as asked:
+        own = square_world(num_nodes, are_nodes_interleaved=True).own_rows
+    assert asked.names.count("cat") == 2
+    assert len(own.row_to_slots) == 5 * num_nodes
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
+    values = torch.arange(12)
+    with Operations() as asked:
+        picked = _picked(values, [(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9)])
+    assert asked.names == ["slice"]
+    assert picked.tolist() == list(range(first, 9))
 
 
 def test_a_plan_without_weights_has_none_in_its_slices():

@@ -6,7 +6,9 @@ has, where they stand in rings and pools, what each kernel is told, and which st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,12 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import Machine
+from simulated_kernels import SimulatedLibrary
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RejectedInputError, Settings, StaticSlots, Topology
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import InternodePlan
+from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.memory.device_layout import DeviceLayout
 from fusco.planner.cost import routing_bytes_per_row
@@ -37,9 +41,10 @@ PAYLOADS = (
     ((torch.float8_e4m3fn, (32,)), (torch.float32, (1,))),
 )
 ID_LAYOUTS = {
-    "rows": lambda ids: ids,
+    "rows": torch.Tensor.clone,
     "columns": lambda ids: ids.T.contiguous().T,
     "half of wider rows": lambda ids: torch.cat([ids, ids], dim=1)[:, : ids.shape[1]],
+    "behind another number": lambda ids: torch.cat([ids.new_zeros(1), ids.view(-1)])[1:].view(ids.shape),
 }
 
 
@@ -170,9 +175,9 @@ class Play:
 
     def _order(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchOrder:
         scene, weights = self.scene, self.weights
-        ids = ID_LAYOUTS[scene.id_layout](self.ids[rank].clone())
+        laid_out = ID_LAYOUTS[scene.id_layout]
         return DispatchOrder(
-            routing=Routing(ids, None if weights is None else weights[rank].clone()),
+            routing=Routing(laid_out(self.ids[rank]), None if weights is None else laid_out(weights[rank])),
             payloads=payloads,
             placement=scene.placement,
             balancer=BALANCERS[scene.balancer],
@@ -278,7 +283,7 @@ def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
 
 @pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
 @pytest.mark.parametrize("seed", [3, 4])  # int64 and int32
-def test_ids_may_stand_in_memory_in_any_order(layout, seed):
+def test_routing_may_stand_in_memory_in_any_order(layout, seed):
     play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
 
 
@@ -292,6 +297,71 @@ def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
         assert num_slices > num_other >= 1
         for ours, theirs in zip(one.sums, other.sums, strict=True):
             assert_same_bits(ours, theirs, f"sums of rank {rank}")
+
+
+def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatch):
+    launches, get = Counter(), SimulatedLibrary.get
+    monkeypatch.setattr(SimulatedLibrary, "get", lambda self, name, *a: launches.update([name]) or get(self, name, *a))
+    scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
+    world = World(scene.layout, scene.placement, Machine(0))
+    num_slices = world.run(Play(scene)._on_rank)[0].plan.crossing.num_slices(
+        scene.layout.rows_per_slice(scene.row_bytes)
+    )
+    # For each rank weights and ids of a dispatch, its rows slice by slice, and those of the other one.
+    assert launches["gather_rows"] == 4 * (2 + 2 * num_slices)
+    for rank in range(4):
+        first = world.nccl.exchanges[rank][0]
+        assert len(first.sends) == len(first.receives) == 3 * 2  # to each other node its rows, and routing
+
+
+def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):
+    asked, offset = [], DeviceLayout.forwarded_offset
+    monkeypatch.setattr(DeviceLayout, "forwarded_offset", lambda *args: asked.append(args) or offset(*args))
+    scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
+    (outcome, *_) = Play(scene).run(order=0)
+    assert outcome.plan.crossing.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
+    assert outcome.plan.crossing.num_forwarded is outcome.plan.crossing.num_forwarded
+    num_ranks, num_calls, num_payloads = 4, 2, 3
+    # To receive, what the rank forwards; to scatter, what both ranks of its node do.
+    assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)
+
+
+class Profiled(Play):
+    """A dispatch and another of the same routing: what each took by its profile, and by the clock."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        order = replace(self._order(at.rank, self._payloads(at)), launch=Launch(num_sms=20))
+        others = [made_on(at, rows) for rows in self.x["other x"][at.rank]]
+        seen: list[tuple[CallProfile, float, int]] = []
+        node = at.node
+        kernels, shuffle = node.kernels, at.internode if self.scene.num_nodes > 1 else node
+
+        def profiled(call: Callable[[], Any]) -> Any:
+            kernels.begin(at.stream.cuda_stream)
+            node.rounds.profile = profile = CallProfile()
+            start = time.perf_counter()
+            result = call()
+            seen.append((profile, time.perf_counter() - start, kernels.num_sms))
+            return result
+
+        y, agreement, stream = made_on(at, self.y[at.rank]), Agreement(""), at.stream
+        plan, _, _ = profiled(lambda: shuffle.dispatch(agreement, order, stream))
+        profiled(lambda: shuffle.dispatch_along(agreement, plan, others, order.launch, stream))
+        profiled(lambda: shuffle.combine(plan, y, y.dtype, order.launch, stream, is_weighted=False))
+        return seen
+
+
+@pytest.mark.parametrize(("num_nodes", "slice_bytes"), [(1, 16), (2, 16), (2, 4096)])
+def test_profiles_tell_launch_times_by_kind_and_multiprocessors_taken_at_once(num_nodes, slice_bytes):
+    scene = Scene(num_nodes=num_nodes, ranks_per_node=2, kind="balanced", seed=3, slice_bytes=slice_bytes)
+    for dispatched, again, combined in Profiled(scene).run(order=0):
+        for (profile, elapsed_s, _), is_planned in ((dispatched, True), (again, False)):
+            assert profile.staging_s > 0 < profile.wire_s
+            assert (profile.planning_s > 0) == is_planned
+            assert profile.planning_s + profile.staging_s + profile.wire_s <= elapsed_s  # nothing twice
+        # Own rows leave staging its 5, of which it takes one for its one chunk; slices come later, and take 20.
+        at_once = 1 + 15 if num_nodes == 1 else 20
+        assert [num_sms for _, _, num_sms in (dispatched, again, combined)] == [at_once, at_once, 20]
 
 
 @dataclass(frozen=True)

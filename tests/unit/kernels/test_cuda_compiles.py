@@ -12,22 +12,23 @@ from typing import TypeAlias
 
 import pytest
 
-from fusco.engine.cuda.kernels import vector_bytes
 from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
     Failure,
     ForwardingArgs,
-    GatherArgs,
     Report,
+    WeightArgs,
     combine_type,
+    gather_type,
     plan_type,
     returned_type,
     scatter_type,
     stage_type,
 )
 from fusco.kernels.cuda.compiler import SOURCE_DIR, Compiler
+from fusco.kernels.cuda.widths import vector_bytes
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
@@ -105,8 +106,22 @@ def combine_rows(
     )
 
 
-def gather_rows(row_bytes: int) -> Constants:
-    return constants_of(GatherArgs, 1, 512, ROW_BYTES=row_bytes, VECTOR_BYTES=vector_bytes(row_bytes))
+def gather_rows(num_messages: int, row_bytes: int) -> Constants:
+    sizes = {"ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+    return constants_of(gather_type(num_messages), 1, 512, NUM_MESSAGES=num_messages, **sizes)
+
+
+def weight_gradients(hidden: int, row_type: str, weight_bytes: int, has_dots: int) -> Constants:
+    item_bytes = ITEM_BYTES[row_type]
+    return {
+        "ARGUMENT_BYTES": ctypes.sizeof(WeightArgs),
+        "NUM_THREADS": 256,
+        "HIDDEN": hidden,
+        "ROW_TYPE": row_type,
+        "WEIGHT_BYTES": weight_bytes,
+        "HAS_DOTS": has_dots,
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+    }
 
 
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
@@ -169,13 +184,20 @@ GRID: dict[str, list[Constants]] = {
         constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes)
         for num_topk, id_bytes in ((1, 4), (8, 8), (32, 4))
     ],
-    "gather_rows": [gather_rows(row_bytes) for row_bytes in (14336, 1001, 6, 8, 36)],
+    "gather_rows": [gather_rows(*sizes) for sizes in ((1, 14336), (7, 1001), (63, 6), (3, 8), (1, 36))],
     "add_returned": [
         add_returned(1, 7168, "BF16", "BF16"),
         add_returned(3, 2880, "F16", "F32"),
         add_returned(7, 33, "F32", "F32"),
         add_returned(1, 5, "F64", "F64"),
         add_returned(2, 3, "BF16", "BF16"),
+    ],
+    "weight_gradients": [
+        weight_gradients(7168, "BF16", 4, 1),
+        weight_gradients(2880, "F16", 8, 1),
+        weight_gradients(33, "F32", 4, 0),
+        weight_gradients(5, "F64", 8, 1),
+        weight_gradients(3, "BF16", 4, 0),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
 }
@@ -211,7 +233,7 @@ def ptx_of(name: str, constants: Constants) -> str:
     return ptx.decode()
 
 
-@pytest.mark.parametrize(("name", "constants"), [case for case in CASES if "HIDDEN" in case[1]], ids=describe)
+@pytest.mark.parametrize(("name", "constants"), [case for case in CASES if case[0] in ("combine_rows", "add_returned")], ids=describe)
 def test_products_and_sums_are_rounded_separately(name, constants):
     """As on the CPU: an instruction that does both at once would be the compiler's choice."""
     ptx = ptx_of(name, constants)
@@ -244,9 +266,9 @@ def test_the_grid_covers_every_kind_of_constants():
 
 def test_a_struct_of_another_size_does_not_compile(tmp_path):
     with pytest.raises(
-        CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=40(.|\n)*mirrors"
+        CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=48(.|\n)*mirrors"
     ):
-        Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 40})
+        Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 48})
 
 
 @pytest.mark.parametrize(("struct", "source"), [(Report, "plan.cu"), (Failure, "comm.cuh")])

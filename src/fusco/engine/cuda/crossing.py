@@ -65,9 +65,14 @@ class Crossing:
 
     def num_slices(self, rows_per_slice: int) -> int:
         """How many slices the longest message of any rank has."""
+        return -(-self.longest_message // rows_per_slice)
+
+    @cached_property
+    def longest_message(self) -> int:
+        """Most rows that any rank sends to another node."""
         nodes = self.groups.topology.rank_to_node
         crossing = [n for src, of in enumerate(self.num_rows) for node, n in enumerate(of) if node != nodes[src]]
-        return -(-max(crossing, default=0) // rows_per_slice)
+        return max(crossing, default=0)
 
     def cut(self, src: int, node: int, number: int, rows_per_slice: int) -> tuple[int, int]:
         """The first and the end of a slice's rows, among those that ``src`` sends to ``node``."""
@@ -78,7 +83,7 @@ class Crossing:
         """Where a slice begins among the rows that a rank of the own node forwards: they stand slice by slice."""
         return sum(self.cut(src, self.node, number, rows_per_slice)[0] for src in self.local_to_sources[local])
 
-    @property
+    @cached_property
     def num_forwarded(self) -> tuple[int, ...]:
         """Rows that each rank of the own node forwards."""
         return tuple(sum(self.num_rows[src][self.node] for src in sources) for sources in self.local_to_sources)

@@ -204,6 +204,8 @@ class CudaEngine:
         with self.profile.spend("wire"), self._order.on_stream(Launch(), exchange.input, exchange.output) as stream:
             if self._network is None:
                 run(self._streams.tasks(*_messages_of(exchange)), self._watch)
+                num_rows = sum(exchange.receive_rows) - exchange.receive_rows[self._rank]
+                self.profile.intranode_row_bytes += num_rows * exchange.row_bytes
                 return
             network = self._network.stream
             network.wait_stream(stream)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
-from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes, travelling_weights
+from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
 from fusco.kernels.reduce_rows import accumulation_dtype
@@ -58,40 +58,47 @@ class InternodeShuffle:
         order = replace(order, launch=launch)
         routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
         payloads = list(map(plain, order.payloads))
-        with node.timeline.span("plan", "rows for each node"):
-            forwarding = node.kernels.forwarding(
-                routing.topk_idx,
-                self._expert_to_node,
-                self._topology.num_nodes,
-                self._own_node,
-                self._summary,
-            )
-        *counts, bad_pair, bad_id = self._read_summary(stream)
-        rejection = self._rejection_of(routing, bad_pair, bad_id)
-        if rejection:
-            agreement = replace(agreement, rejection=str(rejection))
-        records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
-        if rejection:
-            return None, [], rejection
+        with node.spend("planning"):
+            with node.timeline.span("plan", "rows for each node"):
+                forwarding = node.kernels.forwarding(
+                    routing.topk_idx,
+                    self._expert_to_node,
+                    self._topology.num_nodes,
+                    self._own_node,
+                    self._summary,
+                )
+            *counts, bad_pair, bad_id = self._read_summary(stream)
+            rejection = self._rejection_of(routing, bad_pair, bad_id)
+            if rejection:
+                agreement = replace(agreement, rejection=str(rejection))
+            records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
+            if rejection:
+                return None, [], rejection
 
-        num_rows = tuple(record.counts[3:] for record in records)
-        groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
-        crossing = Crossing(node.arena.rank, groups, num_rows)
-        told = self._routing_messages(routing, forwarding, crossing)
+            num_rows = tuple(record.counts[3:] for record in records)
+            groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
+            crossing = Crossing(node.arena.rank, groups, num_rows)
+            told = self._routing_messages(routing, forwarding, crossing, stream)
         with node.staging(payloads, records, launch, stream):
             # Routing travels beside the first slice: by itself it would cost the network's latency once more.
             sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
-            arrivals = list(itertools.islice(sending, 1))
+            with node.spend("wire"):
+                arrivals = list(itertools.islice(sending, 1))
             if arrivals:
                 stream.wait_event(arrivals[0])
             on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
-            made = node.make_plan(order, told.published, records, on_node, crossing.sources)
-            arrivals += sending
+            with node.spend("planning"):
+                made = node.make_plan(order, told.published, records, on_node, crossing.sources)
+            with node.spend("wire"):
+                arrivals += sending
             if not order.static:
-                made = node.size_exactly(made)
+                with node.spend("planning"):
+                    made = node.size_exactly(made)
             plan = _between_nodes(made, crossing, forwarding)
-            rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+            with node.spend("wire"):
+                rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
+        with node.spend("wire"):
+            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
         return plan, rows, None
 
     def dispatch_along(
@@ -106,10 +113,11 @@ class InternodeShuffle:
         node, launch = self._node, _with_sms(launch)
         payloads = list(map(plain, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
-        with node.staging(payloads, records, launch, stream):
+        with node.staging(payloads, records, launch, stream), node.spend("wire"):
             arrivals = list(self._send(payloads, plan.forwarding, plan.crossing, stream))
             rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
+        with node.spend("wire"):
+            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
         return rows
 
     def combine(
@@ -163,31 +171,40 @@ class InternodeShuffle:
             )
         return out
 
-    def _routing_messages(self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing) -> _RoutingMessages:
-        """What the counterparts on other nodes are told, and tell this rank."""
-        topology, rank = self._topology, self._node.arena.rank
-        own = (routing.topk_idx.int(), travelling_weights(routing))
-        messages = _RoutingMessages([own])
-        for remote in topology.remote_nodes(rank):
-            counterpart = topology.node_to_ranks[remote][topology.rank_to_local[rank]]
-            tokens = forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]]
-            theirs: list[torch.Tensor | None] = []
-            for values in own:
-                if values is None:
-                    theirs.append(None)
-                    continue
-                going = values.index_select(0, tokens)
-                coming = values.new_empty(crossing.num_rows[counterpart][self._own_node], values.shape[1])
-                messages.sends += _messages(counterpart, going)
-                messages.receives += _messages(counterpart, coming)
-                messages.going.append(going)
-                theirs.append(coming)
-            ids, weights = theirs
-            assert ids is not None
-            messages.published.append((ids, weights))
-        num_bytes = sum(message.num_bytes for message in messages.sends)
-        self._node.rounds.profile.internode_metadata_bytes += num_bytes
-        return messages
+    def _routing_messages(
+        self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing, stream: torch.cuda.Stream
+    ) -> _RoutingMessages:
+        """What the counterparts on other nodes are told, and tell this rank: one message each, packed ahead of rows."""
+        node, topology, rank = self._node, self._topology, self._node.arena.rank
+        weights = None if routing.topk_weights is None else plain(routing.topk_weights)
+        ids = plain(routing.topk_idx.int())
+        # Ids come last, as they are no wider than weights: so both are aligned without a gap.
+        packed = [ids] if weights is None else [weights, ids]
+        sizes = list(map(row_bytes, packed))
+        remotes = topology.remote_nodes(rank)
+        peers = [topology.node_to_ranks[remote][node.arena.local] for remote in remotes]
+        tokens = [forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]] for remote in remotes]
+        num_coming = [crossing.num_rows[peer][self._own_node] for peer in peers]
+        going = _room_for([len(of_node) * sum(sizes) for of_node in tokens], ids.device)
+        coming = _room_for([num_rows * sum(sizes) for num_rows in num_coming], ids.device)
+        self.packing_stream.wait_stream(stream)
+        with node.timeline.span("gather", "routing", self.packing_stream):
+            for values, ends in zip(packed, itertools.accumulate(sizes), strict=True):
+                first = ends - row_bytes(values)
+                parts = [(of_node, to[len(of_node) * first :]) for of_node, to in zip(tokens, going, strict=True)]
+                node.kernels.gather(values, parts, self.packing_stream.cuda_stream)
+        published = [(ids, weights)]
+        for num_rows, message in zip(num_coming, coming, strict=True):
+            theirs = None if weights is None else message[: num_rows * sizes[0]].view(weights.dtype)
+            their_ids = message[num_rows * (sum(sizes) - sizes[-1]) :].view(ids.dtype)
+            shape = (num_rows, routing.num_topk)
+            published.append((their_ids.view(shape), None if theirs is None else theirs.view(shape)))
+        sends, receives = (
+            [message for peer, memory in zip(peers, memories, strict=True) for message in _messages(peer, memory)]
+            for memories in (going, coming)
+        )
+        node.rounds.profile.internode_metadata_bytes += sum(message.num_bytes for message in sends)
+        return _RoutingMessages(published, sends, receives, going)
 
     def _send(
         self,
@@ -204,6 +221,7 @@ class InternodeShuffle:
         node, local = self._node, self._node.arena.local
         sizes = list(map(row_bytes, payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
+        starts = self._forwarded_starts(crossing, local, sizes)
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
         self.packing_stream.wait_stream(stream)
@@ -211,19 +229,24 @@ class InternodeShuffle:
             slot = self._free_slot(number, self.packing_stream)
             free = self._ring[slot]
             sends: list[Message] = []
+            going = self._going(crossing, number, rows_per_slice)
+            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
             with node.timeline.span("gather", f"slice {number}", self.packing_stream):
-                for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice):
-                    for payload, size in zip(payloads, sizes, strict=True):
-                        message, free = _take(free, (end - first) * size)
-                        places = forwarding.node_to_tokens[remote, first:end]
-                        node.kernels.gather(payload, places, message, self.packing_stream.cuda_stream)
+                for payload, size in zip(payloads, sizes, strict=True):
+                    messages = []
+                    for of_node in places:
+                        message, free = _take(free, len(of_node) * size)
+                        messages.append(message)
+                    parts = list(zip(places, messages, strict=True))
+                    node.kernels.gather(payload, parts, self.packing_stream.cuda_stream)
+                    for (_, forwarder, _, _), message in zip(going, messages, strict=True):
                         sends += _messages(forwarder, message)
             receives = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
             for src, first, end in self._coming(crossing, number, rows_per_slice):
-                for p, size in enumerate(sizes):
-                    start = self._layout.forwarded_offset(crossing.num_forwarded[local], sizes, p) + first_row * size
-                    receives += _messages(src, node.arena.bytes_at(start, (end - first) * size))
+                for start, size in zip(starts, sizes, strict=True):
+                    arriving = node.arena.bytes_at(start + first_row * size, (end - first) * size)
+                    receives += _messages(src, arriving)
                 first_row += end - first
             self._count_rows(sends)
             more = beside_first if number == 0 else ((), ())
@@ -242,19 +265,20 @@ class InternodeShuffle:
         node, crossing = self._node, plan.crossing
         sizes = list(map(row_bytes, payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
+        addresses = [
+            [node.arena.address(local, 0, start) for start in self._forwarded_starts(crossing, local, sizes)]
+            for local in range(self._layout.num_ranks)
+        ]
         moved = [
             Payload(address=0, row_bytes=size, output_address=output.data_ptr())
             for size, output in zip(sizes, outputs, strict=True)
         ]
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
+            first_rows = [crossing.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
             rows = [
-                [
-                    node.arena.address(local, 0, self._layout.forwarded_offset(num_forwarded, sizes, p))
-                    + crossing.first_in_pool(local, number, rows_per_slice) * size
-                    for p, size in enumerate(sizes)
-                ]
-                for local, num_forwarded in enumerate(crossing.num_forwarded)
+                [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
+                for of_rank, first_row in zip(addresses, first_rows, strict=True)
             ]
             # In place: each rank announces its rows when it comes here, and stays until all others have read them.
             with node.timeline.span("scatter", f"slice {number}", stream):
@@ -292,12 +316,12 @@ class InternodeShuffle:
             stream.wait_event(is_free)
         return slot
 
-    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int, int]]:
+    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> list[tuple[int, int, int, int]]:
         """What this rank sends in a slice: node, forwarder, first and end among the rows for that node."""
-        for remote, forwarder in crossing.destinations:
-            first, end = crossing.cut(crossing.rank, remote, number, rows_per_slice)
-            if first < end:
-                yield remote, forwarder, first, end
+        return [
+            (remote, forwarder, *crossing.cut(crossing.rank, remote, number, rows_per_slice))
+            for remote, forwarder in crossing.destinations
+        ]
 
     def _coming(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int]]:
         """What it receives: source, first and end among that source's rows for this node."""
@@ -305,6 +329,11 @@ class InternodeShuffle:
             first, end = crossing.cut(src, self._own_node, number, rows_per_slice)
             if first < end:
                 yield src, first, end
+
+    def _forwarded_starts(self, crossing: Crossing, local: int, sizes: list[int]) -> list[int]:
+        """Where each payload of what a rank of the node forwards begins in its arena."""
+        num_rows = crossing.num_forwarded[local]
+        return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
@@ -318,14 +347,14 @@ class InternodeShuffle:
         return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _RoutingMessages:
     """Routing on its way: ids and weights of the own tokens, then those that come; ``going`` must live until sent."""
 
     published: list[tuple[torch.Tensor, torch.Tensor | None]]
-    sends: list[Message] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
-    going: list[torch.Tensor] = field(default_factory=list)
+    sends: list[Message]
+    receives: list[Message]
+    going: list[torch.Tensor]
 
 
 def _between_nodes(plan: DevicePlan, crossing: Crossing, forwarding: DeviceForwarding) -> InternodePlan:
@@ -340,6 +369,13 @@ def _with_sms(launch: Launch) -> Launch:
 def _messages(peer: int, memory: torch.Tensor) -> list[Message]:
     """One, or none if there is nothing to send."""
     return [Message(peer, memory.data_ptr(), memory.nbytes)] if memory.nbytes else []
+
+
+def _room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Bytes for some messages, each aligned, allocated together."""
+    aligned = [-(-size // 16) * 16 for size in sizes]
+    memory = torch.empty(sum(aligned), dtype=torch.uint8, device=device)
+    return [part[:size] for part, size in zip(memory.split_with_sizes(aligned), sizes, strict=True)]
 
 
 def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

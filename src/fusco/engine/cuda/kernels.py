@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +14,15 @@ from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
     ForwardingArgs,
-    GatherArgs,
     combine_type,
+    gather_type,
     plan_type,
     returned_type,
     scatter_type,
     stage_type,
 )
 from fusco.kernels.cuda.library import Library
+from fusco.kernels.cuda.widths import ELEMENT_TYPES, vector_bytes
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
@@ -41,11 +43,11 @@ _ROWS_FOR_ALL_WARPS = 12_000
 # Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
 # multiprocessors only contend.
 _SCATTER_SMS_TIMES_RANKS = 192
-_COPY_THREADS, _PIECE_BYTES = 256, 16 << 10
+# What a block copies at a time: less only if there are not enough bytes for all blocks.
+_COPY_THREADS, _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256, 1 << 10, 16 << 10
 # Enough to pack rows several times as fast as any network takes them.
 _GATHER_THREADS, _GATHER_SMS = 512, 8
 _FORWARDING_THREADS, _RETURNED_THREADS = 1024, 256
-_ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +68,9 @@ class PublishedRouting:
     topk_weights: torch.Tensor | None
 
 
-def vector_bytes(row_bytes: int) -> int:
-    """The widest access that divides a row."""
-    return min(16, row_bytes & -row_bytes)
-
-
 def plan_shared_bytes(num_local_experts: int) -> int:
     """Shared memory of a block that plans: counts of each warp, and what is before, in all, and first."""
     return 4 * ((_PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
-
-
-def split_segments(segments: torch.Tensor, piece_bytes: int) -> torch.Tensor:
-    """Cut segments, int64 (3, num_segments) of source offset, destination offset and size, into small pieces.
-
-    >>> split_segments(torch.tensor([[0, 50], [7, 90], [5, 0]]), 2).tolist()
-    [[0, 2, 4], [7, 9, 11], [2, 2, 1]]
-    """
-    size = segments[2]
-    num_pieces = (size + piece_bytes - 1) // piece_bytes
-    whole = segments.repeat_interleave(num_pieces, dim=1)
-    index = torch.arange(whole.shape[1]) - (num_pieces.cumsum(0) - num_pieces).repeat_interleave(num_pieces)
-    start = index * piece_bytes
-    return torch.stack([whole[0] + start, whole[1] + start, (whole[2] - start).clamp(max=piece_bytes)])
 
 
 class Kernels:
@@ -96,7 +79,8 @@ class Kernels:
     def __init__(self, library: Library, arena: Arena, placement: ExpertPlacement) -> None:
         self._library, self._arena, self._placement = library, arena, placement
         self.stream = 0  # the handle of the stream to launch on
-        self.num_sms = 0  # multiprocessors that moving rows took at once since this was last set to 0
+        self.num_sms = 0  # multiprocessors that moving rows took at once since ``begin``
+        self._staging_sms = 0
         topology, rank, device = arena.layout.topology, arena.rank, library.device
         self._num_ranks, self._num_nodes = topology.ranks_per_node, topology.num_nodes
         self._publishers = topology.rank_to_local  # each rank publishes the routing of its counterparts
@@ -107,6 +91,10 @@ class Kernels:
         self._expert_to_rank = placement.membership_table(rank_to_place, device)[:-1].int()
         self._num_local = len(placement.rank_to_experts[rank])
         self._run_counts = torch.empty(library.num_sms * self._num_local, dtype=torch.int32, device=device)
+
+    def begin(self, stream: int) -> None:
+        """From now on launch for another call, on a stream given as its handle."""
+        self.stream, self.num_sms, self._staging_sms = stream, 0, 0
 
     def plan(
         self,
@@ -170,7 +158,8 @@ class Kernels:
         )
         constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
         grid = max(1, min(self._share_for_staging(num_sms), num_chunks))
-        self.num_sms += grid
+        self._staging_sms = grid
+        self._take(grid)
         self._launch("stage_rows", constants, arguments, grid, _STAGE_THREADS, stream=stream)
 
     def _share_for_staging(self, num_sms: int | None) -> int:
@@ -219,7 +208,7 @@ class Kernels:
             "CHUNK_ROWS": CHUNK_ROWS,
             "UNROLL": _SCATTER_UNROLL,
         }
-        self.num_sms += grid
+        self._take(grid + self._staging_sms if is_staged else grid)
         self._launch("scatter_rows", constants, arguments, grid, _SCATTER_THREADS, comes_early=True)
 
     def combine(
@@ -235,7 +224,8 @@ class Kernels:
         """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's."""
         sms = self._sms(num_sms)
         num_threads, blocks_per_sm, unroll = _COMBINE_ON_FEW_SMS if sms <= _FEW_SMS else _COMBINE_ON_MANY_SMS
-        self.num_sms, grid = sms, sms * blocks_per_sm
+        self._take(sms)
+        grid = sms * blocks_per_sm
         weights = held.weights if is_weighted else None
         arguments = combine_type(self._num_ranks)(
             comm=self._arena.comm,
@@ -252,9 +242,9 @@ class Kernels:
         constants = {
             "NUM_TOPK": held.row_to_slots.shape[1],
             "HIDDEN": hidden,
-            "ROW_TYPE": _ELEMENT_TYPES[rows.dtype],
-            "WIRE_TYPE": _ELEMENT_TYPES[wire_dtype],
-            "OUT_TYPE": _ELEMENT_TYPES[out.dtype],
+            "ROW_TYPE": ELEMENT_TYPES[rows.dtype],
+            "WIRE_TYPE": ELEMENT_TYPES[wire_dtype],
+            "OUT_TYPE": ELEMENT_TYPES[out.dtype],
             "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
             "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
             "MAX_PARTS": MAX_PARTS,
@@ -297,16 +287,27 @@ class Kernels:
         self._launch("plan_forwarding", constants, arguments, num_nodes, _FORWARDING_THREADS)
         return plan
 
-    def gather(self, rows: torch.Tensor, places: torch.Tensor, message: torch.Tensor, stream: int) -> None:
-        """Pack ``rows[places[i]]`` into the front of a message of bytes; ``places`` is int32."""
+    def gather(self, rows: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int) -> None:
+        """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
+
+        Args:
+            rows: contiguous; they and every message stand on multiples of 16 bytes, or of what divides a row.
+            parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
+            stream: the handle of a stream.
+
+        """
         row_bytes = rows.shape[1:].numel() * rows.element_size()
-        if not (len(places) and row_bytes):
+        first_row = (0, *itertools.accumulate(len(places) for places, _ in parts))
+        if not (first_row[-1] and row_bytes):
             return
-        arguments = GatherArgs(
-            rows=rows.data_ptr(), message=message.data_ptr(), places=places.data_ptr(), num_rows=len(places)
+        arguments = gather_type(len(parts))(
+            rows=rows.data_ptr(),
+            messages=tuple(message.data_ptr() for _, message in parts),
+            places=tuple(places.data_ptr() for places, _ in parts),
+            first_row=first_row,
         )
-        constants = {"ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
-        grid = min(len(places), _GATHER_SMS)
+        constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+        grid = min(first_row[-1], _GATHER_SMS)
         self._launch("gather_rows", constants, arguments, grid, _GATHER_THREADS, stream=stream)
 
     def add_returned(
@@ -327,8 +328,8 @@ class Kernels:
         constants = {
             "NUM_REMOTE": len(returned),
             "HIDDEN": hidden,
-            "ROW_TYPE": _ELEMENT_TYPES[out.dtype],
-            "WIRE_TYPE": _ELEMENT_TYPES[returned[0].dtype],
+            "ROW_TYPE": ELEMENT_TYPES[out.dtype],
+            "WIRE_TYPE": ELEMENT_TYPES[returned[0].dtype],
             "VECTOR_ELEMENTS": vector_bytes(hidden * out.element_size()) // out.element_size(),
         }
         grid = min(-(-num_tokens * _WARP_SIZE // _RETURNED_THREADS), self._library.num_sms * 4)
@@ -343,16 +344,31 @@ class Kernels:
         num_bytes: torch.Tensor,
     ) -> None:
         """See ``fusco.kernels.copy_segments``; the memory is on the device (a peer's, perhaps), the arrays are not."""
-        pieces = split_segments(torch.stack([src_offset, dst_offset, num_bytes]), _PIECE_BYTES)
-        if not pieces.shape[1]:
+        if len(num_bytes) == 1:
+            # As nearly all messages are: no table needs to be made and sent.
+            begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)
+            dst[begin : begin + size].copy_(src[first : first + size])
+            return
+        ends = num_bytes.cumsum(0)
+        total = int(ends[-1]) if len(ends) else 0
+        if not total:
             return
         # From pinned memory, which stays allocated until the stream has read it.
-        on_device = pieces.pin_memory().to(self._library.device, non_blocking=True)
+        table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(self._library.device, non_blocking=True)
+        max_grid = self._library.num_sms * 4
+        piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, -(-total // max_grid)))
         arguments = CopyArgs(
-            src=src.data_ptr(), dst=dst.data_ptr(), pieces=on_device.data_ptr(), num_pieces=pieces.shape[1]
+            src=src.data_ptr(),
+            dst=dst.data_ptr(),
+            segments=table.data_ptr(),
+            num_segments=len(ends),
+            piece_bytes=piece_bytes,
         )
-        grid = min(pieces.shape[1], self._library.num_sms * 4)
-        self._launch("copy_segments", {}, arguments, grid, _COPY_THREADS)
+        self._launch("copy_segments", {}, arguments, min(-(-total // piece_bytes), max_grid), _COPY_THREADS)
+
+    def _take(self, num_sms: int) -> None:
+        """Count multiprocessors that are at work at once."""
+        self.num_sms = max(self.num_sms, num_sms)
 
     def _sms(self, num_sms: int | None) -> int:
         return min(num_sms or self._library.num_sms, self._library.num_sms)

@@ -45,7 +45,7 @@ class StreamOrder:
         if stream != self.latest and stream not in self._streams:
             self._streams.append(stream)
         self.latest = stream
-        self._kernels.stream, self._kernels.num_sms = stream.cuda_stream, 0
+        self._kernels.begin(stream.cuda_stream)
         if stream == callers and torch.cuda.current_device() == self._device.index:
             yield stream
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -46,14 +46,17 @@ class NodeShuffle:
     ) -> tuple[DevicePlan, list[torch.Tensor], Exception | None]:
         """Plan and move rows, where there is one node only; the last is what was wrong with somebody's routing."""
         payloads, routing = list(map(plain, order.payloads)), order.routing
-        records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
+        with self.spend("planning"):
+            records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
         if not order.static:
             self._has_come_to_plan.record(stream)
         with self.staging(payloads, records, order.launch, stream):
-            plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
-            if not order.static:
-                plan = self.size_exactly(plan)
-            rows = self.scatter_own(plan, plan.rows, payloads, records, order.launch)
+            with self.spend("planning"):
+                plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
+                if not order.static:
+                    plan = self.size_exactly(plan)
+            with self.spend("wire"):
+                rows = self.scatter_own(plan, plan.rows, payloads, records, order.launch)
         return plan, rows, None if order.static else self.rejection_of(routing)
 
     def dispatch_along(
@@ -67,7 +70,7 @@ class NodeShuffle:
         """Move rows along an earlier plan."""
         payloads = list(map(plain, payloads))
         records = self.rounds.publish(agreement, [plan.num_tokens, *self.place_of(payloads)])
-        with self.staging(payloads, records, launch, stream):
+        with self.staging(payloads, records, launch, stream), self.spend("wire"):
             return self.scatter_own(plan, plan.rows, payloads, records, launch)
 
     def combine(
@@ -85,6 +88,10 @@ class NodeShuffle:
         with self.timeline.span("sum", "tokens", stream):
             self.kernels.combine(plan.rows, rows, wire_dtype, out, is_weighted=is_weighted, num_sms=launch.num_sms)
         return out
+
+    def spend(self, kind: str) -> AbstractContextManager[None]:
+        """See ``CallProfile.spend``."""
+        return self.rounds.profile.spend(kind)
 
     def place_of(self, payloads: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Where peers find the rows: in a buffer that they see, or in the pool."""
@@ -187,14 +194,15 @@ class NodeShuffle:
         if records[self.arena.rank].counts[1] != STAGED[0]:
             yield
             return
-        moved = [Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload)) for payload in payloads]
-        num_tokens, sizes = len(payloads[0]), [payload.row_bytes for payload in moved]
-        offsets = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(moved))]
-        pools = [self.arena.address(self.arena.local, 0, offset) for offset in offsets]
-        self._may_stage.record(stream)
-        self.staging_stream.wait_event(self._may_stage)
-        with self.timeline.span("stage", "own rows", self.staging_stream):
-            self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self.staging_stream.cuda_stream)
+        with self.spend("staging"):
+            moved = [Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload)) for payload in payloads]
+            num_tokens, sizes = len(payloads[0]), [payload.row_bytes for payload in moved]
+            offsets = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(moved))]
+            pools = [self.arena.address(self.arena.local, 0, offset) for offset in offsets]
+            self._may_stage.record(stream)
+            self.staging_stream.wait_event(self._may_stage)
+            with self.timeline.span("stage", "own rows", self.staging_stream):
+                self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self.staging_stream.cuda_stream)
         yield
         self._has_staged.record(self.staging_stream)
         stream.wait_event(self._has_staged)

@@ -103,7 +103,7 @@ class DevicePlan:
         )
 
     def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], own: int) -> HeldRows:
-        """Some of the rows, copied together.
+        """Some of the rows; copied together, unless they stand together.
 
         Args:
             runs: for each rank of the node what it holds, in order: rows ``first`` to ``end`` of a source.
@@ -144,8 +144,16 @@ class DevicePlan:
 
 
 def _picked(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Runs of rows, one behind the other; not copied where there is one."""
-    runs = [values[first:end] for first, end in pieces if first < end]
+    """Runs of rows, one behind the other; not copied where they stand so already."""
+    runs: list[tuple[int, int]] = []
+    for first, end in pieces:
+        if first == end:
+            continue
+        if runs and runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((first, end))
     if len(runs) == 1:
-        return runs[0]
-    return torch.cat(runs) if runs else values[:0]
+        first, end = runs[0]
+        return values[first:end]
+    return torch.cat([values[first:end] for first, end in runs]) if runs else values[:0]

@@ -29,13 +29,16 @@ class Report(ctypes.Structure):
 class CopyArgs(ctypes.Structure):
     """``CopyArgs`` of copy_segments.cu."""
 
-    _fields_ = [*((name, _POINTER) for name in ("src", "dst", "pieces")), ("num_pieces", ctypes.c_int64)]
+    _fields_ = [
+        *((name, _POINTER) for name in ("src", "dst", "segments")),
+        *((name, ctypes.c_int64) for name in ("num_segments", "piece_bytes")),
+    ]
 
 
-class GatherArgs(ctypes.Structure):
-    """``GatherArgs`` of gather_rows.cu."""
+class WeightArgs(ctypes.Structure):
+    """``WeightArgs`` of weight_gradients.cu."""
 
-    _fields_ = [*((name, _POINTER) for name in ("rows", "message", "places")), ("num_rows", _I32)]
+    _fields_ = [*((name, _POINTER) for name in ("grads", "rows", "weights", "dots")), ("num_rows", ctypes.c_int64)]
 
 
 class ForwardingArgs(ctypes.Structure):
@@ -45,6 +48,17 @@ class ForwardingArgs(ctypes.Structure):
         *((name, _POINTER) for name in ("topk_idx", "expert_to_node", "node_to_tokens", "token_to_place", "summary")),
         *((name, _I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
     ]
+
+
+@cache
+def gather_type(num_messages: int) -> type[ctypes.Structure]:
+    """``GatherArgs`` of gather_rows.cu."""
+    fields = [
+        ("rows", _POINTER),
+        *((name, _POINTER * num_messages) for name in ("messages", "places")),
+        ("first_row", _I32 * (num_messages + 1)),
+    ]
+    return type("GatherArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
 @cache

@@ -1,15 +1,15 @@
-// Packing: rows that stand scattered, one behind the other into one message.
+// Packing: rows that stand scattered, one behind the other into messages, one for each other node.
 //
 // Work goes by warps, one row at a time. Twin: torch.index_select.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, ROW_BYTES, VECTOR_BYTES.
+// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, NUM_MESSAGES, ROW_BYTES, VECTOR_BYTES.
 #include "base.cuh"
 
 struct GatherArgs {
     const u8* rows;
-    u8* message;
-    const i32* places;  // which row comes first, second, ...
-    i32 num_rows;       // of the message
+    u8* messages[NUM_MESSAGES];
+    const i32* places[NUM_MESSAGES];  // which row comes first, second, ... in a message
+    i32 first_row[NUM_MESSAGES + 1];  // of each message, if all were one; then the number of all rows
 };
 static_assert(sizeof(GatherArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
 
@@ -17,9 +17,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gather_rows(const __gr
     using V = Vector<VECTOR_BYTES>;
     constexpr u32 NUM_VECTORS = ROW_BYTES / VECTOR_BYTES, UNROLL = 8;
     const u32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
-    for (u32 i = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x; i < static_cast<u32>(args.num_rows); i += num_warps) {
-        const auto* const from = reinterpret_cast<const V*>(args.rows + static_cast<u64>(args.places[i]) * ROW_BYTES);
-        auto* const to = reinterpret_cast<V*>(args.message + static_cast<u64>(i) * ROW_BYTES);
+    const u32 num_rows = args.first_row[NUM_MESSAGES];
+    for (u32 row = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x; row < num_rows; row += num_warps) {
+        u32 message = 0;
+        while (row >= static_cast<u32>(args.first_row[message + 1])) ++message;
+        const u32 i = row - args.first_row[message];
+        const u64 place = args.places[message][i];
+        const auto* const from = reinterpret_cast<const V*>(args.rows + place * ROW_BYTES);
+        auto* const to = reinterpret_cast<V*>(args.messages[message] + static_cast<u64>(i) * ROW_BYTES);
         for (u32 first = lane_index(); first < NUM_VECTORS; first += UNROLL * WARP_SIZE) {
             V held[UNROLL];
 #pragma unroll
