@@ -205,7 +205,10 @@ def wants_grad(tensor: torch.Tensor | None) -> bool:
 
 def check_device(device: str | torch.device) -> torch.device:
     """The device of a communicator, by index; ``ValueError`` for one that is not there or cannot be used."""
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
     if wanted.type == "cpu":
         return torch.device("cpu")
     if wanted.type != "cuda":

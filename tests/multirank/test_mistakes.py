@@ -152,7 +152,14 @@ DIFFERENCES = [
     ({"expert_placement": 3}, "TypeError", ""),
     ({"max_tokens_per_rank": 20.5}, "TypeError", "max_tokens_per_rank"),
     ({"num_experts": "8"}, "TypeError", ""),
+    ({"expert_placement": "01230123"}, "TypeError", "expert_placement must be a sequence of integers, got '01230123'"),
+    ({"expert_placement": [0, 0, 1, 1, 2, 2, 3, 3.5]}, "TypeError", "3.5"),
+    ({"ranks_per_node": 2.0}, "TypeError", "ranks_per_node must be an integer, got 2.0"),
     ({"device": "mps"}, "ValueError", "device must be 'cpu' or 'cuda', got 'mps'"),
+    ({"device": "foo"}, "ValueError", "device must be 'cpu' or 'cuda', got 'foo'"),
+    ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
+    ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['send-and-receive'], got 'static'"),
+    ({"balancer": None}, "TypeError", "balancer must be a function of the traffic"),
 ]
 
 
@@ -168,7 +175,7 @@ def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
     ("changes", "kind", "word"),
     [
         ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
-        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node=0"),
+        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
         ({"num_experts": 6}, "ValueError", "6 experts"),
         ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
     ],
