@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from fusco.engine.base import ExchangeOrder
 from fusco.handle import Handle
+from fusco.integers import MAX_INT64
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.launch import StaticSlots
 from fusco.memory.layout import Capacity
@@ -89,6 +91,20 @@ class Checks:
             raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
+
+    def shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape of memory that is asked for."""
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
+        if len(shape) > _MAX_DIMS:
+            raise ValueError(f"a shape has at most {_MAX_DIMS} dimensions, got {len(shape)}")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise ValueError(f"the sizes of a shape must be integers >= 0, got {tuple(shape)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT64:
+            raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
+        return tuple(shape)
 
     def stream(self, segments: Segments, rank: int) -> None:
         """What goes to or comes from another rank of the group."""

@@ -275,14 +275,15 @@ class Communicator:
         until the communicator is closed. On the CPU it is plain memory, since there rows are copied in any case.
 
         Args:
-            shape: of the tensor; for ``dispatch``, (num_tokens, ...). A slice of its first tokens is in place, too.
+            shape: of the tensor, at most 6 dimensions; for ``dispatch``, (num_tokens, ...). A slice of its first tokens
+                is in place, too.
             dtype: of the tensor.
 
         Raises:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
 
         """
-        return self._checked.empty(tuple(shape), dtype)
+        return self._checked.empty(shape, dtype)
 
     def wait(self) -> None:
         """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""

@@ -49,6 +49,6 @@ class StaticSlots:
     on_overflow: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
-        check_integer("num_slots", self.num_slots, least=1, most=MAX_INT32)
+        check_integer("num_slots", self.num_slots, least=1, most=MAX_INT32)  # as kernels count
         if self.on_overflow not in ("raise", "drop"):
             raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")

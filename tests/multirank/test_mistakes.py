@@ -54,6 +54,12 @@ BAD_INPUTS = [
     (jobs.weights_wanted_but_not_given, jobs.dispatch, "ValueError", ["with_weights"]),
     (jobs.alignment_of_zero, jobs.dispatch, "ValueError", ["expert_alignment", "0"]),
     (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "1.5"]),
+    (
+        jobs.alignment_beyond_counting,
+        jobs.dispatch,
+        "ValueError",
+        ["at most 2147483647, got 1000000000000"],
+    ),
     (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
     (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
     (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "Plan"]),
@@ -65,6 +71,13 @@ BAD_INPUTS = [
     (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
     (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
     (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", []),
+    (jobs.empty_of_no_sequence, jobs.empty, "TypeError", ["a sequence of integers, got 5"]),
+    (jobs.empty_of_negative_size, jobs.empty, "ValueError", ["must be integers >= 0, got (-1,)"]),
+    (jobs.empty_of_a_boolean, jobs.empty, "ValueError", ["must be integers >= 0, got (True,)"]),
+    (jobs.empty_of_many_dimensions, jobs.empty, "ValueError", ["at most 6 dimensions, got 1000"]),
+    (jobs.empty_of_no_dtype, jobs.empty, "TypeError", ["dtype", "'float32'"]),
+    (jobs.empty_beyond_counting, jobs.empty, "ValueError", ["more bytes than int64 holds"]),
+    (jobs.empty_beyond_all_memory, jobs.empty, "SharedMemoryError", ["1,152,921,504,606,846,976 bytes"]),
 ]
 
 
@@ -79,6 +92,31 @@ def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_ot
     assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
     for rank in set(range(4)) - {MISTAKEN}:
         assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
+
+
+def check_that_it_broke(outcomes: list[list[Outcome]]) -> None:
+    for _, again, closed in outcomes:
+        assert again.kind == "ClosedError", again
+        assert closed.kind == "", closed
+
+
+@pytest.mark.cpu_only
+def test_a_rank_without_memory_for_its_output(world):
+    outcomes = world.run(jobs.dispatch_without_memory, 4, SETUP, MISTAKEN)
+    first = [of_rank[0] for of_rank in outcomes]
+    assert kinds(first) == ["OutputMemoryError" if rank == MISTAKEN else "PeerFailureError" for rank in range(4)], first
+    assert "rows of 12, could not be had" in first[MISTAKEN].text
+    assert all("an output of" in outcome.text for outcome in first), first
+    check_that_it_broke(outcomes)
+
+
+@pytest.mark.cpu_only
+def test_a_balancer_that_gives_no_groups(world):
+    outcomes = world.run(jobs.dispatch_balanced_badly, 4, SETUP)
+    first = [of_rank[0] for of_rank in outcomes]
+    assert "TypeError" in kinds(first), first
+    assert all("a balancer must give Groups, got str from balance_badly" in outcome.text for outcome in first), first
+    check_that_it_broke(outcomes)
 
 
 def test_a_handle_of_another_communicator(world):
