@@ -181,10 +181,10 @@ class CheckedEngine:
 
 
 def attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception | None]:
-    """What a check gives, or what it raises about its input."""
+    """What a check gives, or what it raises: about its input, or because PyTorch cannot look at it."""
     try:
         return check(), None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return None, error
 
 

@@ -66,8 +66,9 @@ class Communicator:
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
             balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
             settings: slices, rings, limits; ``None`` means the defaults.
-            device: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:i"``. On CUDA each rank has a device of its
-                own; ranks of a node reach each other over NVLink, nodes each other through NCCL.
+            device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
+                On CUDA each rank has a device of its own; ranks of a node reach each other over NVLink, nodes each
+                other through NCCL.
 
         Raises:
             ValueError: for sizes, a placement, a topology or a device that do not fit together.

@@ -15,7 +15,7 @@ from fusco.engine.base import Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.record import Agreement, Terms
 from fusco.integers import check_integer
-from fusco.introduction import introduce
+from fusco.introduction import DeviceIdentity, check_devices, introduce
 from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
 from fusco.settings import Settings
@@ -36,6 +36,23 @@ class Charter:
     balancer: Balancer
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
+
+    def check(self, rank: int, world_size: int) -> Checks:
+        """What the communicator accepts on a rank; raises as ``Communicator`` says."""
+        if not callable(self.balancer):
+            raise TypeError(
+                f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "
+                f"{self.balancer!r}"
+            )
+        capacity = Capacity(
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            max_bytes_per_token=self.max_bytes_per_token,
+            num_topk=self.num_topk,
+        )
+        if self.ranks_per_node is not None:
+            check_integer("ranks_per_node", self.ranks_per_node, least=1)
+        placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
+        return Checks(rank, placement, capacity, self.settings.wire_dtype, check_device(self.device))
 
     def terms(self, placement: ExpertPlacement, device: torch.device) -> Terms:
         """What all ranks must want alike."""
@@ -67,30 +84,18 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
     settings = charter.settings
     roll = RollCall(check_group(group), settings.timeout_s)
 
-    def check() -> tuple[Checks, Terms]:
-        if not callable(charter.balancer):
-            raise TypeError(
-                f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "
-                f"{charter.balancer!r}"
-            )
-        capacity = Capacity(
-            max_tokens_per_rank=charter.max_tokens_per_rank,
-            max_bytes_per_token=charter.max_bytes_per_token,
-            num_topk=charter.num_topk,
-        )
-        if charter.ranks_per_node is not None:
-            check_integer("ranks_per_node", charter.ranks_per_node, least=1)
-        placement = ExpertPlacement.of(charter.num_experts, charter.expert_placement, roll.world_size)
-        device = check_device(charter.device)
-        checks = Checks(roll.rank, placement, capacity, settings.wire_dtype, device)
-        return checks, charter.terms(placement, device)
+    def check() -> tuple[Checks, DeviceIdentity]:
+        checks = charter.check(roll.rank, roll.world_size)
+        return checks, DeviceIdentity.of(checks.device)
 
     checked, rejection = attempt(check)
-    met = introduce(roll, Agreement("Communicator", checked[1] if checked else {}, str(rejection or "")))
+    checks, device = checked or (None, DeviceIdentity.of(torch.device("cpu")))
+    terms = charter.terms(checks.placement, checks.device) if checks else {}
+    met = introduce(roll, Agreement("Communicator", terms, str(rejection or "")), device)
     if rejection:
         raise rejection
-    assert checked is not None
-    checks, _ = checked
+    assert checks is not None
+    check_devices(met)
     layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, settings)
     engine: Engine
     if checks.device.type == "cuda":

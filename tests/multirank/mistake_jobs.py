@@ -199,6 +199,12 @@ def alignment_beyond_counting(scene: Scene) -> None:
     scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=10**12)
 
 
+def weights_that_cannot_be_read(scene: Scene) -> None:
+    out_of_memory = torch.OutOfMemoryError("no memory for weights")
+    with mock.patch.object(torch.Tensor, "float", side_effect=out_of_memory):
+        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+
+
 def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
 

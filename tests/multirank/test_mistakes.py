@@ -60,6 +60,7 @@ BAD_INPUTS = [
         "ValueError",
         ["at most 2147483647, got 1000000000000"],
     ),
+    (jobs.weights_that_cannot_be_read, jobs.dispatch, "OutOfMemoryError", ["no memory for weights"]),
     (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
     (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
     (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "Plan"]),
