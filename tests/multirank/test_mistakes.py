@@ -216,6 +216,7 @@ def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
         ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
         ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
         ({"num_experts": 6}, "ValueError", "6 experts"),
+        ({"max_bytes_per_token": 10**18}, "SharedMemoryError", "lower max_tokens_per_rank"),
         ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
     ],
     ids=str,

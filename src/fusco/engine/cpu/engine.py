@@ -49,8 +49,8 @@ class CpuEngine:
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
         self._recycler = OutputRecycler()
-        self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
         self._connections = connect(roll, layout, hosts, listen_on)
+        self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
         self._watch, self._memory = self._connections.watch, self._connections.memory
         self._transport = self._connections.transport
         self._rounds = Rounds(roll.rank, self._connections)
