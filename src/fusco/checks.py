@@ -111,6 +111,8 @@ class Checks:
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
         self._tensor("the base of segments", segments.base)
+        if not isinstance(rank, int):
+            raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
             raise ValueError(
                 f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
@@ -118,7 +120,12 @@ class Checks:
 
     def partners(self, *payloads: Mapping[int, Segments]) -> None:
         """What a shuffle names: ranks of the group, and segments."""
+        for part in payloads:
+            if not isinstance(part, Mapping):
+                raise TypeError(f"shuffle takes mappings from ranks to Segments, got {type(part).__name__}")
         for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
+            if not isinstance(rank, int):
+                raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
             self._tensor(f"the base of segments for rank {rank}", segments.base)

@@ -205,6 +205,10 @@ def weights_that_cannot_be_read(scene: Scene) -> None:
         scene.comm.dispatch(scene.x, scene.ids, scene.weights)
 
 
+def too_few_slots(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticSlots(1))
+
+
 def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
 
@@ -253,6 +257,14 @@ def shuffle_of_no_segments(scene: Scene) -> None:
 
 def shuffle_of_no_mapping(scene: Scene) -> None:
     scene.comm.shuffle(None, {})  # type: ignore[arg-type]
+
+
+def shuffle_from_nowhere(scene: Scene) -> None:
+    scene.comm.shuffle({}, None)  # type: ignore[arg-type]
+
+
+def shuffle_with_a_name(scene: Scene) -> None:
+    scene.comm.shuffle({"a": whole(torch.zeros(2))}, {})  # type: ignore[dict-item]
 
 
 # Mistakes in asking for memory.

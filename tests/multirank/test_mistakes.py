@@ -71,7 +71,9 @@ BAD_INPUTS = [
     (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
     (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
     (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
-    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", []),
+    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
+    (jobs.shuffle_from_nowhere, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
+    (jobs.shuffle_with_a_name, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
     (jobs.empty_of_no_sequence, jobs.empty, "TypeError", ["a sequence of integers, got 5"]),
     (jobs.empty_of_negative_size, jobs.empty, "ValueError", ["must be integers >= 0, got (-1,)"]),
     (jobs.empty_of_a_boolean, jobs.empty, "ValueError", ["must be integers >= 0, got (True,)"]),
@@ -93,6 +95,13 @@ def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_ot
     assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
     for rank in set(range(4)) - {MISTAKEN}:
         assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
+
+
+@pytest.mark.cpu_only
+def test_static_slots_that_do_not_suffice(world):
+    outcomes = make(world, jobs.too_few_slots, jobs.dispatch)
+    assert kinds(outcomes) == ["SlotOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
+    assert "StaticSlots(1)" in outcomes[MISTAKEN].text
 
 
 def check_that_it_broke(outcomes: list[list[Outcome]]) -> None:
