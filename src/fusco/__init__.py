@@ -11,7 +11,7 @@ Layers, each importing only those below it::
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
     balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
-    groups  topology  placement  segments  settings  launch  hosts  timeline  errors      plain values
+    groups  topology  placement  segments  settings  launch  hosts  timeline  errors  integers      plain values
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fusco.errors import FuscoError as FuscoError
     from fusco.errors import LaunchError as LaunchError
     from fusco.errors import MismatchError as MismatchError
+    from fusco.errors import OutputMemoryError as OutputMemoryError
     from fusco.errors import PeerFailureError as PeerFailureError
     from fusco.errors import RejectedInputError as RejectedInputError
     from fusco.errors import SharedMemoryError as SharedMemoryError
@@ -66,6 +67,7 @@ _NAME_TO_MODULE = {
     "FuscoError": "errors",
     "LaunchError": "errors",
     "MismatchError": "errors",
+    "OutputMemoryError": "errors",
     "PeerFailureError": "errors",
     "RejectedInputError": "errors",
     "SharedMemoryError": "errors",

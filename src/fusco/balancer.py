@@ -56,6 +56,20 @@ class Traffic:
 Balancer = Callable[[Traffic], Groups]
 
 
+def giving_groups(balancer: Balancer) -> Balancer:
+    """The same balancer; ``TypeError`` or ``ValueError`` unless it gives groups of the ranks that it is asked for."""
+
+    def checked(traffic: Traffic) -> Groups:
+        groups, name = balancer(traffic), getattr(balancer, "__name__", type(balancer).__name__)
+        if not isinstance(groups, Groups):
+            raise TypeError(f"a balancer must give Groups, got {type(groups).__name__} from {name}")
+        if groups.topology != traffic.topology:
+            raise ValueError(f"{name} gave groups of {groups.topology} for traffic of {traffic.topology}")
+        return groups
+
+    return checked
+
+
 def balance_static(traffic: Traffic) -> Groups:
     """Group ranks of the same local rank, whatever they send: what libraries do without a balancer."""
     return Groups.of_same_local_rank(traffic.topology)

@@ -13,6 +13,7 @@ from fusco.checks import Checks, wants_grad
 from fusco.engine.base import Delivery, DispatchOrder, Engine, ExchangeOrder
 from fusco.engine.record import Agreement, Terms
 from fusco.handle import Handle
+from fusco.integers import MAX_INT32, check_integer
 from fusco.launch import Launch, StaticSlots
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
@@ -50,12 +51,8 @@ class CheckedEngine:
         """Plan and move rows."""
 
         def check() -> Routing:
-            alignment = options.expert_alignment
-            if not isinstance(alignment, int):
-                raise TypeError(f"expert_alignment must be an integer, got {alignment!r}")
-            if alignment < 1:
-                raise ValueError(f"expert_alignment must be positive, got {alignment}")
             self.checks.launching("dispatch", self.engine.topology.num_nodes)
+            check_integer("expert_alignment", options.expert_alignment, least=1, most=MAX_INT32)
             self.checks.sizing(options.static)
             if options.with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
@@ -162,18 +159,20 @@ class CheckedEngine:
 
         self.collective("all_to_all", check, terms, self.engine.all_to_all)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that peers can read."""
 
-        def check() -> None:
+        def check() -> tuple[int, ...]:
             self.checks.waiting("empty")
-            if not all(isinstance(size, int) and size >= 0 for size in shape):
-                raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
+            return self.checks.shape(shape, dtype)
 
-        def work(agreement: Agreement, _: None) -> torch.Tensor | None:
-            return self.engine.empty(agreement, shape, dtype)
+        def terms() -> Terms:
+            return {"shape": str(tuple(shape)), "dtype": str(dtype)}
 
-        return self.collective("empty", check, lambda: {"shape": str(shape), "dtype": str(dtype)}, work)
+        def work(agreement: Agreement, checked: tuple[int, ...] | None) -> torch.Tensor | None:
+            return self.engine.empty(agreement, *((), torch.uint8) if checked is None else (checked, dtype))
+
+        return self.collective("empty", check, terms, work)
 
     def collective(
         self,
@@ -194,10 +193,10 @@ class CheckedEngine:
 
 
 def attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception | None]:
-    """What a check gives, or what it raises about its input."""
+    """What a check gives, or what it raises: about its input, or because PyTorch cannot look at it."""
     try:
         return check(), None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return None, error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from fusco.engine.base import ExchangeOrder
 from fusco.handle import Handle
+from fusco.integers import MAX_INT64
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.launch import StaticSlots
 from fusco.memory.layout import Capacity
@@ -107,11 +109,27 @@ class Checks:
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
 
+    def shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape of memory that is asked for."""
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
+        if len(shape) > _MAX_DIMS:
+            raise ValueError(f"a shape has at most {_MAX_DIMS} dimensions, got {len(shape)}")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise ValueError(f"the sizes of a shape must be integers >= 0, got {tuple(shape)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT64:
+            raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
+        return tuple(shape)
+
     def stream(self, segments: Segments, rank: int) -> None:
         """What goes to or comes from another rank of the group."""
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
         self._tensor("the base of segments", segments.base)
+        if not isinstance(rank, int):
+            raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
             raise ValueError(
                 f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
@@ -119,7 +137,12 @@ class Checks:
 
     def partners(self, *payloads: Mapping[int, Segments]) -> None:
         """What a shuffle names: ranks of the group, and segments."""
+        for part in payloads:
+            if not isinstance(part, Mapping):
+                raise TypeError(f"shuffle takes mappings from ranks to Segments, got {type(part).__name__}")
         for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
+            if not isinstance(rank, int):
+                raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
             self._tensor(f"the base of segments for rank {rank}", segments.base)
@@ -226,7 +249,10 @@ def wants_grad(tensor: torch.Tensor | None) -> bool:
 
 def check_device(device: str | torch.device) -> torch.device:
     """The device of a communicator, by index; ``ValueError`` for one that is not there or cannot be used."""
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
     if wanted.type == "cpu":
         return torch.device("cpu")
     if wanted.type != "cuda":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.communicator import Communicator
+from fusco.founding import check_group
 from fusco.schedule.schedule import ScheduleMode
 
 
@@ -27,11 +28,7 @@ class GroupCommunicators:
 
     def of(self, group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """The communicator of a group (``None``: the default one) for tensors on a device."""
-        if not isinstance(group, (dist.ProcessGroup, type(None))):
-            raise TypeError(f"this rank is not in the group, or it is none: got {group!r}")
-        group = group or dist.group.WORLD
-        if group is None:
-            raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
+        group = check_group(group)
         communicators = self._by_group.setdefault(group, {})
         if device not in communicators:
             made = _of_least_capacity(group, device)

@@ -59,15 +59,16 @@ class Communicator:
         Args:
             group: the process group, of any backend; ``None`` means the default one.
             num_experts: experts of all ranks together.
-            num_topk: most expert slots of a token.
+            num_topk: most expert slots of a token; on CUDA 32 at most.
             max_tokens_per_rank: most tokens that a rank dispatches in one call.
             max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and ``combine``.
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
             balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
             settings: slices, rings, limits; ``None`` means the defaults.
-            device: ``"cpu"``, ``"cuda"`` (the current device) or ``"cuda:i"``. On CUDA each rank has a device of its
-                own; ranks of a node reach each other over NVLink, nodes each other through NCCL.
+            device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
+                On CUDA each rank has a device of its own; ranks of a node reach each other over NVLink, nodes each
+                other through NCCL.
 
         Raises:
             ValueError: for sizes, a placement, a topology or a device that do not fit together.
@@ -125,12 +126,12 @@ class Communicator:
         """Send every token to the experts it is routed to; rows land expert-major on the ranks that own them.
 
         Args:
-            x: rows (num_tokens, ...) of any dtype; or several payloads that share the routing, such as FP8 values and
-                their scales, without gradients then.
+            x: rows (num_tokens, ...) of any dtype, at most 6 dimensions; or up to 8 payloads that share the routing,
+                such as FP8 values and their scales, without gradients then.
             topk_idx: int32 or int64 (num_tokens, num_topk); -1 means no expert.
-            topk_weights: floating (num_tokens, num_topk), the weights that ``combine`` applies. They travel as
-                float32, float64 as float64.
-            expert_alignment: every expert's block is padded with zero rows to a multiple of this.
+            topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk), the weights that ``combine``
+                applies. They travel as float32, float64 as float64.
+            expert_alignment: every expert's block is padded with zero rows to a multiple of this. Ranks may differ.
             with_weights: return the weight of every row, too.
             static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
                 wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
@@ -146,6 +147,7 @@ class Communicator:
         Raises:
             SlotOverflowError: on a rank whose static output is too small: here on the CPU; on CUDA from
                 ``synchronize``, ``close``, or the next collective, which is then called off on all ranks.
+            OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
         """
         payloads = _as_list(x)
@@ -209,8 +211,8 @@ class Communicator:
 
         Args:
             send: what goes to each rank; ranks left out get nothing.
-            receive: where what comes from each rank is written, as many bytes as that rank sends. Segments of
-                different ranks must not overlap.
+            receive: where what comes from each rank is written, as many bytes as that rank sends. Segments must overlap
+                neither each other nor what is sent, which is not checked: what is written and sent then is undefined.
 
         """
         self._checked.shuffle(send, receive)
@@ -236,7 +238,8 @@ class Communicator:
         Args:
             output: contiguous rows (num_rows, ...) of any dtype, written here by source rank. It must not overlap
                 ``input``.
-            input: rows of the same dtype and shape, by destination rank; copied first unless contiguous.
+            input: rows of the same dtype and shape, by destination rank; copied first unless contiguous. Both have at
+                most 6 dimensions.
             output_split_sizes: rows that come from each rank; ``None`` means equally many.
             input_split_sizes: rows that go to each rank; ``None`` means equally many.
             schedule: how stages between nodes are made (see ``fusco.schedule.make_schedule``), the same on all ranks;
@@ -279,14 +282,15 @@ class Communicator:
         until the communicator is closed. On the CPU it is plain memory, since there rows are copied in any case.
 
         Args:
-            shape: of the tensor; for ``dispatch``, (num_tokens, ...). A slice of its first tokens is in place, too.
+            shape: of the tensor, at most 6 dimensions; for ``dispatch``, (num_tokens, ...). A slice of its first tokens
+                is in place, too.
             dtype: of the tensor.
 
         Raises:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
 
         """
-        return self._checked.empty(tuple(shape), dtype)
+        return self._checked.empty(shape, dtype)
 
     def wait(self) -> None:
         """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""

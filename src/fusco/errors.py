@@ -1,4 +1,4 @@
-"""Every error type of fusco that is not a plain ValueError or TypeError of the caller."""
+"""Every error type of fusco that is not a plain ValueError or TypeError of the caller; all are ``FuscoError``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ class ClosedError(FuscoError):
 
 class SharedMemoryError(FuscoError):
     """Peer-visible memory could not be had: not enough room, or a peer's segment could not be opened."""
+
+
+class OutputMemoryError(FuscoError):
+    """Memory for a verb's output could not be had, in the middle of it: the communicator can only be closed."""
 
 
 class TransportError(FuscoError):
@@ -46,11 +50,11 @@ class SlotOverflowError(FuscoError):
         )
 
 
-class MismatchError(ValueError):
+class MismatchError(FuscoError, ValueError):
     """Ranks disagree on something they must agree on. Every rank of the group raises it."""
 
 
-class RejectedInputError(ValueError):
+class RejectedInputError(FuscoError, ValueError):
     """Another rank rejected its own input, so the collective was called off on every rank."""
 
 

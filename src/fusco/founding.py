@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-from fusco.balancer import Balancer
+from fusco.balancer import Balancer, giving_groups
 from fusco.checked_engine import CheckedEngine, attempt
 from fusco.checks import Checks, check_device
 from fusco.engine.base import Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.record import Agreement, Terms
-from fusco.introduction import introduce
+from fusco.integers import check_integer
+from fusco.introduction import DeviceIdentity, check_devices, introduce
 from fusco.memory.layout import ArenaLayout, Capacity
 from fusco.placement import ExpertPlacement
 from fusco.settings import Settings
@@ -36,6 +37,23 @@ class Charter:
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
 
+    def check(self, rank: int, world_size: int) -> Checks:
+        """What the communicator accepts on a rank; raises as ``Communicator`` says."""
+        if not callable(self.balancer):
+            raise TypeError(
+                f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "
+                f"{self.balancer!r}"
+            )
+        capacity = Capacity(
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            max_bytes_per_token=self.max_bytes_per_token,
+            num_topk=self.num_topk,
+        )
+        if self.ranks_per_node is not None:
+            check_integer("ranks_per_node", self.ranks_per_node, least=1)
+        placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
+        return Checks(rank, placement, capacity, self.settings.wire_dtype, check_device(self.device))
+
     def terms(self, placement: ExpertPlacement, device: torch.device) -> Terms:
         """What all ranks must want alike."""
         return {
@@ -51,34 +69,33 @@ class Charter:
         }
 
 
+def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one for ``None``; ``TypeError`` or ``ValueError`` if there is none with this rank."""
+    if not isinstance(group, (dist.ProcessGroup, type(None))):
+        raise TypeError(f"this rank is not in the group, or it is none: got {group!r}")
+    group = group or dist.group.WORLD
+    if group is None or not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
+    return group
+
+
 def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
     """Make a communicator's engine, together with all other ranks of the group; raises as ``Communicator`` says."""
-    if not dist.is_initialized():
-        raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
-    group = group or dist.group.WORLD
-    assert group is not None
     settings = charter.settings
-    roll = RollCall(group, settings.timeout_s)
+    roll = RollCall(check_group(group), settings.timeout_s)
 
-    def check() -> tuple[Checks, Terms]:
-        if not isinstance(charter.num_experts, int):
-            raise TypeError(f"num_experts must be an integer, got {charter.num_experts!r}")
-        capacity = Capacity(
-            max_tokens_per_rank=charter.max_tokens_per_rank,
-            max_bytes_per_token=charter.max_bytes_per_token,
-            num_topk=charter.num_topk,
-        )
-        placement = ExpertPlacement.of(charter.num_experts, charter.expert_placement, roll.world_size)
-        device = check_device(charter.device)
-        checks = Checks(roll.rank, placement, capacity, settings.wire_dtype, device)
-        return checks, charter.terms(placement, device)
+    def check() -> tuple[Checks, DeviceIdentity]:
+        checks = charter.check(roll.rank, roll.world_size)
+        return checks, DeviceIdentity.of(checks.device)
 
     checked, rejection = attempt(check)
-    met = introduce(roll, Agreement("Communicator", checked[1] if checked else {}, str(rejection or "")))
+    checks, device = checked or (None, DeviceIdentity.of(torch.device("cpu")))
+    terms = charter.terms(checks.placement, checks.device) if checks else {}
+    met = introduce(roll, Agreement("Communicator", terms, str(rejection or "")), device)
     if rejection:
         raise rejection
-    assert checked is not None
-    checks, _ = checked
+    assert checks is not None
+    check_devices(met)
     layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, settings)
     engine: Engine
     if checks.device.type == "cuda":
@@ -87,4 +104,4 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
         engine = CudaEngine(roll, layout, met.hosts, met.listen_on, checks.placement, checks.device)
     else:
         engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
-    return CheckedEngine(engine, checks, charter.balancer)
+    return CheckedEngine(engine, checks, giving_groups(charter.balancer))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fusco.integers import MAX_INT32, check_integer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -16,7 +18,7 @@ class Launch:
             then not be used before ``Communicator.wait``.
 
     Raises:
-        ValueError: for a value out of range.
+        TypeError, ValueError: for a value of another type, or out of range.
 
     """
 
@@ -24,8 +26,8 @@ class Launch:
     own_stream: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_sms is not None and self.num_sms < 1:
-            raise ValueError(f"num_sms must be positive, got {self.num_sms}")
+        if self.num_sms is not None:
+            check_integer("num_sms", self.num_sms, least=1)
 
     def on_callers_stream(self) -> Launch:
         """The same, on the caller's stream: nobody could say when the result of the backward pass may be used."""
@@ -43,7 +45,7 @@ class StaticSlots:
             ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.
 
     Raises:
-        ValueError: for a value out of range.
+        TypeError, ValueError: for a value of another type, or out of range.
 
     """
 
@@ -51,7 +53,6 @@ class StaticSlots:
     on_overflow: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_slots, int) or self.num_slots < 1:
-            raise ValueError(f"num_slots must be a positive integer, got {self.num_slots!r}")
+        check_integer("num_slots", self.num_slots, least=1, most=MAX_INT32)  # as kernels count
         if self.on_overflow not in ("raise", "drop"):
             raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")

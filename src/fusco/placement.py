@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+
+from fusco.integers import check_integer
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class ExpertPlacement:
     @classmethod
     def contiguous(cls, num_experts: int, world_size: int) -> ExpertPlacement:
         """Equal runs of consecutive experts; ``ValueError`` unless ``world_size`` divides ``num_experts``."""
-        if num_experts < 1 or num_experts % world_size:
+        check_integer("num_experts", num_experts, least=1)
+        check_integer("world_size", world_size, least=1)
+        if num_experts % world_size:
             raise ValueError(
                 f"{num_experts} experts do not divide evenly among {world_size} ranks; "
                 f"pass expert_placement, a sequence with the rank of each expert"
@@ -36,8 +41,14 @@ class ExpertPlacement:
 
     @classmethod
     def explicit(cls, expert_to_rank: Sequence[int], world_size: int) -> ExpertPlacement:
-        """Any placement; ranks without experts are allowed. ``ValueError`` for a rank outside the group."""
-        placement = tuple(int(rank) for rank in expert_to_rank)
+        """Any placement; ranks without experts are allowed.
+
+        ``TypeError`` for what is no sequence of integers, ``ValueError`` for a rank outside the group.
+        """
+        try:
+            placement = tuple(map(operator.index, expert_to_rank))
+        except TypeError:
+            raise TypeError(f"expert_placement must be a sequence of integers, got {expert_to_rank!r}") from None
         if not placement:
             raise ValueError("an expert placement needs at least one expert, got none")
         for expert, rank in enumerate(placement):
@@ -48,6 +59,7 @@ class ExpertPlacement:
     @classmethod
     def of(cls, num_experts: int, expert_to_rank: Sequence[int] | None, world_size: int) -> ExpertPlacement:
         """``explicit`` if ``expert_to_rank`` is given, which must then place ``num_experts``; else ``contiguous``."""
+        check_integer("num_experts", num_experts, least=1)
         if expert_to_rank is None:
             return cls.contiguous(num_experts, world_size)
         placement = cls.explicit(expert_to_rank, world_size)

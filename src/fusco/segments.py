@@ -32,9 +32,13 @@ class Segments:
     num_bytes: torch.Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.base, torch.Tensor):
+            raise TypeError(f"segments need a tensor as their base, got {type(self.base).__name__}")
         if not self.base.is_contiguous():
             raise ValueError(f"segments need a contiguous base tensor, got strides {self.base.stride()}")
         for name, array in (("offset_bytes", self.offset_bytes), ("num_bytes", self.num_bytes)):
+            if not isinstance(array, torch.Tensor):
+                raise TypeError(f"{name} must be a one-dimensional int64 tensor, got {type(array).__name__}")
             if array.dtype != torch.int64 or array.ndim != 1 or array.device.type != "cpu":
                 raise TypeError(
                     f"{name} must be a one-dimensional int64 tensor on the CPU, got {array.dtype} of shape "

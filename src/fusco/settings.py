@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from fusco.integers import check_integer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -27,7 +29,7 @@ class Settings:
             nodes whose network suffers when several send to one.
 
     Raises:
-        ValueError: for a value out of range.
+        TypeError, ValueError: for a value of another type, or out of range.
 
     """
 
@@ -38,10 +40,11 @@ class Settings:
     slice_order: Literal["in-turn", "staged"] = "in-turn"
 
     def __post_init__(self) -> None:
-        if self.slice_bytes is not None and self.slice_bytes < 1:
-            raise ValueError(f"slice_bytes must be positive, got {self.slice_bytes}")
-        if self.ring_depth < 2:
-            raise ValueError(f"ring_depth must be at least 2, got {self.ring_depth}")
+        if self.slice_bytes is not None:
+            check_integer("slice_bytes", self.slice_bytes, least=1)
+        check_integer("ring_depth", self.ring_depth, least=2)
+        if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
+            raise TypeError(f"timeout_s must be a number, got {self.timeout_s!r}")
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
         if self.slice_order not in ("in-turn", "staged"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from rank_setup import Setup, check_combine, law_of
 
 import fusco
 from comparison import assert_same_bits, world_rows
+from fusco.memory.recycler import OutputRecycler
 from generator import any_bits
 
 HIDDEN = 3
@@ -191,6 +195,20 @@ def alignment_of_no_integer(scene: Scene) -> None:
     scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=1.5)  # type: ignore[arg-type]
 
 
+def alignment_beyond_counting(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=10**12)
+
+
+def weights_that_cannot_be_read(scene: Scene) -> None:
+    out_of_memory = torch.OutOfMemoryError("no memory for weights")
+    with mock.patch.object(torch.Tensor, "float", side_effect=out_of_memory):
+        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+
+
+def too_few_slots(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticSlots(1))
+
+
 def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
 
@@ -239,6 +257,49 @@ def shuffle_of_no_segments(scene: Scene) -> None:
 
 def shuffle_of_no_mapping(scene: Scene) -> None:
     scene.comm.shuffle(None, {})  # type: ignore[arg-type]
+
+
+def shuffle_from_nowhere(scene: Scene) -> None:
+    scene.comm.shuffle({}, None)  # type: ignore[arg-type]
+
+
+def shuffle_with_a_name(scene: Scene) -> None:
+    scene.comm.shuffle({"a": whole(torch.zeros(2))}, {})  # type: ignore[dict-item]
+
+
+# Mistakes in asking for memory.
+
+
+def empty(scene: Scene) -> None:
+    scene.comm.empty((2, 3), torch.float32)
+
+
+def empty_of_no_sequence(scene: Scene) -> None:
+    scene.comm.empty(5, torch.float32)  # type: ignore[arg-type]
+
+
+def empty_of_negative_size(scene: Scene) -> None:
+    scene.comm.empty((-1,), torch.float32)
+
+
+def empty_of_a_boolean(scene: Scene) -> None:
+    scene.comm.empty((True,), torch.float32)
+
+
+def empty_of_many_dimensions(scene: Scene) -> None:
+    scene.comm.empty((1,) * 1000, torch.float32)
+
+
+def empty_of_no_dtype(scene: Scene) -> None:
+    scene.comm.empty((2, 3), "float32")  # type: ignore[arg-type]
+
+
+def empty_beyond_counting(scene: Scene) -> None:
+    scene.comm.empty((10**18, 0, 10**18), torch.float32)
+
+
+def empty_beyond_all_memory(scene: Scene) -> None:
+    scene.comm.empty((1 << 60,), torch.uint8)
 
 
 def whole(base: torch.Tensor) -> fusco.Segments:
@@ -323,6 +384,33 @@ def use_after_close(group: dist.ProcessGroup, setup: Setup) -> dict[str, Outcome
         "scatter_recv": attempt(lambda: comm.scatter_recv(whole(x), other)),
         "close": attempt(comm.close),
     }
+
+
+def dispatch_without_memory(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int) -> list[Outcome]:
+    """One rank has no memory for its output."""
+    comm = setup.open(group)
+    no_memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    has_none = mock.patch.object(OutputRecycler, "_take", side_effect=no_memory)
+    with has_none if comm.rank == mistaken_rank else contextlib.nullcontext():
+        return _dispatch_and_go_on(comm, setup)
+
+
+def dispatch_balanced_badly(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
+    """All ranks have a balancer that gives no groups."""
+
+    def balance_badly(_: fusco.Traffic) -> Any:
+        return "static"
+
+    with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balance_badly}):
+        comm = setup.open(group)
+    return _dispatch_and_go_on(comm, setup)
+
+
+def _dispatch_and_go_on(comm: fusco.Communicator, setup: Setup) -> list[Outcome]:
+    """What a dispatch comes to, another one after it, and closing."""
+    case = setup.case("ragged", 5, comm.topology.world_size)
+    x, ids = torch.ones(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
+    return [attempt(lambda: comm.dispatch(x, ids)), attempt(lambda: comm.dispatch(x, ids)), attempt(comm.close)]
 
 
 def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: dict[str, Any]) -> Outcome:

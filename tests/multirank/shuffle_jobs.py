@@ -152,6 +152,8 @@ def name_wrong_peers(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
             attempt(lambda: comm.scatter_recv(payload, -1)),
             attempt(lambda: comm.gather_send(torch.zeros(4), other)),  # type: ignore[arg-type]
             attempt(lambda: comm.scatter_recv(None, other)),  # type: ignore[arg-type]
+            attempt(lambda: comm.gather_send(payload, None)),  # type: ignore[arg-type]
+            attempt(lambda: comm.scatter_recv(payload, "1")),  # type: ignore[arg-type]
         ]
         check_that_it_works(comm, setup)
     return outcomes

@@ -54,6 +54,13 @@ BAD_INPUTS = [
     (jobs.weights_wanted_but_not_given, jobs.dispatch, "ValueError", ["with_weights"]),
     (jobs.alignment_of_zero, jobs.dispatch, "ValueError", ["expert_alignment", "0"]),
     (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "1.5"]),
+    (
+        jobs.alignment_beyond_counting,
+        jobs.dispatch,
+        "ValueError",
+        ["at most 2147483647, got 1000000000000"],
+    ),
+    (jobs.weights_that_cannot_be_read, jobs.dispatch, "OutOfMemoryError", ["no memory for weights"]),
     (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
     (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
     (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "Plan"]),
@@ -64,7 +71,16 @@ BAD_INPUTS = [
     (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
     (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
     (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
-    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", []),
+    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
+    (jobs.shuffle_from_nowhere, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
+    (jobs.shuffle_with_a_name, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
+    (jobs.empty_of_no_sequence, jobs.empty, "TypeError", ["a sequence of integers, got 5"]),
+    (jobs.empty_of_negative_size, jobs.empty, "ValueError", ["must be integers >= 0, got (-1,)"]),
+    (jobs.empty_of_a_boolean, jobs.empty, "ValueError", ["must be integers >= 0, got (True,)"]),
+    (jobs.empty_of_many_dimensions, jobs.empty, "ValueError", ["at most 6 dimensions, got 1000"]),
+    (jobs.empty_of_no_dtype, jobs.empty, "TypeError", ["dtype", "'float32'"]),
+    (jobs.empty_beyond_counting, jobs.empty, "ValueError", ["more bytes than int64 holds"]),
+    (jobs.empty_beyond_all_memory, jobs.empty, "SharedMemoryError", ["1,152,921,504,606,846,976 bytes"]),
 ]
 
 
@@ -79,6 +95,38 @@ def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_ot
     assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
     for rank in set(range(4)) - {MISTAKEN}:
         assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
+
+
+@pytest.mark.cpu_only
+def test_static_slots_that_do_not_suffice(world):
+    outcomes = make(world, jobs.too_few_slots, jobs.dispatch)
+    assert kinds(outcomes) == ["SlotOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
+    assert "StaticSlots(1)" in outcomes[MISTAKEN].text
+
+
+def check_that_it_broke(outcomes: list[list[Outcome]]) -> None:
+    for _, again, closed in outcomes:
+        assert again.kind == "ClosedError", again
+        assert closed.kind == "", closed
+
+
+@pytest.mark.cpu_only
+def test_a_rank_without_memory_for_its_output(world):
+    outcomes = world.run(jobs.dispatch_without_memory, 4, SETUP, MISTAKEN)
+    first = [of_rank[0] for of_rank in outcomes]
+    assert kinds(first) == ["OutputMemoryError" if rank == MISTAKEN else "PeerFailureError" for rank in range(4)], first
+    assert "rows of 12, could not be had" in first[MISTAKEN].text
+    assert all("an output of" in outcome.text for outcome in first), first
+    check_that_it_broke(outcomes)
+
+
+@pytest.mark.cpu_only
+def test_a_balancer_that_gives_no_groups(world):
+    outcomes = world.run(jobs.dispatch_balanced_badly, 4, SETUP)
+    first = [of_rank[0] for of_rank in outcomes]
+    assert "TypeError" in kinds(first), first
+    assert all("a balancer must give Groups, got str from balance_badly" in outcome.text for outcome in first), first
+    check_that_it_broke(outcomes)
 
 
 def test_a_handle_of_another_communicator(world):
@@ -152,7 +200,14 @@ DIFFERENCES = [
     ({"expert_placement": 3}, "TypeError", ""),
     ({"max_tokens_per_rank": 20.5}, "TypeError", "max_tokens_per_rank"),
     ({"num_experts": "8"}, "TypeError", ""),
+    ({"expert_placement": "01230123"}, "TypeError", "expert_placement must be a sequence of integers, got '01230123'"),
+    ({"expert_placement": [0, 0, 1, 1, 2, 2, 3, 3.5]}, "TypeError", "3.5"),
+    ({"ranks_per_node": 2.0}, "TypeError", "ranks_per_node must be an integer, got 2.0"),
     ({"device": "mps"}, "ValueError", "device must be 'cpu' or 'cuda', got 'mps'"),
+    ({"device": "foo"}, "ValueError", "device must be 'cpu' or 'cuda', got 'foo'"),
+    ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
+    ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['send-and-receive'], got 'static'"),
+    ({"balancer": None}, "TypeError", "balancer must be a function of the traffic"),
 ]
 
 
@@ -168,8 +223,9 @@ def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
     ("changes", "kind", "word"),
     [
         ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
-        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node=0"),
+        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
         ({"num_experts": 6}, "ValueError", "6 experts"),
+        ({"max_bytes_per_token": 10**18}, "SharedMemoryError", "lower max_tokens_per_rank"),
         ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
     ],
     ids=str,

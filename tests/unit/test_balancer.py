@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import BALANCERS, Groups, Topology, Traffic
-from fusco.balancer import balance_by_rotation, balance_send_and_receive, balance_static
+from fusco.balancer import balance_by_rotation, balance_send_and_receive, balance_static, giving_groups
 
 
 def traffic_of(num_rows) -> Traffic:
@@ -145,3 +145,22 @@ def test_balancing_eight_nodes_of_eight_takes_less_than_100_us():
         return np.median(times)
 
     assert min(median_us() for _ in range(20)) < 100
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (((0, 1), (1, 0)), TypeError, "a balancer must give Groups, got tuple from balance_badly"),
+        (None, TypeError, "got NoneType"),
+        (Groups.of_same_local_rank(Topology.of_equal_nodes(2, 2)), ValueError, "balance_badly gave groups of Topology"),
+    ],
+)
+def test_what_a_balancer_gives_must_be_groups_of_these_ranks(given, error, words):
+    def balance_badly(_):
+        return given
+
+    topology = Topology.of_equal_nodes(4, 2)
+    traffic = Traffic(topology, np.zeros((2, 2, 2), np.int64))
+    assert giving_groups(balance_static)(traffic) == Groups.of_same_local_rank(topology)
+    with pytest.raises(error, match=words):
+        giving_groups(balance_badly)(traffic)

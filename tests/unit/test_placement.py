@@ -1,5 +1,6 @@
 """Which rank owns which expert."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,10 +26,29 @@ def test_uneven_placement_with_a_rank_that_owns_nothing():
     assert placement.membership_table((7, 8, -1), CPU).tolist() == [-1, 7, -1, -1, -1]
 
 
-@pytest.mark.parametrize("num_experts", [0, 5, -4])
+@pytest.mark.parametrize("num_experts", [1, 5])
 def test_experts_that_do_not_divide_evenly(num_experts):
     with pytest.raises(ValueError, match=f"{num_experts} experts .* 4 ranks"):
         ExpertPlacement.contiguous(num_experts, world_size=4)
+
+
+@pytest.mark.parametrize(("num_experts", "world_size"), [(0, 4), (-4, 4), (4, 0)])
+def test_there_are_experts_and_ranks(num_experts, world_size):
+    name = "num_experts" if num_experts < 1 else "world_size"
+    with pytest.raises(ValueError, match=f"{name} must be positive, got {min(num_experts, world_size)}"):
+        ExpertPlacement.contiguous(num_experts, world_size)
+
+
+@pytest.mark.parametrize("expert_to_rank", ["0101", 5, [0, 1.5], [0, None]])
+def test_a_placement_is_a_sequence_of_integers(expert_to_rank):
+    with pytest.raises(TypeError, match="expert_placement must be a sequence of integers, got"):
+        ExpertPlacement.explicit(expert_to_rank, world_size=2)
+
+
+def test_ranks_of_other_libraries_integers():
+    expected = ExpertPlacement((0, 1), 2)
+    assert ExpertPlacement.explicit(torch.tensor([0, 1]), world_size=2) == expected
+    assert ExpertPlacement.explicit(np.array([0, 1]), world_size=2) == expected
 
 
 def test_ranks_outside_the_group_and_no_experts():

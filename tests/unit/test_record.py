@@ -3,7 +3,7 @@
 import pytest
 
 from fusco.engine.record import Agreement, check_agreement
-from fusco.errors import MismatchError, RejectedInputError
+from fusco.errors import FuscoError, MismatchError, RejectedInputError
 
 GOOD = Agreement("dispatch", {"num_topk": 8, "payloads": ["bfloat16[7]"]})
 REFUSED = Agreement("dispatch", rejection="x has shape (3,)")
@@ -42,6 +42,12 @@ def test_a_rejection_calls_it_off_for_all_others_and_its_terms_do_not_count():
         with pytest.raises(RejectedInputError, match=r"rank 1 rejected its input: x has shape \(3,\)$"):
             check_agreement([GOOD, REFUSED, GOOD], rank)
     check_agreement([GOOD, REFUSED, GOOD], rank=1)  # it has its own error to raise
+
+
+def test_both_are_errors_of_fusco_and_of_values():
+    for error in (MismatchError, RejectedInputError):
+        assert issubclass(error, FuscoError)
+        assert issubclass(error, ValueError)
 
 
 def test_several_rejections_are_all_told():

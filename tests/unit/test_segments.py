@@ -96,6 +96,12 @@ def test_arrays_of_the_wrong_kind():
         Segments(base, good.int(), good)
     with pytest.raises(TypeError, match=r"num_bytes .*\(1, 1\)"):
         Segments(base, good, good.view(1, 1))
+    with pytest.raises(TypeError, match=r"offset_bytes .* got list"):
+        Segments(base, [0], [8])
+    with pytest.raises(TypeError, match=r"num_bytes .* got NoneType"):
+        Segments(base, good, None)
+    with pytest.raises(TypeError, match="tensor as their base, got str"):
+        Segments("base", good, good)
     with pytest.raises(ValueError, match="1 offsets but 2 sizes"):
         Segments(base, good, torch.tensor([0, 0]))
     with pytest.raises(ValueError, match="contiguous"):

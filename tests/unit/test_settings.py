@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fusco import Capacity, Settings
+from fusco import Capacity, Launch, Settings, StaticSlots
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,32 @@ def test_capacities_must_be_positive(name):
     assert Capacity(**sizes).max_row_bytes == 8  # room for the gradient of one weight
     with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
         Capacity(**{**sizes, name: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("slice_bytes", 1.5), ("slice_bytes", "x"), ("ring_depth", 2.5), ("ring_depth", True)]
+)
+def test_settings_that_count_are_integers(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got {value!r}"):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["60", None, True])
+def test_a_limit_is_a_number(value):
+    with pytest.raises(TypeError, match=f"timeout_s must be a number, got {value!r}"):
+        Settings(timeout_s=value)
+
+
+@pytest.mark.parametrize("num_sms", [1.5, "8", True])
+def test_multiprocessors_are_counted(num_sms):
+    with pytest.raises(TypeError, match=f"num_sms must be an integer, got {num_sms!r}"):
+        Launch(num_sms=num_sms)
+    with pytest.raises(ValueError, match="num_sms must be positive, got 0"):
+        Launch(num_sms=0)
+
+
+@pytest.mark.parametrize(("num_slots", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
+def test_static_slots_are_as_many_as_kernels_count(num_slots, error):
+    assert StaticSlots(2**31 - 1).num_slots == 2**31 - 1
+    with pytest.raises(error, match=f"num_slots must be .*, got {num_slots}"):
+        StaticSlots(num_slots)

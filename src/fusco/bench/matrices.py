@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusco.schedule.decomposition import as_matrix
+from fusco.schedule.matrix import as_matrix
 from fusco.schedule.stages import IntArray
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fusco.integers import check_integer
 from fusco.settings import Settings
 from fusco.topology import Topology
 
@@ -13,7 +14,6 @@ RECORD_TEXT_BYTES = 1024
 _RECORD_HEADER_INTS = 8
 _SLICE_BYTES = 1 << 20  # unless settings say otherwise
 _NUM_KINDS_OF_FLAGS_PER_NODE = 3
-_NUM_KINDS_OF_FLAGS_PER_LOCAL = 2
 
 
 def _align(num_bytes: int) -> int:
@@ -40,10 +40,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+            check_integer(name, value, least=1)
 
     @property
     def max_row_bytes(self) -> int:

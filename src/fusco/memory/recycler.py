@@ -7,12 +7,15 @@ huge pages.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import weakref
 
 import numpy as np
 import torch
+
+from fusco.errors import OutputMemoryError
 
 _PAGE_BYTES = 2 << 20  # a huge page of x86-64 and of ARM with 4 KiB base pages
 
@@ -27,11 +30,20 @@ class OutputRecycler:
         self._lock = threading.RLock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor; no view; its memory returns when the last view of it is gone."""
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        """An uninitialised contiguous tensor; no view; its memory returns when the last view of it is gone.
+
+        Raises ``OutputMemoryError`` if there is not enough.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
-        block = self._take(num_bytes)
+        try:
+            block = self._take(num_bytes)
+        except (OSError, OverflowError) as error:
+            raise OutputMemoryError(
+                f"an output of {num_bytes:,} bytes, {shape[0]:,} rows of {num_bytes // shape[0]:,}, could not be had: "
+                f"{error}"
+            ) from error
         array = np.frombuffer(block, dtype=np.uint8, count=num_bytes)
         weakref.finalize(array, self._give_back, block).atexit = False
         # Not as a view: PyTorch treats views apart. Hooks on one are lost when it is changed in place, for example.

@@ -18,6 +18,7 @@ import torch
 from fusco.errors import SharedMemoryError
 
 SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
+_REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth"
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class SharedSegment:
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
-    def create(cls, num_bytes: int, num_ranks: int = 1) -> SharedSegment:
+    def create(cls, num_bytes: int, num_ranks: int = 1, private_bytes: int = 0) -> SharedSegment:
         """Make a segment of zeros with all its memory reserved.
 
         Raises ``SharedMemoryError``, saying how much is needed and free, unless there is room for the segments of all
-        ``num_ranks`` ranks of the machine, which make theirs at the same time.
+        ``num_ranks`` ranks of the machine, which make theirs at the same time, and for ``private_bytes`` that each
+        takes besides.
         """
-        _check_room(num_bytes, num_ranks)
+        _check_room(num_bytes, num_ranks, private_bytes)
         try:
             fd = os.open(SHARED_MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
@@ -100,22 +102,31 @@ class SharedSegment:
 def free_bytes() -> int:
     """How much shared memory can still be had: room in its file system, and in the machine's memory."""
     room = os.statvfs(SHARED_MEMORY_DIR)
-    in_file_system = room.f_bavail * room.f_frsize
+    return min(room.f_bavail * room.f_frsize, available_bytes())
+
+
+def available_bytes() -> int:
+    """How much memory of any kind can still be had."""
     with open("/proc/meminfo", encoding="ascii") as table:
         fields = dict(line.split(":", 1) for line in table)
-    return min(in_file_system, int(fields["MemAvailable"].split()[0]) * 1024)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _no_room(needed: int, num_ranks: int, free: int) -> str:
     return (
         f"{num_ranks} rank(s) on this machine need {needed:,} bytes of shared memory each but {SHARED_MEMORY_DIR} has "
-        f"room for {free:,}; lower max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth, or give the "
-        f"machine (in a container: --shm-size) more"
+        f"room for {free:,}; lower {_REMEDIES}, or give the machine (in a container: --shm-size) more"
     )
 
 
-def _check_room(num_bytes: int, num_ranks: int) -> None:
+def _check_room(num_bytes: int, num_ranks: int, private_bytes: int) -> None:
     # Reserving more than the machine has would wake the kernel's out-of-memory killer before it fails.
     free = free_bytes()
     if num_bytes * num_ranks > free:
         raise SharedMemoryError(_no_room(num_bytes, num_ranks, free))
+    available = available_bytes()
+    if (num_bytes + private_bytes) * num_ranks > available:
+        raise SharedMemoryError(
+            f"{num_ranks} rank(s) on this machine need {num_bytes:,} bytes of shared memory and {private_bytes:,} of "
+            f"their own each, but it has {available:,}; lower {_REMEDIES}"
+        )

@@ -70,7 +70,7 @@ def distribute(
     """Give each (row, k) whose expert lives on ``rank`` its slot in the expert-major output.
 
     Blocks stand in order of local expert, each rounded up to ``expert_alignment`` rows; rows inside a block in order
-    of (source rank, token): a stable counting sort by expert over rows that already stand in that order. With
+    of (source rank, token, k): a stable counting sort by expert over rows that already stand in that order. With
     ``static_slots`` the output has that many rows, and pairs whose slot lies behind them are dropped.
 
     Example: rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
@@ -94,7 +94,7 @@ def distribute(
     block_rows = (num_rows + expert_alignment - 1) // expert_alignment * expert_alignment
     block_to_first_slot = (0, *block_rows.cumsum(0).tolist())
 
-    # Step 2: a stable sort by expert keeps (source rank, token) order inside a block.
+    # Step 2: a stable sort by expert keeps (source rank, token, k) order inside a block.
     by_expert = torch.argsort(pair_to_expert, stable=True)
     first_pair = num_rows.cumsum(0) - num_rows
     first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=topk_idx.device)

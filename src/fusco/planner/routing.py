@@ -14,7 +14,8 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Routing:
     """``topk_idx[t, k]`` is the k-th expert of token ``t``, or -1; ``topk_weights[t, k]`` its weight.
 
-    ``topk_idx`` is int32 or int64 (num_tokens, num_topk); ``topk_weights``, if any, is floating, of the same shape.
+    ``topk_idx`` is int32 or int64 (num_tokens, num_topk); ``topk_weights``, if any, is float16, bfloat16, float32 or
+    float64, of the same shape.
 
     Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a wrong shape, with what was given.
     """
@@ -33,7 +34,8 @@ class Routing:
         if self.topk_weights is None:
             return
         if self.topk_weights.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"topk_weights must be floating, got {self.topk_weights.dtype}")
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+            raise TypeError(f"topk_weights must be one of {allowed}, got {self.topk_weights.dtype}")
         if self.topk_weights.shape != self.topk_idx.shape:
             raise ValueError(
                 f"topk_weights has shape {tuple(self.topk_weights.shape)}, topk_idx {tuple(self.topk_idx.shape)}; "

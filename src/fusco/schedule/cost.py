@@ -7,13 +7,16 @@ nodes, the busiest rank's bytes over its bandwidth. 1 GB/s is 1000 bytes a micro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from fusco.integers import check_integer
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
+from fusco.schedule.matrix import as_node_bytes
 from fusco.schedule.schedule import Schedule
-from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
+from fusco.schedule.stages import Stages, lower_bound_bytes
 from fusco.schedule.transfers import Transfers
 
 _BYTES_PER_US_AND_GBS = 1000.0
@@ -53,20 +56,24 @@ def stages_us(stages: Stages, ranks_per_node: int, links: Links) -> float:
     >>> stages_us(stages, ranks_per_node=2, links=Links(latency_us=5, internode_gbs=0.1))
     9.0
     """
+    check_integer("ranks_per_node", ranks_per_node, least=1)
     return stages.num_stages * links.latency_us + links.internode_us(stages.total_bytes / ranks_per_node)
 
 
-def choose_mode(node_bytes: IntArray, ranks_per_node: int, links: Links) -> Mode:
+def choose_mode(node_bytes: Any, ranks_per_node: int, links: Links) -> Mode:
     """The mode that should take less, from the size of the matrix alone; nothing is decomposed.
 
     Exact stages save 2 % of the bytes at most and are about as many as pairs of nodes that exchange anything, at most
     ``N**2 - 2 * N + 2``; few ones are about two a node. So the exact mode is worth it if
-    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``.
+    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``. Takes matrices, and raises, as
+    ``decompose``.
 
     >>> uniform = np.full((8, 8), 10**6)
     >>> [choose_mode(uniform * size, 8, Links()) for size in (1, 1000)]
     ['few', 'exact']
     """
+    check_integer("ranks_per_node", ranks_per_node, least=1)
+    node_bytes = as_node_bytes(node_bytes)
     num_nodes = len(node_bytes)
     bound = lower_bound_bytes(node_bytes)
     num_pairs = int(np.count_nonzero(node_bytes)) - int(np.count_nonzero(np.diagonal(node_bytes)))

@@ -1,4 +1,4 @@
-"""From a node-to-node matrix to stages: the checks of what a caller gives, and the two modes."""
+"""From a node-to-node matrix to stages, in two modes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from fusco.schedule.exact import decompose_exactly
 from fusco.schedule.few import decompose_in_few
-from fusco.schedule.stages import IntArray, Stages
+from fusco.schedule.matrix import as_matrix, as_node_bytes
+from fusco.schedule.stages import Stages
 
 Mode = Literal["exact", "few"]
 
@@ -54,32 +55,5 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     try:
         return Stages(*kernel(node_bytes))
     except ValueError:
-        _refuse(as_matrix(node_bytes, "node_bytes"))
+        as_node_bytes(node_bytes)  # says what is wrong
         raise
-
-
-def as_matrix(values: Any, name: str) -> IntArray:
-    """A square int64 matrix in C order that numba's compiled code takes, copied if need be; errors as ``decompose``."""
-    array = np.asarray(values)
-    if array.ndim != 2 or array.shape[0] != array.shape[1]:
-        raise ValueError(f"{name} must be a square matrix, got shape {array.shape}")
-    is_large = array.dtype == object and all(isinstance(value, int) for value in array.flat)  # beyond any NumPy type
-    if array.size and not (is_large or np.issubdtype(array.dtype, np.integer)):
-        raise TypeError(f"{name} must hold integers, got {array.dtype}")
-    if array.size and (is_large or array.dtype.kind == "u") and int(array.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} must fit into int64, got {array.max()}")
-    return np.array(array, dtype=np.int64, order="C")
-
-
-def _refuse(node_bytes: IntArray) -> None:
-    """Say what is wrong with a matrix that the compiled code refused."""
-    negative = np.argwhere(node_bytes < 0)
-    if len(negative):
-        src, dst = negative[0]
-        raise ValueError(f"node_bytes must not be negative, got {node_bytes[src, dst]} from node {src} to node {dst}")
-    rows = [[size for dst, size in enumerate(row) if dst != src] for src, row in enumerate(node_bytes.tolist())]
-    columns = [[size for src, size in enumerate(row) if src != dst] for dst, row in enumerate(node_bytes.T.tolist())]
-    for what, sums in (("sends", map(sum, rows)), ("receives", map(sum, columns))):
-        for node, total in enumerate(sums):
-            if total > np.iinfo(np.int64).max:
-                raise ValueError(f"node {node} {what} {total} bytes, more than int64 holds")

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from fusco.schedule import lanes
-from fusco.schedule.decomposition import as_matrix, decompose
+from fusco.schedule.decomposition import decompose
+from fusco.schedule.matrix import as_matrix
 from fusco.schedule.spread_out import spread_out
 from fusco.schedule.stages import IntArray, Stages
 from fusco.schedule.transfers import Transfers

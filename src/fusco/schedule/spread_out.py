@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from fusco.schedule.stages import IntArray, Stages
+from fusco.schedule.matrix import as_node_bytes
+from fusco.schedule.stages import Stages
 
 
-def spread_out(node_bytes: IntArray) -> Stages:
+def spread_out(node_bytes: Any) -> Stages:
     """In stage ``i``, node ``s`` sends all it has for node ``(s + i) % num_nodes``; empty stages are left out.
 
-    Takes an int64 matrix (num_nodes, num_nodes), whose diagonal is ignored. Each stage is as long as the largest entry
+    Takes matrices, and raises, as ``decompose``. Each stage is as long as the largest entry
     of its diagonal, so that the busiest node may wait. Source: FAST section 4.2, after Netterville et al. (2022).
 
     >>> spread_out(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]])).duration_bytes
     array([3, 9])
     """
+    node_bytes = as_node_bytes(node_bytes)
     num_nodes = len(node_bytes)
     nodes = np.arange(num_nodes)
     dst_node = (nodes + np.arange(1, num_nodes)[:, None]) % num_nodes

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from fusco.schedule.matrix import as_node_bytes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -56,12 +59,14 @@ class Stages:
         return sent
 
 
-def lower_bound_bytes(node_bytes: IntArray) -> int:
+def lower_bound_bytes(node_bytes: Any) -> int:
     """The largest row or column sum without the diagonal: no schedule is shorter, as a node has one link.
+
+    Takes matrices, and raises, as ``decompose``.
 
     >>> lower_bound_bytes(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]]))
     10
     """
-    off_diagonal = np.array(node_bytes, dtype=object)  # sums of Python's integers cannot overflow
+    off_diagonal = as_node_bytes(node_bytes)
     np.fill_diagonal(off_diagonal, 0)
     return int(max(off_diagonal.sum(axis=0).max(initial=0), off_diagonal.sum(axis=1).max(initial=0)))

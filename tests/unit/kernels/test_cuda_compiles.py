@@ -233,7 +233,9 @@ def ptx_of(name: str, constants: Constants) -> str:
     return ptx.decode()
 
 
-@pytest.mark.parametrize(("name", "constants"), [case for case in CASES if case[0] in ("combine_rows", "add_returned")], ids=describe)
+@pytest.mark.parametrize(
+    ("name", "constants"), [case for case in CASES if case[0] in ("combine_rows", "add_returned")], ids=describe
+)
 def test_products_and_sums_are_rounded_separately(name, constants):
     """As on the CPU: an instruction that does both at once would be the compiler's choice."""
     ptx = ptx_of(name, constants)

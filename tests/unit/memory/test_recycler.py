@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from fusco.errors import OutputMemoryError
 from fusco.memory.recycler import OutputRecycler
 
 PAGE_BYTES = 2 << 20
@@ -91,6 +92,15 @@ def test_no_more_spares_than_allowed_and_none_after_close():
     recycler.close()
     del late
     assert len(recycler._spares) == 0
+
+
+@pytest.mark.parametrize("num_rows", [1 << 44, 1 << 62, 10**30])
+def test_an_output_beyond_all_memory_says_how_much_it_is(num_rows):
+    recycler = OutputRecycler()
+    words = f"an output of {24 * num_rows:,} bytes, {num_rows:,} rows of 24, could not be had: "
+    with pytest.raises(OutputMemoryError, match=words):
+        recycler.empty((num_rows, 2, 3), torch.float32)
+    assert recycler.empty((2, 3), torch.float32).shape == (2, 3)
 
 
 def test_threads_that_take_and_drop_never_share_memory():

@@ -55,6 +55,12 @@ def test_room_is_checked_for_all_ranks_of_the_machine_together():
         SharedSegment.create(room.f_bavail * room.f_frsize // 3, num_ranks=4)
 
 
+def test_memory_that_ranks_take_besides_is_counted():
+    private_bytes = 1 << 50
+    with pytest.raises(SharedMemoryError, match=rf"2 rank\(s\) .* {private_bytes:,} of their own each, but it has"):
+        SharedSegment.create(4096, num_ranks=2, private_bytes=private_bytes)
+
+
 def test_a_peer_that_is_gone():
     with SharedSegment.create(4096) as segment:
         address = segment.address

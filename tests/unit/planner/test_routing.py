@@ -30,6 +30,9 @@ def test_shapes_and_dtypes_of_weights():
     assert Routing(ids, torch.zeros(2, 3, dtype=torch.bfloat16)).num_topk == 3
     with pytest.raises(TypeError, match=r"torch\.int64"):
         Routing(ids, torch.zeros(2, 3, dtype=torch.int64))
+    allowed = "must be one of float16, bfloat16, float32, float64, got torch.float8_e4m3fn"
+    with pytest.raises(TypeError, match=allowed):
+        Routing(ids, torch.zeros(2, 3, dtype=torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"\(3, 2\).*\(2, 3\)"):
         Routing(ids, torch.zeros(3, 2))
     with pytest.raises(ValueError, match=r"\(2,\)"):

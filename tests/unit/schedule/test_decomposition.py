@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import numpy as np
@@ -10,7 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fusco
-from fusco.schedule import decompose, exact, few, lanes, lower_bound_bytes, make_schedule, spread_out, warm_up
+from fusco.schedule import (
+    Links,
+    choose_mode,
+    decompose,
+    exact,
+    few,
+    lanes,
+    lower_bound_bytes,
+    make_schedule,
+    spread_out,
+    warm_up,
+)
 from matrices import families
 
 MAX_INT64 = 2**63 - 1
@@ -139,29 +151,47 @@ def test_same_matrix_same_stages_whatever_its_layout(mode):
             assert np.array_equal(getattr(stages, name), getattr(expected, name))
 
 
-def test_what_is_refused():
+# All that takes what nodes send each other refuses the same.
+TAKING_A_MATRIX = [
+    pytest.param(functools.partial(decompose, mode="exact"), id="exact"),
+    pytest.param(functools.partial(decompose, mode="few"), id="few"),
+    pytest.param(spread_out, id="spread_out"),
+    pytest.param(lower_bound_bytes, id="lower_bound_bytes"),
+    pytest.param(lambda matrix: choose_mode(matrix, 8, Links()), id="choose_mode"),
+]
+
+
+@pytest.mark.parametrize("takes_a_matrix", TAKING_A_MATRIX)
+def test_what_is_refused(takes_a_matrix):
     negative, too_much = np.zeros((2, 3, 3), np.int64)
     negative[2, 1] = -4
     too_much[0] = MAX_INT64 // 2 + 1
-    for mode in ("exact", "few"):
-        with pytest.raises(ValueError, match="must not be negative, got -4 from node 2 to node 1"):
-            decompose(negative, mode=mode)
-        with pytest.raises(ValueError, match="node 0 sends 9223372036854775808 bytes, more than int64 holds"):
-            decompose(too_much, mode=mode)
-        with pytest.raises(ValueError, match="node 0 receives 9223372036854775808 bytes"):
-            decompose(too_much.T, mode=mode)
+    with pytest.raises(ValueError, match="must not be negative, got -4 from node 2 to node 1"):
+        takes_a_matrix(negative)
+    with pytest.raises(ValueError, match="node 0 sends 9223372036854775808 bytes, more than int64 holds"):
+        takes_a_matrix(too_much)
+    with pytest.raises(ValueError, match="node 0 receives 9223372036854775808 bytes"):
+        takes_a_matrix(too_much.T)
     with pytest.raises(ValueError, match=r"square matrix, got shape \(2, 3\)"):
-        decompose(np.zeros((2, 3), np.int64))
+        takes_a_matrix(np.zeros((2, 3), np.int64))
     with pytest.raises(ValueError, match=r"square matrix, got shape \(4,\)"):
-        decompose([1, 2, 3, 4])
+        takes_a_matrix([1, 2, 3, 4])
     with pytest.raises(ValueError, match="fit into int64, got 18446744073709551615"):
-        decompose(np.full((2, 2), 2**64 - 1, np.uint64))
+        takes_a_matrix(np.full((2, 2), 2**64 - 1, np.uint64))
     with pytest.raises(ValueError, match="fit into int64, got 1180591620717411303424"):
-        decompose([[0, 2**70], [0, 0]])
+        takes_a_matrix([[0, 2**70], [0, 0]])
     with pytest.raises(TypeError, match="must hold integers, got float64"):
-        decompose(np.ones((2, 2)))
+        takes_a_matrix(np.ones((2, 2)))
     with pytest.raises(TypeError, match="must hold integers, got object"):
-        decompose([[0, None], [0, 0]])
+        takes_a_matrix([[0, None], [0, 0]])
+
+
+@pytest.mark.parametrize("takes_a_matrix", TAKING_A_MATRIX)
+def test_a_matrix_may_be_a_list_and_its_diagonal_anything_but_negative(takes_a_matrix):
+    takes_a_matrix([[MAX_INT64, 3], [MAX_INT64, MAX_INT64]])
+
+
+def test_there_are_two_modes():
     with pytest.raises(ValueError, match="mode must be one of 'exact', 'few', got 'best'"):
         decompose(FIG_9, mode="best")
 

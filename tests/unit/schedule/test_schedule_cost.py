@@ -85,3 +85,11 @@ def test_spread_out_is_never_shorter():
 def test_links_that_cannot_be():
     with pytest.raises(ValueError, match="latency must not be negative and bandwidths must be above zero, got Links"):
         Links(internode_gbs=0)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_nodes_have_ranks(ranks_per_node, error):
+    with pytest.raises(error, match=f"ranks_per_node must be .*, got {ranks_per_node}"):
+        choose_mode(np.ones((2, 2), np.int64), ranks_per_node, Links())
+    with pytest.raises(error, match=f"ranks_per_node must be .*, got {ranks_per_node}"):
+        stages_us(decompose([[0, 1], [1, 0]]), ranks_per_node, Links())

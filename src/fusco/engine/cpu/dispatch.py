@@ -25,11 +25,6 @@ class RowSlice:
     first: int
     end: int
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows."""
-        return self.end - self.first
-
 
 def cut(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
     """Cut rows into slices; the last one may be shorter.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +24,7 @@ from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.engine.stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.tasks import run
-from fusco.errors import SlotOverflowError
+from fusco.errors import SharedMemoryError, SlotOverflowError
 from fusco.kernels.warm_up import warm_up_cpu
 from fusco.launch import Launch
 from fusco.memory.layout import ArenaLayout
@@ -47,8 +49,8 @@ class CpuEngine:
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
         self._recycler = OutputRecycler()
-        self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
         self._connections = connect(roll, layout, hosts, listen_on)
+        self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
         self._watch, self._memory = self._connections.watch, self._connections.memory
         self._transport = self._connections.transport
         self._rounds = Rounds(roll.rank, self._connections)
@@ -239,8 +241,18 @@ class CpuEngine:
 
     def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""
+        memory, error = None, None
+        if not agreement.rejection:
+            try:
+                memory = torch.empty(shape, dtype=dtype)
+            except RuntimeError as failure:
+                num_bytes, why = math.prod(shape) * dtype.itemsize, str(failure).splitlines()[0]
+                error = SharedMemoryError(f"{num_bytes:,} bytes of memory could not be had: {why}")
+                agreement = replace(agreement, rejection=str(error))
         self._rounds.publish(agreement, [])
-        return None if agreement.rejection else torch.empty(shape, dtype=dtype)
+        if error:
+            raise error
+        return memory
 
     def wait(self) -> None:
         """See ``Engine``: here nothing is ever under way."""

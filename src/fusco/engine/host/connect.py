@@ -93,9 +93,9 @@ def _connect_nodes(roll: RollCall, layout: ArenaLayout, watch: Watch, others: tu
 def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
     """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
     with ExitStack() as undo:
-        own, error = None, ""
+        own, error, private_bytes = None, "", layout.memory_size.private_bytes
         try:
-            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours))
+            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours, private_bytes))
         except SharedMemoryError as failure:
             error = str(failure)
         addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})

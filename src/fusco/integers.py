@@ -1,0 +1,20 @@
+"""The check of a whole number that a caller gives."""
+
+from __future__ import annotations
+
+MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
+
+
+def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise ``TypeError`` unless a value is an integer, ``ValueError`` unless it is in range; both with the value.
+
+    >>> check_integer("num_slots", 0, least=1)
+    Traceback (most recent call last):
+    ValueError: num_slots must be positive, got 0
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be {'positive' if least == 1 else f'at least {least}'}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
