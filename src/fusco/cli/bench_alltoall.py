@@ -101,9 +101,9 @@ def alltoall(
         summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
         for i, run in enumerate(runs)
     ]
+    _print(records, console)
     if json:
         write_json_lines(records, json)
-    _print(records, console)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from fusco.bench.shuffle_run import ShuffleRun
 
     Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a run gives: what each rank measured, the records made of it, and what prints those of one workload."""
+
+    ranks: Sequence[Any]
+    records: Records
+    show: Callable[..., None]
 
 
 class SliceOrder(str, Enum):
@@ -73,6 +83,7 @@ def shuffle(
         Path | None,
         typer.Option(
             dir_okay=False,
+            callback=options.check_writable,
             help="On CUDA: also record when what ran in one dispatch and combine, as JSON for Perfetto. "
             "With several kinds of traffic a file for each, with its name before the ending.",
         ),
@@ -121,17 +132,19 @@ def shuffle(
     )
     _check_timeline(run)
     console = new_console()
-    measured = _run_on_devices(run, timeline, console) if device is Device.CUDA else _run_on_cpus(run, console)
+    measured = _run_on_devices(run, console) if device is Device.CUDA else _run_on_cpus(run, console)
     if measured is None:
         return  # rank 0 of the launched job has the results
-    records, show = measured
-    if json:
-        write_json_lines(records, json)
+    records = measured.records
     for _, of_workload in groupby(records, key=lambda record: record.traffic):
-        show(list(of_workload), console)
+        measured.show(list(of_workload), console)
     for record in records:
         for error in record.errors:
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
+    if json:
+        write_json_lines(records, json)
+    if timeline:
+        _write_timelines(run, measured.ranks, timeline)
     if not all(record.is_right for record in records):
         raise typer.Exit(1)
 
@@ -147,7 +160,7 @@ def _check_timeline(run: ShuffleRun) -> None:
         raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
 
 
-def _run_on_cpus(run: ShuffleRun, console: Console) -> tuple[Records, Callable[..., None]] | None:
+def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
     from fusco.cli.cpu_tables import print_cpu_records
@@ -155,12 +168,10 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> tuple[Records, Callable[.
 
     num_ranks = run.topology.world_size
     ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
-    return None if ranks is None else (summarize(run, ranks), print_cpu_records)
+    return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
 
 
-def _run_on_devices(
-    run: ShuffleRun, timeline: Path | None, console: Console
-) -> tuple[Records, Callable[..., None]] | None:
+def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.bench.emulation import describe_emulation, emulated_network
@@ -178,12 +189,10 @@ def _run_on_devices(
     )
     if ranks is None:
         return None
-    if timeline:
-        _write_timelines(run, ranks, timeline)
     if not run.has_nodes:
-        return summarize_device(run, ranks), print_device_records
+        return _Measured(ranks, summarize_device(run, ranks), print_device_records)
     emulation = "" if launched() else describe_emulation(run.topology, os.environ)
-    return summarize_internode(run, ranks, emulation), print_internode_records
+    return _Measured(ranks, summarize_internode(run, ranks, emulation), print_internode_records)
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,6 +50,18 @@ class RowDtype(str, Enum):
     FLOAT32 = "float32"
 
 
+def check_writable(path: Path | None) -> Path | None:
+    """A file that can be written once there is something to write; said before hours are spent on what it will hold."""
+    if path is None:
+        return None
+    place = path if path.exists() else path.parent
+    if not place.exists():
+        raise typer.BadParameter(f"there is no directory {place}")
+    if not os.access(place, os.W_OK):
+        raise typer.BadParameter(f"{place} cannot be written")
+    return path
+
+
 Nodes = Annotated[int, typer.Option(min=1, help="Nodes to play on this machine.")]
 RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of each node.")]
 AnyNodes = Annotated[
@@ -85,7 +98,10 @@ TraceKey = Annotated[str | None, typer.Option(help="Which array of an npz trace.
 Layer = Annotated[int, typer.Option(min=0, help="Which layer of the trace.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write JSON lines here.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=check_writable, help="Also write JSON lines here."),
+]
 
 
 def split_names(given: Sequence[str], allowed: Sequence[str] | None = None, what: str = "") -> list[str]:

@@ -51,9 +51,9 @@ def plan(
         seed=seed,
     )
     record = explain(workload, balancer.value)
+    _print(record, Console())
     if json:
         write_json_lines([record], json)
-    _print(record, Console())
 
 
 def _print(record: PlanRecord, console: Console) -> None:

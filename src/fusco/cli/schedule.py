@@ -74,12 +74,12 @@ def schedule(
     )
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
     records = compare_modes(node_bytes, name, ranks_per_node, links)
-    if json:
-        write_json_lines(records, json)
     console = Console()
     _print_matrix(node_bytes, name, console)
     _print_modes(records, console)
     _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+    if json:
+        write_json_lines(records, json)
 
 
 def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:

@@ -86,6 +86,35 @@ def test_bench_shuffle_says_what_does_not_fit(arguments, message, monkeypatch):
     assert message in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--json"],
+        ["schedule", "--json"],
+        ["bench", "shuffle", "--json"],
+        ["bench", "shuffle", "--device", "cuda", "--timeline"],
+        ["bench", "alltoall", "--json"],
+        ["bench", "schedule", "--json"],
+        ["bench", "balancers", "--json"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(arguments, tmp_path):
+    done = run(*arguments, str(tmp_path / "nowhere" / "out.json"))
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[-1]}'" in done.output
+    assert "there is no directory" in done.output
+
+
+def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
+    def is_full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("fusco.bench.results.write_json_lines", is_full)
+    done = run("plan", "--tokens", "64", "--json", str(tmp_path / "plan.jsonl"))
+    assert "no space left" in str(done.exception)
+    assert "duplicates avoided" in done.output
+
+
 def test_names_come_with_commas_or_repeated():
     assert split_names(["fusco, baseline", "fusco", "no-engine"]) == ["fusco", "baseline", "no-engine"]
 
