@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -41,6 +43,8 @@ class LocalWorld:
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
+
+    Ctrl-C is for this process alone, which ends the ranks; left by an error, the world kills them.
     """
 
     def __init__(
@@ -66,7 +70,8 @@ class LocalWorld:
             variables = {**os.environ, **(environment[rank] if environment else {})}
             arguments = (rank, world_size, device, self.store.port, variables, theirs)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
-            process.start()
+            with _uninterrupted():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -131,15 +136,15 @@ class LocalWorld:
                 deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
 
-    def close(self) -> None:
-        """End the processes; those that do not leave by themselves are killed."""
+    def close(self, leaving_s: float | None = None) -> None:
+        """End the processes; those that do not leave by themselves, within ``leaving_s`` if given, are killed."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
             except OSError:
                 pass  # that process is gone
             pipe.close()
-        deadline = time.monotonic() + _LEAVING_S
+        deadline = time.monotonic() + (_LEAVING_S if leaving_s is None else leaving_s)
         for process in self.processes:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -152,10 +157,21 @@ class LocalWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(None if error is None else 0.0)  # after an error they may be at something that does not end
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interpreter started in here holds back SIGINT; one that comes in meanwhile is ours when this is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
     os.environ.update(variables)  # a process of our own; libraries such as NCCL can be told in no other way
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)

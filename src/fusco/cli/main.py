@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -27,10 +29,23 @@ app.command()(train)
 app.command()(doctor)
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C; not KeyboardInterrupt, which typer answers itself, by its version with another exit code."""
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise _Interrupted
+
+
 def run() -> None:
-    """Run the command line; exit code 2 for bad input, 1 for a failed check or run."""
+    """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
+    except _Interrupted:
+        Console(stderr=True).print("[bold red]interrupted[/]", highlight=False)
+        sys.exit(130)
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)

@@ -1,6 +1,7 @@
 """Where ranks come from: nodes played on one machine, and jobs that a launcher has started."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -69,6 +70,33 @@ def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(monkeypatch):
         LocalWorld(2) as world,
     ):
         world.run(fail_or_sleep, 2)
+
+
+@pytest.mark.multirank
+def test_a_world_left_by_an_error_does_not_wait_for_ranks_at_work():
+    world = LocalWorld(2)
+    world.run(rank_of, 2)
+    world.start(fail_or_sleep, 2)
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="anything"), world:
+        raise KeyError("anything")
+    assert time.monotonic() - start < 10.0
+    assert not any(process.is_alive() for process in world.processes)
+
+
+def rank_of(group: dist.ProcessGroup) -> int:
+    return dist.get_rank(group)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_an_interrupt_is_for_the_parent_alone(start_method):
+    with LocalWorld(2, start_method=start_method) as world:
+        if start_method == "forkserver":  # a moment after it is forked
+            world.run(rank_of, 2)
+        for process in world.processes:
+            os.kill(process.pid, signal.SIGINT)
+        assert world.run(rank_of, 2) == [0, 1]
 
 
 def test_environments_must_be_as_many_as_ranks():
