@@ -6,7 +6,6 @@ import multiprocessing as mp
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+from fusco.bench.failures import RankFailedError, RankFailure
+
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
@@ -27,10 +28,6 @@ PRELOADED = ["fusco.communicator", "fusco.bench.local_world"]
 _GRACE_S = 30.0
 # How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
 _LEAVING_S = 20.0
-
-
-class RankFailedError(RuntimeError):
-    """A function raised on some rank, or its process died; the text has each rank's traceback."""
 
 
 class LocalWorld:
@@ -89,9 +86,9 @@ class LocalWorld:
         """
         self.start(function, num_ranks, *args, **kwargs)
         outcomes = self.collect(range(num_ranks), grace_s=_GRACE_S)
-        failures = [f"rank {rank}:\n{outcome}" for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok]
+        failures = {rank: outcome for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok}
         if failures:
-            raise RankFailedError("\n".join(failures))
+            raise RankFailedError(failures)
         return [outcome for _, outcome in outcomes]
 
     def start(
@@ -101,16 +98,22 @@ class LocalWorld:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function without waiting for it; ``collect`` brings what it gives."""
-        for pipe in self._pipes[:num_ranks]:
-            pipe.send((function, num_ranks, args, kwargs))
+        """Call a function without waiting for it; ``collect`` brings what it gives.
+
+        Raises ``RankFailedError`` if a process has died meanwhile.
+        """
+        for rank, pipe in enumerate(self._pipes[:num_ranks]):
+            try:
+                pipe.send((function, num_ranks, args, kwargs))
+            except OSError as error:
+                raise RankFailedError({rank: self._death(rank)}) from error
 
     def collect(
         self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
     ) -> list[tuple[bool, Any]]:
         """Wait for what ``start`` began, on the ranks given; for ``grace_s`` at most once one of them has failed.
 
-        Without ``timeout_s`` the world's limit holds.
+        Without ``timeout_s`` the world's limit holds. What failed has ``False`` and a ``RankFailure``.
         """
         timeout_s = self._limit_s if timeout_s is None else timeout_s
         outcomes: dict[int, tuple[bool, Any]] = {}
@@ -122,19 +125,23 @@ class LocalWorld:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
             if not ready:
-                failures = [f"\nrank {rank}:\n{outcome}" for rank, (is_ok, outcome) in outcomes.items() if not is_ok]
-                raise RankFailedError(f"rank(s) {waiting} gave no result within {limit}" + "".join(failures))
+                failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
+                raise RankFailedError(failures, f"rank(s) {waiting} gave no result within {limit}")
             for rank in waiting:
                 try:
                     if self._pipes[rank].poll():
                         outcomes[rank] = self._pipes[rank].recv()
                     elif self.processes[rank].sentinel in ready:
-                        outcomes[rank] = (False, f"its process died with exit code {self.processes[rank].exitcode}")
+                        outcomes[rank] = (False, self._death(rank))
                 except EOFError:
-                    outcomes[rank] = (False, "its process died")
+                    outcomes[rank] = (False, self._death(rank))
             if not all(is_ok for is_ok, _ in outcomes.values()) and time.monotonic() + grace_s < deadline:
                 deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
+
+    def _death(self, rank: int) -> RankFailure:
+        self.processes[rank].join(timeout=1.0)  # its pipe may be closed before it has ended
+        return RankFailure(f"its process died with exit code {self.processes[rank].exitcode}")
 
     def close(self, leaving_s: float | None = None) -> None:
         """End the processes; those that do not leave by themselves, within ``leaving_s`` if given, are killed."""
@@ -187,6 +194,6 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
             if num_ranks not in groups:
                 groups[num_ranks] = dist.new_group(list(range(num_ranks)), use_local_synchronization=True)
             outcome: tuple[bool, Any] = (True, function(groups[num_ranks], *args, **kwargs))
-        except BaseException:  # noqa: BLE001  whatever it is, the parent must hear of it
-            outcome = (False, traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
+            outcome = (False, RankFailure.of(error))
         pipe.send(outcome)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fusco.bench.failures import RankFailedError, in_words
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
@@ -46,9 +47,18 @@ def run() -> None:
     except _Interrupted:
         Console(stderr=True).print("[bold red]interrupted[/]", highlight=False)
         sys.exit(130)
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
-    except RuntimeError as error:
-        Console(stderr=True).print(f"[bold red]failed:[/] {escape(str(error))}", highlight=False)
+    except RankFailedError as error:
+        _tell("failed", error.summary)
+        if error.unexpected:
+            _tell("traceback", error.unexpected)
         sys.exit(1)
+    except (ValueError, OSError, OverflowError) as error:
+        _tell("error", str(error))
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        _tell("failed", in_words(error) or "there is not enough memory")
+        sys.exit(1)
+
+
+def _tell(what: str, text: str) -> None:
+    Console(stderr=True).print(f"[bold red]{what}:[/] {escape(text)}", highlight=False, soft_wrap=True)

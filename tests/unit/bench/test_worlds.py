@@ -99,6 +99,21 @@ def test_an_interrupt_is_for_the_parent_alone(start_method):
         assert world.run(rank_of, 2) == [0, 1]
 
 
+def die(group: dist.ProcessGroup) -> None:
+    os._exit(3)
+
+
+@pytest.mark.multirank
+def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
+    with LocalWorld(2) as world:
+        world.run(rank_of, 2)
+        world.start(die, 2)
+        for process in world.processes:
+            process.join(timeout=30)
+        with pytest.raises(RankFailedError, match=r"^rank 0: its process died with exit code 3$"):
+            world.start(rank_of, 2)
+
+
 def test_environments_must_be_as_many_as_ranks():
     with pytest.raises(ValueError, match="3 ranks need an environment each, got 2"):
         LocalWorld(3, environment=[{}, {}])
