@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fusco.bench.arrays import load_arrays
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.topology import Topology
@@ -62,22 +64,38 @@ class Trace:
             raise ValueError(f"{source.name} holds {ids.dtype} {ids.shape}, not ids as (tokens, layers, topk)")
         if not 0 <= layer < ids.shape[1]:
             raise ValueError(f"{source.name} has layers 0 to {ids.shape[1] - 1}, not {layer}")
+        if ids.size and int(ids.max()) > np.iinfo(np.int64).max:
+            raise ValueError(f"{source.name} names expert {ids.max()}, more than int64 holds")
         return cls(ids[:, layer].astype(np.int64), f"{source.stem}{f':{key}' if key else ''}, layer {layer}")
 
+    def check(self, num_experts: int, num_topk: int) -> None:
+        """Raise ``ValueError`` unless it can be replayed with so many experts, and so many of them for a token."""
+        num_tokens, has_topk = self.topk_idx.shape
+        if has_topk != num_topk:
+            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+        if not num_tokens:
+            raise ValueError(f"the trace {self.name} has no tokens")
+        strangers = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
+        if len(strangers):
+            token, k = strangers[0]
+            raise ValueError(
+                f"the trace {self.name} names expert {self.topk_idx[token, k]} (token {token}, slot {k}), but there "
+                f"are {num_experts}: ids go from 0 to {num_experts - 1}, and -1 means none"
+            )
 
-def _read_ids(path: Path, key: str | None) -> npt.NDArray[np.int64]:
-    content = np.load(path)
-    if isinstance(content, np.ndarray):
+
+def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
+    content = load_arrays(path)
+    if "" in content:
         if key:
             raise ValueError(f"{path.name} is a plain array; --trace-key is for npz files")
-        return content
-    candidates = [name for name in content.files if content[name].ndim in (2, 3)]
+        return content[""]
+    candidates = [name for name, array in content.items() if array.ndim in (2, 3)]
     if key is None and len(candidates) == 1:
         key = candidates[0]
-    if key not in content.files:
-        raise ValueError(f"{path.name} has the keys {', '.join(content.files)}; choose one with --trace-key")
-    ids: npt.NDArray[np.int64] = content[key]
-    return ids
+    if key not in content:
+        raise ValueError(f"{path.name} has the keys {', '.join(content)}; choose one with --trace-key")
+    return content[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +128,7 @@ class Workload:
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
-            if self.trace.topk_idx.shape[1] != self.num_topk:
-                raise ValueError(f"the trace has top-{self.trace.topk_idx.shape[1]}, num_topk is {self.num_topk}")
-            if self.trace.topk_idx.max() >= experts:
-                raise ValueError(f"the trace names expert {self.trace.topk_idx.max()}, but there are {experts}")
+            self.trace.check(experts, self.num_topk)
 
     @property
     def bytes_per_token(self) -> int:

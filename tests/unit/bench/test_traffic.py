@@ -79,6 +79,28 @@ def test_traces_come_as_npz_or_npy(tmp_path):
         Trace.load(tmp_path / "floats.npy", None, 0)
 
 
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.full((4, 8), -7), r"the trace ids, layer 0 names expert -7 \(token 0, slot 0\), but there are 64"),
+        (np.array([[0] * 8, [-1] * 7 + [64]]), r"names expert 64 \(token 1, slot 7\), .* 0 to 63, and -1 means none"),
+        (np.zeros((0, 8), np.int64), "the trace ids, layer 0 has no tokens"),
+        (np.full((4, 8), 2**63 + 5, np.uint64), "names expert 9223372036854775813, more than int64 holds"),
+    ],
+)
+def test_ids_that_are_no_experts_are_refused(ids, message, tmp_path):
+    np.save(tmp_path / "ids.npy", ids)
+    with pytest.raises(ValueError, match=message):
+        workload(Pattern.TRACE, trace=Trace.load(tmp_path / "ids.npy", None, 0))
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 and no more"], ids=["empty", "junk", "broken zip"])
+def test_a_file_that_is_no_trace_is_named(content, tmp_path):
+    (tmp_path / "ids.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"/ids.npy is no npy or npz file of numbers$"):
+        Trace.load(tmp_path / "ids.npy", None, 0)
+
+
 def test_the_shipped_trace_is_qwen3():
     trace = Trace.load(None, None, 47)
     assert trace.topk_idx.shape == (2048, 8)

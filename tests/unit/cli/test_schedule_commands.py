@@ -69,14 +69,24 @@ def test_one_node_has_nothing_to_send():
 def test_what_is_refused(tmp_path):
     text, ragged = tmp_path / "matrix.txt", tmp_path / "ragged.csv"
     text.write_text("1")
-    ragged.write_text("0,1,2\n3,0,4\n")
+    ragged.write_text("0,1,2\n\n3,0\n")
+    wide = tmp_path / "wide.csv"
+    wide.write_text("0,1,2\n3,0,4\n")
     halves = tmp_path / "halves.npy"
     np.save(halves, np.full((2, 2), 0.5))
+    words, junk, empty = (tmp_path / name for name in ("words.csv", "junk.npy", "empty.csv"))
+    words.write_text("0,1\n2,two\n")
+    junk.write_bytes(b"junk")
+    empty.write_text("\n")
     negative = tmp_path / "negative.csv"
     negative.write_text("0,-1\n3,0\n")
     for path, message in (
         (text, "from a .npy or .csv file, got"),
-        (ragged, "must be a square matrix, got shape (2, 3)"),
+        (ragged, f"{ragged}, line 3: 2 entries, but 3 in the first row"),
+        (words, f"{words}, line 2: integers with commas between them are needed, got '2,two'"),
+        (junk, f"{junk} is no npy or npz file of numbers"),
+        (empty, f"{empty} is empty"),
+        (wide, "must be a square matrix, got shape (2, 3)"),
         (halves, "must hold integers, got float64"),
         (negative, "must not be negative, got -1 from node 0 to node 1"),
     ):
