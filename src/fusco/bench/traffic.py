@@ -5,6 +5,7 @@ Every function gives the routing of one rank from (seed, rank) alone, so any pro
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
@@ -118,17 +119,31 @@ class Workload:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        experts, nodes = self.placement.num_experts, self.topology.num_nodes
+        experts = self.placement.num_experts
         if self.num_topk > experts:
             raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
-        if self.pattern is Pattern.SINGLE_NODE and self.num_topk > experts // nodes:
-            raise ValueError(f"{self.num_topk} experts of a token do not fit on one of {nodes} nodes, {experts} in all")
+        if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
+            self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
             raise ValueError(f"{self.num_topk} experts of a token do not fit on one rank, of {experts} in all")
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
             self.trace.check(experts, self.num_topk)
+
+    def _check_nodes(self) -> None:
+        """Whether a token's experts fit on one node, and, where tokens leave theirs with all experts, on the others."""
+        owners = (self.topology.rank_to_node[rank] for rank in self.placement.expert_to_rank)
+        node_to_num, num_nodes = Counter(owners), self.topology.num_nodes
+        for node in range(num_nodes):
+            local, remote = node_to_num[node], self.placement.num_experts - node_to_num[node]
+            if self.num_topk > local:
+                where = f"on one of {num_nodes} nodes: node {node} has {local}"
+            elif self.num_topk > remote and num_nodes > 1 and self.pattern is Pattern.IMBALANCED:
+                where = f"outside node {node}: the other nodes have {remote}"
+            else:
+                continue
+            raise ValueError(f"{self.num_topk} experts of a token do not fit {where}")
 
     @property
     def bytes_per_token(self) -> int:

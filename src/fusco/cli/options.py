@@ -62,19 +62,31 @@ def check_writable(path: Path | None) -> Path | None:
     return path
 
 
-Nodes = Annotated[int, typer.Option(min=1, help="Nodes to play on this machine.")]
-RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of each node.")]
+# Far beyond what one machine can play, and near enough that what is counted fits into memory.
+_MOST_NODES, _MOST_RANKS_PER_NODE, _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS = 1024, 128, 1 << 22, 1 << 27, 1 << 14
+
+Nodes = Annotated[int, typer.Option(min=1, max=_MOST_NODES, help="Nodes to play on this machine.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, max=_MOST_RANKS_PER_NODE, help="Ranks of each node.")]
 AnyNodes = Annotated[
     int | None,
-    typer.Option(min=1, help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own."),
+    typer.Option(
+        min=1,
+        max=_MOST_NODES,
+        help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own.",
+    ),
 ]
 AnyRanksPerNode = Annotated[
-    int | None, typer.Option(min=1, help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.")
+    int | None,
+    typer.Option(
+        min=1,
+        max=_MOST_RANKS_PER_NODE,
+        help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.",
+    ),
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Elements of a row.")]
-NumExperts = Annotated[int, typer.Option(min=1, help="Experts of all ranks together.")]
-NumTopk = Annotated[int, typer.Option(min=1, help="Experts of a token.")]
+Tokens = Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of each rank.")]
+Hidden = Annotated[int, typer.Option(min=1, max=_MOST_HIDDEN, help="Elements of a row.")]
+NumExperts = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of all ranks together.")]
+NumTopk = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of a token.")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
 Pattern = Annotated[Traffic, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
 Patterns = Annotated[
@@ -96,7 +108,7 @@ TraceFile = Annotated[
 ]
 TraceKey = Annotated[str | None, typer.Option(help="Which array of an npz trace.")]
 Layer = Annotated[int, typer.Option(min=0, help="Which layer of the trace.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of rows, weights and synthetic traffic.")]
+Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
 JsonFile = Annotated[
     Path | None,
@@ -153,6 +165,11 @@ def make_workload(  # the options of a command, as they are
     if pattern is not TrafficPattern.TRACE and trace is not None:
         raise ValueError(f"--trace goes with --traffic trace, not with {traffic.value}")
     world_size = nodes * ranks_per_node
+    if num_experts % world_size:
+        raise ValueError(
+            f"{num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a multiple of "
+            f"{world_size}, such as {-(-num_experts // world_size) * world_size}"
+        )
     return Workload(
         pattern=pattern,
         topology=Topology.of_equal_nodes(world_size, ranks_per_node),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fusco.schedule.stages import IntArray
 
 _MOST_ROWS = 24  # of a table; a screenful
+_MOST_NODES = 256  # whose exact stages, up to 65,026 of 256 pairs each, still fit into memory
 
 
 class Matrix(str, Enum):
@@ -40,11 +41,11 @@ class ShownMode(str, Enum):
 
 
 def schedule(
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a matrix that is made.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, max=_MOST_NODES, help="Nodes of a matrix that is made.")] = 4,
     matrix: Annotated[Matrix, typer.Option(help="How the matrix is made.")] = Matrix.RANDOM,
     skew: Annotated[float, typer.Option(min=0, help="Skew of a Zipf matrix.")] = 0.8,
     largest: Annotated[
-        int, typer.Option(min=1, help="Largest entry of a matrix that is made, in bytes.")
+        int, typer.Option(min=1, max=1 << 62, help="Largest entry of a matrix that is made, in bytes.")
     ] = 100_000_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of a matrix that is made.")] = 0,
     file: Annotated[

@@ -61,7 +61,7 @@ def choose_mode(node_bytes: IntArray, ranks_per_node: int, links: Links) -> Mode
 
     Exact stages save 2 % of the bytes at most and are about as many as pairs of nodes that exchange anything, at most
     ``N**2 - 2 * N + 2``; few ones are about two a node. So the exact mode is worth it if
-    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``.
+    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``. ``ValueError`` for sums beyond int64.
 
     >>> uniform = np.full((8, 8), 10**6)
     >>> [choose_mode(uniform * size, 8, Links()) for size in (1, 1000)]
@@ -69,6 +69,8 @@ def choose_mode(node_bytes: IntArray, ranks_per_node: int, links: Links) -> Mode
     """
     num_nodes = len(node_bytes)
     bound = lower_bound_bytes(node_bytes)
+    if bound > np.iinfo(np.int64).max:
+        raise ValueError(f"a node sends or receives {bound} bytes, more than int64 holds")
     num_pairs = int(np.count_nonzero(node_bytes)) - int(np.count_nonzero(np.diagonal(node_bytes)))
     num_exact = min(num_nodes * num_nodes - 2 * num_nodes + 2, num_pairs)
     num_saved = num_exact - _USUAL_FEW_STAGES_PER_NODE * num_nodes

@@ -50,6 +50,26 @@ def test_imbalanced_traffic_is_bimodal():
     assert min(shares) < 0.15 < 0.85 < max(shares)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expert_to_rank", "message"),
+    [
+        (Pattern.IMBALANCED, [0, 0, 1, 1], "4 experts of a token do not fit on one of 2 nodes: node 0 has 2"),
+        (Pattern.SINGLE_NODE, [0, 0, 0, 0, 0, 1], "4 experts of a token do not fit on one of 2 nodes: node 1 has 1"),
+        (Pattern.IMBALANCED, [0, 0, 0, 0, 1, 1], "do not fit outside node 0: the other nodes have 2"),
+    ],
+)
+def test_nodes_must_have_a_tokens_experts(pattern, expert_to_rank, message):
+    with pytest.raises(ValueError, match=message):
+        Workload(
+            pattern=pattern,
+            topology=Topology((0, 1)),
+            placement=ExpertPlacement.explicit(expert_to_rank, 2),
+            tokens=4,
+            hidden=1,
+            num_topk=4,
+        )
+
+
 def test_lower_bound_by_hand():
     trace = Trace(np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 40]]), "by hand")
     load = workload(Pattern.TRACE, nodes=2, per_node=1, tokens=2, trace=trace)

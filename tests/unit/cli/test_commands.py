@@ -48,9 +48,26 @@ def test_plan_explains_every_pattern(traffic, tmp_path):
 
 def test_plan_says_what_does_not_fit():
     done = run("plan", "--num-experts", "30")
-    assert "30 experts do not divide evenly among 8 ranks" in str(done.exception)
+    assert "30 experts do not divide evenly among 8 ranks: choose --num-experts, a multiple of 8, such as 32" in str(
+        done.exception
+    )
     done = run("plan", "--traffic", "single-node", "--num-experts", "8", "--num-topk", "8")
     assert "8 experts of a token do not fit on one of 2 nodes" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "9999999999999999999999"],
+        ["--nodes", "100000"],
+        ["--seed", "9999999999999999"],
+        ["--num-experts", "99999999999"],
+    ],
+)
+def test_plan_refuses_what_no_memory_holds(arguments):
+    done = run("plan", *arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output
 
 
 def test_bad_input_is_a_sentence_and_exit_code_2():

@@ -96,6 +96,19 @@ def test_what_is_refused(tmp_path):
     assert "bandwidths must be above zero" in str(run("schedule", "--internode-gbs", "0").exception)
 
 
+@pytest.mark.parametrize("arguments", [["--nodes", "257"], ["--largest", str(2**63 - 1)]])
+def test_what_would_not_fit_is_refused_as_an_option(arguments):
+    done = run("schedule", *arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output
+
+
+def test_sums_beyond_int64_are_refused():
+    done = run("schedule", "--nodes", "8", "--largest", str(2**62))
+    assert isinstance(done.exception, ValueError)
+    assert "more than int64 holds" in str(done.exception)
+
+
 def test_gantt_lines_have_one_width():
     picture = draw_gantt([[1, 2, 0], [2, 0, -1]], [[5, 3, 4], [1, 2, 0]], [5, 2], width=30)
     assert [str(line) for line in picture] == [
