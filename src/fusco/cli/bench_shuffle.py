@@ -56,7 +56,7 @@ def shuffle(
     traffic: options.Patterns = (options.Traffic.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
-    layer: options.Layer = 0,
+    layer: options.Layer = None,
     seed: options.Seed = 0,
     balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
     variants: Annotated[
@@ -104,7 +104,7 @@ def shuffle(
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     workloads = options.make_workloads(
-        options.split_names(traffic, [each.value for each in options.Traffic], "traffic"),
+        options.choose_names(traffic, list(options.Traffic), "traffic"),
         nodes=shape[0],
         ranks_per_node=shape[1],
         tokens=tokens,
@@ -117,12 +117,16 @@ def shuffle(
         layer=layer,
         seed=seed,
     )
+    if num_sms is not None and device is not Device.CUDA:
+        raise ValueError("--num-sms is about GPUs: it goes with --device cuda")
     settings = Settings(
         slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
     )
     run = ShuffleRun(
         workloads=workloads,
-        variants=choose_variants(device.value, shape[0], options.split_names(variants or []), with_ablation=ablation),
+        variants=choose_variants(
+            device.value, shape[0], options.choose_names(variants, [], "variants"), with_ablation=ablation
+        ),
         settings=settings,
         balancer=balancer.value,
         num_iterations=iterations,

@@ -107,7 +107,7 @@ TraceFile = Annotated[
     ),
 ]
 TraceKey = Annotated[str | None, typer.Option(help="Which array of an npz trace.")]
-Layer = Annotated[int, typer.Option(min=0, help="Which layer of the trace.")]
+Layer = Annotated[int | None, typer.Option(min=0, help="Which layer of the trace. Default: 0.")]
 Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
 JsonFile = Annotated[
@@ -116,26 +116,43 @@ JsonFile = Annotated[
 ]
 
 
-def split_names(given: Sequence[str], allowed: Sequence[str] | None = None, what: str = "") -> list[str]:
-    """Names given with commas between them, repeatedly, or both; ``ValueError`` for one that is not allowed."""
+def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:
+    """Names given with commas between them, repeatedly, or both; all that are allowed if the option is not given.
+
+    ``ValueError`` if there are none, or one that is not allowed. With nothing in ``allowed`` the caller looks at them.
+    """
+    if given is None:
+        return list(allowed)
     names = [name.strip() for part in given for name in part.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--{option} needs at least one name")
     for name in names:
-        if allowed is not None and name not in allowed:
-            raise ValueError(f"{what} {name!r} is none of {', '.join(allowed)}")
+        if allowed and name not in allowed:
+            raise ValueError(f"{option} {name!r} is none of {', '.join(allowed)}")
     return list(dict.fromkeys(names))
 
 
-def make_workloads(traffic: Sequence[str], *, trace: Path | None, **shape: Any) -> tuple[Workload, ...]:
+def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> None:
+    """``ValueError`` if options of a trace are given, though ``option`` has it that none is replayed."""
+    for name, value in of_trace.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
+
+
+def make_workloads(traffic: Sequence[str], **shape: Any) -> tuple[Workload, ...]:
     """A workload for each kind of traffic; for ``shape`` see ``make_workload``.
 
     ``ValueError`` where options do not go together.
     """
-    if not traffic:
-        raise ValueError("--traffic needs at least one name")
-    kinds = [Traffic(name) for name in traffic]
-    if trace is not None and Traffic.TRACE not in kinds:
-        raise ValueError(f"--trace goes with --traffic trace, not with {', '.join(traffic)}")
-    return tuple(make_workload(traffic=kind, trace=trace if kind is Traffic.TRACE else None, **shape) for kind in kinds)
+    of_trace = {name: shape.pop(name) for name in ("trace", "trace_key", "layer")}
+    if Traffic.TRACE.value not in traffic:
+        check_no_trace("--traffic", traffic, **of_trace)
+    return tuple(
+        make_workload(
+            traffic=Traffic(name), **(of_trace if name == Traffic.TRACE.value else dict.fromkeys(of_trace)), **shape
+        )
+        for name in traffic
+    )
 
 
 def make_workload(  # the options of a command, as they are
@@ -150,7 +167,7 @@ def make_workload(  # the options of a command, as they are
     dtype: RowDtype,
     trace: Path | None,
     trace_key: str | None,
-    layer: int,
+    layer: int | None,
     seed: int,
 ) -> Workload:
     """The workload that options describe; ``ValueError`` where they do not go together."""
@@ -162,8 +179,8 @@ def make_workload(  # the options of a command, as they are
     from fusco.topology import Topology
 
     pattern = TrafficPattern(traffic.value)
-    if pattern is not TrafficPattern.TRACE and trace is not None:
-        raise ValueError(f"--trace goes with --traffic trace, not with {traffic.value}")
+    if pattern is not TrafficPattern.TRACE:
+        check_no_trace("--traffic", [traffic.value], trace=trace, trace_key=trace_key, layer=layer)
     world_size = nodes * ranks_per_node
     if num_experts % world_size:
         raise ValueError(
@@ -179,5 +196,5 @@ def make_workload(  # the options of a command, as they are
         num_topk=num_topk,
         dtype=getattr(torch, dtype.value),
         seed=seed,
-        trace=Trace.load(trace, trace_key, layer) if pattern is TrafficPattern.TRACE else None,
+        trace=Trace.load(trace, trace_key, layer or 0) if pattern is TrafficPattern.TRACE else None,
     )

@@ -24,7 +24,7 @@ def plan(
     traffic: options.Pattern = options.Traffic.IMBALANCED,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
-    layer: options.Layer = 0,
+    layer: options.Layer = None,
     seed: options.Seed = 0,
     balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
     json: options.JsonFile = None,

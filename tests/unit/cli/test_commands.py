@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fusco.balancer import BALANCERS
 from fusco.bench.traffic import Pattern
 from fusco.cli.main import app
-from fusco.cli.options import BalancerName, Traffic, split_names
+from fusco.cli.options import BalancerName, Traffic, choose_names
 
 
 def run(*arguments):
@@ -44,6 +44,29 @@ def test_plan_explains_every_pattern(traffic, tmp_path):
     assert sum(rank["sends"] for rank in record["ranks"]) == sum(rank["receives"] for rank in record["ranks"])
     assert record["internode_bytes"] == sum(record["group_loads"]) * record["bytes_per_token"]
     assert "duplicates avoided" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--matrix", ","], "--matrix needs at least one name"),
+        (["--matrix", "uniform,diagonal"], "matrix 'diagonal' is none of uniform, random, zipf, trace"),
+        (["--matrix", "uniform,zipf", "--layer", "1"], "--layer goes with --matrix trace, not with uniform, zipf"),
+        (["--num-experts", "64"], "the trace qwen3_30b_a3b_sharegpt1024, layer 0 names expert"),
+    ],
+)
+def test_bench_alltoall_says_what_does_not_fit(arguments, message):
+    done = run("bench", "alltoall", *arguments)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch):
+    asked = []
+    monkeypatch.setattr("fusco.cli.bench_alltoall._run", lambda runs, *_: asked.extend(runs))
+    done = run("bench", "alltoall", "--matrix", "zipf,uniform", "--num-experts", "4")
+    assert done.exit_code == 0, done.output
+    assert [each.matrix for each in asked] == ["zipf", "uniform"]
 
 
 def test_plan_says_what_does_not_fit():
@@ -89,6 +112,10 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
+        (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
+        (["--traffic", "uniform", "--trace-key", "ids"], "--trace-key goes with --traffic trace, not with uniform"),
+        (["--num-sms", "4"], "--num-sms is about GPUs: it goes with --device cuda"),
+        (["--variants", ","], "--variants needs at least one name"),
         (["--timeline", "out.json"], "it goes with --device cuda"),
         (
             ["--device", "cuda", "--timeline", "out.json", "--variants", "baseline"],
@@ -133,7 +160,8 @@ def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
 
 
 def test_names_come_with_commas_or_repeated():
-    assert split_names(["fusco, baseline", "fusco", "no-engine"]) == ["fusco", "baseline", "no-engine"]
+    assert choose_names(["fusco, baseline", "fusco", "no-engine"], [], "variants") == ["fusco", "baseline", "no-engine"]
+    assert choose_names(None, ["a", "b"], "letters") == ["a", "b"]
 
 
 def test_doctor_finds_the_cpu_backend_usable():
