@@ -55,15 +55,34 @@ def test_a_matrix_from_a_file(suffix, tmp_path):
 
 
 def test_many_nodes_and_stages_are_cut_short():
-    done = run("schedule", "--nodes", "40", "--mode", "exact")
+    done = run("schedule", "--nodes", "40", "--mode", "spread-out")
     assert done.exit_code == 0, done.output
-    assert "more" in done.output
+    words = " ".join(done.output.replace("│", " ").split())
+    assert "N>O and 16 more 1 " in words  # of the first stage's pairs
+    assert "... and 15 more" in words  # stages
+    assert words.endswith("... and 16 more nodes")
+
+
+def test_nodes_without_a_letter_have_a_number():
+    done = run("schedule", "--nodes", "70", "--mode", "few")
+    assert done.exit_code == 0, done.output
+    assert "0>" in done.output
+    assert "#>" not in done.output
+    assert "letters, # for nodes from 62 on" in done.output
+
+
+def test_options_of_a_matrix_that_is_made_do_not_go_with_a_file(tmp_path):
+    path = tmp_path / "matrix.csv"
+    path.write_text("0,1\n2,0\n")
+    done = run("schedule", "--file", str(path), "--nodes", "4", "--largest", "9")
+    assert "--nodes, --largest: for a matrix that is made" in str(done.exception)
 
 
 def test_one_node_has_nothing_to_send():
     done = run("schedule", "--nodes", "1")
     assert done.exit_code == 0, done.output
-    assert "lower bound: 0.0 MB" in done.output
+    assert "nothing to send" in done.output
+    assert "who sends to whom" not in done.output
 
 
 def test_what_is_refused(tmp_path):
