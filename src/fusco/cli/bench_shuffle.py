@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusco.bench.variants import choose_variants
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
@@ -44,6 +45,10 @@ class SliceOrder(str, Enum):
     STAGED = "staged"
 
 
+def _usual(device: str, num_nodes: int) -> str:
+    return ", ".join(choose_variants(device, num_nodes))
+
+
 def shuffle(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
@@ -62,7 +67,8 @@ def shuffle(
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare, such as fusco,baseline; names with commas or repeated. Default: the usual."
+            help="What to compare, names with commas or repeated. "
+            f"Default: {_usual('cpu', 2)}; on CUDA {_usual('cuda', 1)}, between nodes {_usual('cuda', 2)}."
         ),
     ] = None,
     ablation: Annotated[
@@ -99,7 +105,6 @@ def shuffle(
     from fusco.bench.joined_world import launched
     from fusco.bench.results import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.bench.variants import choose_variants
     from fusco.settings import Settings
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import fusco
 from fusco.bench.failures import RankFailedError, in_words
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
@@ -30,12 +32,27 @@ app.command()(train)
 app.command()(doctor)
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"fusco {fusco.__version__}")
+        raise typer.Exit
+
+
 class _Interrupted(BaseException):
     """Ctrl-C; not KeyboardInterrupt, which typer answers itself, by its version with another exit code."""
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise _Interrupted
+
+
+@app.callback()
+def _fusco(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
 
 
 def run() -> None:

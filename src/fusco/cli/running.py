@@ -51,6 +51,8 @@ def choose_shape(
         return nodes, ranks_per_node
     if device != "cuda":
         return nodes or 2, ranks_per_node or 2
+    if not num_devices:
+        raise ValueError("--device cuda needs a GPU, and torch finds none")
     nodes = nodes or 1
     if ranks_per_node is None:
         if num_devices % nodes:

@@ -150,7 +150,7 @@ def test_shape_on_this_machine(device, asked, num_gpus, shape):
     ("asked", "num_gpus", "message"),
     [
         ((2, 4), 4, "8 ranks need a GPU each, but torch finds 4"),
-        ((None, None), 0, "1 ranks need a GPU each, but torch finds 0"),
+        ((None, None), 0, "--device cuda needs a GPU, and torch finds none"),
         ((3, None), 4, "4 GPUs do not divide among 3 nodes; pass --ranks-per-node"),
         ((3, 2), 4, "6 ranks need a GPU each, but torch finds 4"),
     ],

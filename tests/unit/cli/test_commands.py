@@ -4,14 +4,20 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import fusco
 from fusco.balancer import BALANCERS
 from fusco.bench.traffic import Pattern
+from fusco.bench.variants import choose_variants
+from fusco.cli import checkup
 from fusco.cli.main import app
 from fusco.cli.options import BalancerName, Traffic, choose_names
+
+ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments):
@@ -164,8 +170,35 @@ def test_names_come_with_commas_or_repeated():
     assert choose_names(None, ["a", "b"], "letters") == ["a", "b"]
 
 
+def test_the_version_is_told():
+    assert run("--version").output == f"fusco {fusco.__version__}\n"
+
+
+def test_help_lists_the_usual_variants():
+    output = "".join(run("bench", "shuffle", "--help").output.replace("│", " ").split())
+    assert f"Default:fusco,baseline;onCUDA{','.join(choose_variants('cuda', 1))},between" in output
+
+
+def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
+    needed = (ROOT / "pyproject.toml").read_text()
+    assert all(f'"{name}>={least}"' in needed for name, least in checkup.LEAST_VERSIONS.items())
+    monkeypatch.setattr(
+        checkup, "versions", lambda: {"python": "3.12", "torch": "2.5.1+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}
+    )
+    packages = next(finding for finding in checkup.examine() if finding.check == "packages")
+    assert (packages.state, packages.remedy) == ("missing", "pip install 'torch>=2.6'")
+
+
+def test_doctor_writes_what_it_prints(tmp_path):
+    done = run("doctor", "--json", str(tmp_path / "doctor.jsonl"))
+    assert done.exit_code == 0
+    assert "what to do" in done.output
+    written = [json.loads(line) for line in (tmp_path / "doctor.jsonl").read_text().splitlines()]
+    assert {"packages", "NCCL (between nodes on CUDA)"} <= {finding["check"] for finding in written}
+
+
 def test_doctor_finds_the_cpu_backend_usable():
-    done = run("doctor", "--json")
+    done = run("doctor", "--json", "-")
     assert done.exit_code == 0
     findings = {finding["check"]: finding for finding in map(json.loads, done.output.splitlines())}
     assert findings["shared memory"]["state"] == "ok"
