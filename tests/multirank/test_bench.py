@@ -1,8 +1,11 @@
 """The benchmark with real ranks, and the README's example."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,38 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
         assert records["no-planner"]["internode_row_bytes"] > ours["internode_row_bytes"]
         assert min(record["rearranging_ms"] for record in (other, records["no-engine"])) > 0
         assert records["no-balancer"]["balancer"] == "static"
+
+
+@pytest.mark.multirank
+def test_ctrl_c_ends_a_benchmark_at_once_with_one_word():
+    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_for_ranks(process.pid, 4)
+        os.killpg(process.pid, signal.SIGINT)
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 15.0
+    assert process.returncode == 130
+    assert errors.strip() == "interrupted"
+
+
+def wait_for_ranks(session: int, num_ranks: int) -> None:
+    """Until so many processes of a session have computed for a while."""
+    tick, deadline = os.sysconf("SC_CLK_TCK"), time.monotonic() + 90
+    while time.monotonic() < deadline:
+        busy = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            busy += int(fields[3]) == session and int(fields[11]) + int(fields[12]) > tick
+        if busy >= num_ranks + 2:  # the parent, and who forks them
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{num_ranks} ranks are not at work")
 
 
 @pytest.mark.multirank

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+from fusco.bench.failures import RankFailedError, RankFailure
+
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
@@ -29,10 +30,6 @@ PRELOADED = ["fusco.communicator", "fusco.bench.local_world"]
 _GRACE_S = 30.0
 # How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
 _LEAVING_S = 20.0
-
-
-class RankFailedError(RuntimeError):
-    """A function raised on some rank, or its process died; the text has each rank's traceback."""
 
 
 class LocalWorld:
@@ -46,7 +43,7 @@ class LocalWorld:
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
 
-    Ctrl-C is for this process alone: the ranks do not hear of it, and a ``with`` block that it ends kills them.
+    Ctrl-C is for this process alone: the ranks do not hear of it. Left by an error, the world kills them.
     """
 
     def __init__(
@@ -95,9 +92,9 @@ class LocalWorld:
         """
         self.start(function, num_ranks, *args, **kwargs)
         outcomes = self.collect(range(num_ranks), grace_s=_GRACE_S)
-        failures = [f"rank {rank}:\n{outcome}" for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok]
+        failures = {rank: outcome for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok}
         if failures:
-            raise RankFailedError("\n".join(failures))
+            raise RankFailedError(failures)
         return [outcome for _, outcome in outcomes]
 
     def start(
@@ -107,16 +104,22 @@ class LocalWorld:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function without waiting for it; ``collect`` brings what it gives."""
-        for pipe in self._pipes[:num_ranks]:
-            pipe.send((function, num_ranks, args, kwargs))
+        """Call a function without waiting for it; ``collect`` brings what it gives.
+
+        Raises ``RankFailedError`` if a process has died meanwhile.
+        """
+        for rank, pipe in enumerate(self._pipes[:num_ranks]):
+            try:
+                pipe.send((function, num_ranks, args, kwargs))
+            except OSError as error:
+                raise RankFailedError({rank: self._death(rank)}) from error
 
     def collect(
         self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
     ) -> list[tuple[bool, Any]]:
         """Wait for what ``start`` began, on the ranks given; for ``grace_s`` at most once one of them has failed.
 
-        Without ``timeout_s`` the world's limit holds.
+        Without ``timeout_s`` the world's limit holds. What failed has ``False`` and a ``RankFailure``.
         """
         timeout_s = self._limit_s if timeout_s is None else timeout_s
         outcomes: dict[int, tuple[bool, Any]] = {}
@@ -128,16 +131,16 @@ class LocalWorld:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
             if not ready:
-                failures = [f"\nrank {rank}:\n{outcome}" for rank, (is_ok, outcome) in outcomes.items() if not is_ok]
-                raise RankFailedError(f"rank(s) {waiting} gave no result within {limit}" + "".join(failures))
+                failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
+                raise RankFailedError(failures, f"rank(s) {waiting} gave no result within {limit}")
             for rank in waiting:
                 try:
                     if self._pipes[rank].poll():
                         outcomes[rank] = self._pipes[rank].recv()
                     elif self.processes[rank].sentinel in ready:
-                        outcomes[rank] = (False, f"its process died with exit code {self.processes[rank].exitcode}")
+                        outcomes[rank] = (False, self._death(rank))
                 except EOFError:
-                    outcomes[rank] = (False, "its process died")
+                    outcomes[rank] = (False, self._death(rank))
             if not all(is_ok for is_ok, _ in outcomes.values()) and time.monotonic() + grace_s < deadline:
                 deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
@@ -146,6 +149,10 @@ class LocalWorld:
         """End the processes at once, whatever they are at."""
         for process in self.processes:
             process.kill()
+
+    def _death(self, rank: int) -> RankFailure:
+        self.processes[rank].join(timeout=1.0)  # its pipe may be closed before it has ended
+        return RankFailure(f"its process died with exit code {self.processes[rank].exitcode}")
 
     def close(self) -> None:
         """End the processes; those that do not leave by themselves are killed."""
@@ -168,8 +175,8 @@ class LocalWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is KeyboardInterrupt:
-            self.kill()
+        if error is not None:
+            self.kill()  # they may be at something that does not end
         self.close()
 
 
@@ -196,6 +203,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
     os.environ.update(variables)  # a process of our own; libraries such as NCCL can be told in no other way
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -211,6 +219,6 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
             if num_ranks not in groups:
                 groups[num_ranks] = dist.new_group(list(range(num_ranks)), use_local_synchronization=True)
             outcome: tuple[bool, Any] = (True, function(groups[num_ranks], *args, **kwargs))
-        except BaseException:  # noqa: BLE001  whatever it is, the parent must hear of it
-            outcome = (False, traceback.format_exc())
+        except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
+            outcome = (False, RankFailure.of(error))
         pipe.send(outcome)

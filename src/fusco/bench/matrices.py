@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fusco.bench.arrays import load_array, load_integers_of_csv
 from fusco.schedule.matrix import as_matrix
 from fusco.schedule.stages import IntArray
 
@@ -47,9 +48,8 @@ def load_matrix(path: Path) -> IntArray:
     """A square matrix of integers from a ``.npy`` file or a ``.csv`` file without header; ``ValueError`` otherwise."""
     if path.suffix not in (".npy", ".csv"):
         raise ValueError(f"a matrix comes from a .npy or .csv file, got {path}")
+    values = load_integers_of_csv(path) if path.suffix == ".csv" else load_array(path)
     try:
-        is_text = path.suffix == ".csv"
-        values = np.loadtxt(path, np.int64, delimiter=",", ndmin=2) if is_text else np.load(path, allow_pickle=False)
         return as_matrix(values, "the matrix")
-    except (ValueError, TypeError, EOFError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -23,28 +23,35 @@ class ExchangeMatrix(str, Enum):
 
 
 def make_rank_bytes(
-    matrix: ExchangeMatrix, workload: Workload, bytes_per_rank: int, skew: float, seed: int
+    matrix: ExchangeMatrix,
+    num_ranks: int,
+    bytes_per_rank: int,
+    *,
+    skew: float = 0.0,
+    seed: int = 0,
+    workload: Workload | None = None,
 ) -> IntArray:
-    """Bytes that each rank has for each other, int64 (world_size, world_size).
+    """Bytes that each rank has for each other, int64 (num_ranks, num_ranks).
 
     Args:
         matrix: see there; the entries of all but ``TRACE`` are as ``make_matrix`` has them, with nothing for the rank
             itself.
-        workload: the ranks, and the routing of ``TRACE``.
+        num_ranks: how many ranks there are.
         bytes_per_rank: what a rank sends to others, on average.
         skew: of ``ZIPF``.
         seed: of all but ``TRACE``.
+        workload: the routing of ``TRACE``.
 
     """
-    world_size = workload.topology.world_size
     if matrix is ExchangeMatrix.TRACE:
+        assert workload is not None
         shape = rows_of_routing(workload)
     else:
-        shape = make_matrix(MatrixKind(matrix.value), world_size, largest=_LARGEST, skew=skew, seed=seed)
+        shape = make_matrix(MatrixKind(matrix.value), num_ranks, largest=_LARGEST, skew=skew, seed=seed)
     to_others = int(shape.sum() - np.trace(shape))
     if not to_others:
         return np.zeros_like(shape)
-    return (shape * (bytes_per_rank * world_size / to_others)).astype(np.int64)
+    return (shape * (bytes_per_rank * num_ranks / to_others)).astype(np.int64)
 
 
 def rows_of_routing(workload: Workload) -> IntArray:

@@ -5,15 +5,18 @@ Every function gives the routing of one rank from (seed, rank) alone, so any pro
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from fusco.bench.arrays import load_arrays
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.topology import Topology
@@ -62,22 +65,38 @@ class Trace:
             raise ValueError(f"{source.name} holds {ids.dtype} {ids.shape}, not ids as (tokens, layers, topk)")
         if not 0 <= layer < ids.shape[1]:
             raise ValueError(f"{source.name} has layers 0 to {ids.shape[1] - 1}, not {layer}")
+        if ids.size and int(ids.max()) > np.iinfo(np.int64).max:
+            raise ValueError(f"{source.name} names expert {ids.max()}, more than int64 holds")
         return cls(ids[:, layer].astype(np.int64), f"{source.stem}{f':{key}' if key else ''}, layer {layer}")
 
+    def check(self, num_experts: int, num_topk: int) -> None:
+        """Raise ``ValueError`` unless it can be replayed with so many experts, and so many of them for a token."""
+        num_tokens, has_topk = self.topk_idx.shape
+        if has_topk != num_topk:
+            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+        if not num_tokens:
+            raise ValueError(f"the trace {self.name} has no tokens")
+        strangers = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
+        if len(strangers):
+            token, k = strangers[0]
+            raise ValueError(
+                f"the trace {self.name} names expert {self.topk_idx[token, k]} (token {token}, slot {k}), but there "
+                f"are {num_experts}: ids go from 0 to {num_experts - 1}, and -1 means none"
+            )
 
-def _read_ids(path: Path, key: str | None) -> npt.NDArray[np.int64]:
-    content = np.load(path)
-    if isinstance(content, np.ndarray):
+
+def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
+    content = load_arrays(path)
+    if "" in content:
         if key:
             raise ValueError(f"{path.name} is a plain array; --trace-key is for npz files")
-        return content
-    candidates = [name for name in content.files if content[name].ndim in (2, 3)]
+        return content[""]
+    candidates = [name for name, array in content.items() if array.ndim in (2, 3)]
     if key is None and len(candidates) == 1:
         key = candidates[0]
-    if key not in content.files:
-        raise ValueError(f"{path.name} has the keys {', '.join(content.files)}; choose one with --trace-key")
-    ids: npt.NDArray[np.int64] = content[key]
-    return ids
+    if key not in content:
+        raise ValueError(f"{path.name} has the keys {', '.join(content)}; choose one with --trace-key")
+    return content[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +119,31 @@ class Workload:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        experts, nodes = self.placement.num_experts, self.topology.num_nodes
+        experts = self.placement.num_experts
         if self.num_topk > experts:
             raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
-        if self.pattern is Pattern.SINGLE_NODE and self.num_topk > experts // nodes:
-            raise ValueError(f"{self.num_topk} experts of a token do not fit on one of {nodes} nodes, {experts} in all")
+        if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
+            self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
             raise ValueError(f"{self.num_topk} experts of a token do not fit on one rank, of {experts} in all")
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
-            if self.trace.topk_idx.shape[1] != self.num_topk:
-                raise ValueError(f"the trace has top-{self.trace.topk_idx.shape[1]}, num_topk is {self.num_topk}")
-            if self.trace.topk_idx.max() >= experts:
-                raise ValueError(f"the trace names expert {self.trace.topk_idx.max()}, but there are {experts}")
+            self.trace.check(experts, self.num_topk)
+
+    def _check_nodes(self) -> None:
+        """Whether a token's experts fit on one node, and, where tokens leave theirs with all experts, on the others."""
+        owners = (self.topology.rank_to_node[rank] for rank in self.placement.expert_to_rank)
+        node_to_num, num_nodes = Counter(owners), self.topology.num_nodes
+        for node in range(num_nodes):
+            local, remote = node_to_num[node], self.placement.num_experts - node_to_num[node]
+            if self.num_topk > local:
+                where = f"on one of {num_nodes} nodes: node {node} has {local}"
+            elif self.num_topk > remote and num_nodes > 1 and self.pattern is Pattern.IMBALANCED:
+                where = f"outside node {node}: the other nodes have {remote}"
+            else:
+                continue
+            raise ValueError(f"{self.num_topk} experts of a token do not fit {where}")
 
     @property
     def bytes_per_token(self) -> int:

@@ -35,8 +35,6 @@ def balancers(
     from fusco.bench.results import write_json_lines
 
     records = compare_balancers([(2, 8), (4, 8), (8, 8)], draws, seed)
-    if json:
-        write_json_lines(records, json)
     table = Table(title=f"largest load over mean load, medians of {draws} draws", title_justify="left")
     for name in ("nodes x ranks", "balancer", "groups (what they send)", "ranks (what they receive)", "time"):
         table.add_column(name, justify="left" if name == "balancer" else "right")
@@ -51,3 +49,5 @@ def balancers(
             end_section=is_last,
         )
     Console().print(table)
+    if json:
+        write_json_lines(records, json)

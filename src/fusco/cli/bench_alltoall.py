@@ -38,14 +38,20 @@ def alltoall(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
     ranks_per_node: options.AnyRanksPerNode = None,
-    matrix: Annotated[list[ExchangedMatrix] | None, typer.Option(help="What ranks send. Default: all four.")] = None,
+    matrix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[" + "|".join(ExchangedMatrix) + "],...",
+            help="What ranks send; several with commas, or repeated. Default: all four.",
+        ),
+    ] = None,
     bytes_per_rank: Annotated[int, typer.Option(min=1, help="What a rank sends to others, on average.")] = 16 << 20,
     skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
     seed: options.Seed = 0,
     schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = ShownMode.AUTO,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
-    layer: options.Layer = 0,
+    layer: options.Layer = None,
     tokens: options.Tokens = 1024,
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
@@ -73,21 +79,31 @@ def alltoall(
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     if device is Device.CUDA:
         check_cuda_core()  # here, before any process starts
-    workload = Workload(
-        pattern=Pattern.TRACE,
-        topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),
-        placement=_spread_experts(num_experts, nodes * ranks_per_node),
-        tokens=tokens,
-        hidden=1,
-        num_topk=num_topk,
-        seed=seed,
-        trace=Trace.load(trace, trace_key, layer),
-    )
+    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangedMatrix), "matrix")]
+    workload = None
+    if ExchangeMatrix.TRACE in kinds:
+        workload = Workload(
+            pattern=Pattern.TRACE,
+            topology=topology,
+            placement=_spread_experts(num_experts, topology.world_size),
+            tokens=tokens,
+            hidden=1,
+            num_topk=num_topk,
+            seed=seed,
+            trace=Trace.load(trace, trace_key, layer or 0),
+        )
+    else:
+        options.check_no_trace(
+            "--matrix", [kind.value for kind in kinds], trace=trace, trace_key=trace_key, layer=layer
+        )
     runs = [
         ExchangeRun(
             matrix=kind.value,
-            rank_bytes=make_rank_bytes(ExchangeMatrix(kind.value), workload, bytes_per_rank, skew, seed),
-            topology=workload.topology,
+            rank_bytes=make_rank_bytes(
+                kind, topology.world_size, bytes_per_rank, skew=skew, seed=seed, workload=workload
+            ),
+            topology=topology,
             bytes_per_rank=bytes_per_rank,
             skew=skew,
             seed=seed,
@@ -95,7 +111,7 @@ def alltoall(
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
             device=device.value,
         )
-        for kind in matrix or list(ExchangedMatrix)
+        for kind in kinds
     ]
     console = Console()
     ranks = _run(runs, iterations, console)
@@ -105,9 +121,9 @@ def alltoall(
         summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
         for i, run in enumerate(runs)
     ]
+    _print(records, console)
     if json:
         write_json_lines(records, json)
-    _print(records, console)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
 

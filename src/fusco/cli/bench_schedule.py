@@ -43,9 +43,9 @@ def schedule(
             progress.update(task, description=doing, completed=num_done, refresh=True)
 
         records = measure_schedules(sizes, draws, seed, show)
+    console.print(_table(records))
     if json:
         write_json_lines(records, json)
-    console.print(_table(records))
 
 
 def _table(records: Sequence[ScheduleRecord]) -> Table:

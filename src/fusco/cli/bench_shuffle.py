@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusco.bench.variants import choose_variants
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
@@ -27,11 +29,24 @@ if TYPE_CHECKING:
     Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What a run gives: what each rank measured, the records made of it, and what prints those of one workload."""
+
+    ranks: Sequence[Any]
+    records: Records
+    show: Callable[..., None]
+
+
 class SliceOrder(str, Enum):
     """The values of ``Settings.slice_order``."""
 
     IN_TURN = "in-turn"
     STAGED = "staged"
+
+
+def _usual(device: str, num_nodes: int) -> str:
+    return ", ".join(choose_variants(device, num_nodes))
 
 
 def shuffle(
@@ -46,13 +61,14 @@ def shuffle(
     traffic: options.Patterns = (options.Traffic.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
-    layer: options.Layer = 0,
+    layer: options.Layer = None,
     seed: options.Seed = 0,
     balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare, such as fusco,baseline; names with commas or repeated. Default: the usual."
+            help="What to compare, names with commas or repeated. "
+            f"Default: {_usual('cpu', 2)}; on CUDA {_usual('cuda', 1)}, between nodes {_usual('cuda', 2)}."
         ),
     ] = None,
     ablation: Annotated[
@@ -73,6 +89,7 @@ def shuffle(
         Path | None,
         typer.Option(
             dir_okay=False,
+            callback=options.check_writable,
             help="On CUDA: also record when what ran in one dispatch and combine, as JSON for Perfetto. "
             "With several kinds of traffic a file for each, with its name before the ending.",
         ),
@@ -88,12 +105,11 @@ def shuffle(
     from fusco.bench.joined_world import launched
     from fusco.bench.results import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.bench.variants import choose_variants
     from fusco.settings import Settings
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     workloads = options.make_workloads(
-        options.split_names(traffic, [each.value for each in options.Traffic], "traffic"),
+        options.choose_names(traffic, list(options.Traffic), "traffic"),
         nodes=shape[0],
         ranks_per_node=shape[1],
         tokens=tokens,
@@ -106,12 +122,16 @@ def shuffle(
         layer=layer,
         seed=seed,
     )
+    if num_sms is not None and device is not Device.CUDA:
+        raise ValueError("--num-sms is about GPUs: it goes with --device cuda")
     settings = Settings(
         slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
     )
     run = ShuffleRun(
         workloads=workloads,
-        variants=choose_variants(device.value, shape[0], options.split_names(variants or []), with_ablation=ablation),
+        variants=choose_variants(
+            device.value, shape[0], options.choose_names(variants, [], "variants"), with_ablation=ablation
+        ),
         settings=settings,
         balancer=balancer.value,
         num_iterations=iterations,
@@ -121,17 +141,19 @@ def shuffle(
     )
     _check_timeline(run)
     console = new_console()
-    measured = _run_on_devices(run, timeline, console) if device is Device.CUDA else _run_on_cpus(run, console)
+    measured = _run_on_devices(run, console) if device is Device.CUDA else _run_on_cpus(run, console)
     if measured is None:
         return  # rank 0 of the launched job has the results
-    records, show = measured
-    if json:
-        write_json_lines(records, json)
+    records = measured.records
     for _, of_workload in groupby(records, key=lambda record: record.traffic):
-        show(list(of_workload), console)
+        measured.show(list(of_workload), console)
     for record in records:
         for error in record.errors:
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
+    if json:
+        write_json_lines(records, json)
+    if timeline:
+        _write_timelines(run, measured.ranks, timeline)
     if not all(record.is_right for record in records):
         raise typer.Exit(1)
 
@@ -147,7 +169,7 @@ def _check_timeline(run: ShuffleRun) -> None:
         raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
 
 
-def _run_on_cpus(run: ShuffleRun, console: Console) -> tuple[Records, Callable[..., None]] | None:
+def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
     from fusco.cli.cpu_tables import print_cpu_records
@@ -155,12 +177,10 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> tuple[Records, Callable[.
 
     num_ranks = run.topology.world_size
     ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
-    return None if ranks is None else (summarize(run, ranks), print_cpu_records)
+    return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
 
 
-def _run_on_devices(
-    run: ShuffleRun, timeline: Path | None, console: Console
-) -> tuple[Records, Callable[..., None]] | None:
+def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.bench.emulation import describe_emulation, emulated_network
@@ -181,12 +201,10 @@ def _run_on_devices(
     )
     if ranks is None:
         return None
-    if timeline:
-        _write_timelines(run, ranks, timeline)
     if not run.has_nodes:
-        return summarize_device(run, ranks), print_device_records
+        return _Measured(ranks, summarize_device(run, ranks), print_device_records)
     emulation = "" if launched() else describe_emulation(run.topology, os.environ)
-    return summarize_internode(run, ranks, emulation), print_internode_records
+    return _Measured(ranks, summarize_internode(run, ranks, emulation), print_internode_records)
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:

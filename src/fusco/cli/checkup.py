@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from typing import Literal
 
 from fusco.bench.environment import hardware, versions
 from fusco.checks import has_cuda_core
+
+LEAST_VERSIONS = {"torch": "2.6", "numba": "0.61", "numpy": "1.26"}  # as in pyproject.toml; a test compares
+_NCCL = "NCCL (between nodes on CUDA)"
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,18 @@ def _system() -> Finding:
 
 
 def _packages() -> Finding:
-    found = ", ".join(f"{name} {number}" for name, number in versions().items() if name != "python")
-    return Finding("packages", "ok", found)
+    found = versions()
+    text = ", ".join(f"{name} {number}" for name, number in found.items() if name != "python")
+    old = [name for name, least in LEAST_VERSIONS.items() if _release(found[name]) < _release(least)]
+    if old:
+        needed = " ".join(f"'{name}>={LEAST_VERSIONS[name]}'" for name in old)
+        return Finding("packages", "missing", text, f"pip install {needed}")
+    return Finding("packages", "ok", text)
+
+
+def _release(number: str) -> list[int]:
+    """The leading numbers of a version: ``"2.11.0+cu130"`` is 2, 11, 0."""
+    return [int(part) for part in re.match(r"[\d.]*", number)[0].split(".") if part]  # type: ignore[index]  # it matches
 
 
 def _shared_memory() -> Finding:
@@ -177,5 +191,5 @@ def _nccl() -> Finding:
     import torch.distributed as dist
 
     if dist.is_nccl_available():
-        return Finding("NCCL (benchmarks on CUDA)", "ok", "in this torch")
-    return Finding("NCCL (benchmarks on CUDA)", "optional", "not in this torch", "a torch built for CUDA")
+        return Finding(_NCCL, "ok", "in this torch")
+    return Finding(_NCCL, "optional", "not in this torch", "a torch built for CUDA")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,17 +10,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fusco.cli.options import check_writable
+
+_STDOUT = Path("-")
+
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            dir_okay=False,
+            callback=check_writable,
+            help="Also write JSON lines here; - prints them in place of the table.",
+        ),
+    ] = None,
 ) -> None:
     """Say what this machine can run and what is missing; exit code 1 if not even the CPU backend would work."""
     from fusco.cli.checkup import examine
 
     findings = examine()
-    if json:
-        for finding in findings:
-            print(finding.to_json())  # noqa: T201  for programs, so nothing but the line
+    lines = "".join(finding.to_json() + "\n" for finding in findings)
+    if json == _STDOUT:
+        print(lines, end="")  # noqa: T201  for programs, so nothing but the lines
     else:
         table = Table(title="fusco doctor", title_justify="left", show_lines=False)
         for name in ("check", "", "found", "what to do"):
@@ -29,5 +42,7 @@ def doctor(
             # Escaped: a remedy may name an extra in brackets, which is no markup.
             table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
         Console().print(table)
+        if json:
+            json.write_text(lines, encoding="utf-8")
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+NUM_LETTERS = len(_LETTERS)
 _COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green", "bright_magenta")
 _IDLE = "·"
 
@@ -20,7 +22,7 @@ def node_letter(node: int) -> str:
     >>> node_letter(3), node_letter(10), node_letter(99)
     ('3', 'A', '#')
     """
-    return _LETTERS[node] if node < len(_LETTERS) else "#"
+    return _LETTERS[node] if node < NUM_LETTERS else "#"
 
 
 def draw_gantt(
@@ -28,8 +30,11 @@ def draw_gantt(
     num_bytes: Sequence[Sequence[int]],
     duration_bytes: Sequence[int],
     width: int,
+    most_nodes: int | None = None,
 ) -> list[Text]:
     """A ruler with a mark where each stage begins, then a line for each node; ``width`` characters are all stages.
+
+    With ``most_nodes``, only so many nodes have a line, the first ones.
 
     Each stage has its share of the width, with the letter of the receiver as long as the node sends, and dots while it
     waits. Stages too short for a character do not show.
@@ -40,8 +45,7 @@ def draw_gantt(
     0  111111··
     1  000···00
     """
-    total = sum(duration_bytes)
-    begins = [sum(duration_bytes[:stage]) for stage in range(len(duration_bytes))]
+    *begins, total = accumulate(duration_bytes, initial=0)
 
     def column(size: int) -> int:
         return (size * width + total // 2) // total if total else 0
@@ -50,7 +54,7 @@ def draw_gantt(
     for begin in begins:
         ruler[min(column(begin), width - 1)] = "|"
     lines = [Text("   " + "".join(ruler).rstrip(), style="dim")]
-    for node in range(len(dst_node[0]) if dst_node else 0):
+    for node in range(len(dst_node[0]) if dst_node else 0)[:most_nodes]:
         line = Text(f"{node:<3}")
         for stage, begin in enumerate(begins):
             dst, size = dst_node[stage][node], num_bytes[stage][node]

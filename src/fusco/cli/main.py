@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import fusco
+from fusco.bench.failures import RankFailedError, in_words
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
+from fusco.cli.running import Interrupted
 from fusco.cli.schedule import schedule
 from fusco.cli.train import train
 
@@ -27,13 +33,46 @@ app.command()(train)
 app.command()(doctor)
 
 
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"fusco {fusco.__version__}")
+        raise typer.Exit
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+@app.callback()
+def _fusco(
+    *,
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 def run() -> None:
-    """Run the command line; exit code 2 for bad input, 1 for a failed check or run."""
+    """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
-    except RuntimeError as error:
-        Console(stderr=True).print(f"[bold red]failed:[/] {escape(str(error))}", highlight=False)
+    except Interrupted as interrupt:
+        Console(stderr=True).print(f"[bold red]interrupted[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
+        sys.exit(130)
+    except RankFailedError as error:
+        _tell("failed", error.summary)
+        if error.unexpected:
+            _tell("traceback", error.unexpected)
         sys.exit(1)
+    except (ValueError, OSError, OverflowError) as error:
+        _tell("error", str(error))
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        _tell("failed", in_words(error) or "there is not enough memory")
+        sys.exit(1)
+
+
+def _tell(what: str, text: str) -> None:
+    Console(stderr=True).print(f"[bold red]{what}:[/] {escape(text)}", highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,19 +50,43 @@ class RowDtype(str, Enum):
     FLOAT32 = "float32"
 
 
-Nodes = Annotated[int, typer.Option(min=1, help="Nodes to play on this machine.")]
-RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks of each node.")]
+def check_writable(path: Path | None) -> Path | None:
+    """A file that can be written once there is something to write; said before hours are spent on what it will hold."""
+    if path is None:
+        return None
+    place = path if path.exists() else path.parent
+    if not place.exists():
+        raise typer.BadParameter(f"there is no directory {place}")
+    if not os.access(place, os.W_OK):
+        raise typer.BadParameter(f"{place} cannot be written")
+    return path
+
+
+# Far beyond what one machine can play, and near enough that what is counted fits into memory.
+_MOST_NODES, _MOST_RANKS_PER_NODE, _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS = 1024, 128, 1 << 22, 1 << 27, 1 << 14
+
+Nodes = Annotated[int, typer.Option(min=1, max=_MOST_NODES, help="Nodes to play on this machine.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, max=_MOST_RANKS_PER_NODE, help="Ranks of each node.")]
 AnyNodes = Annotated[
     int | None,
-    typer.Option(min=1, help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own."),
+    typer.Option(
+        min=1,
+        max=_MOST_NODES,
+        help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own.",
+    ),
 ]
 AnyRanksPerNode = Annotated[
-    int | None, typer.Option(min=1, help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.")
+    int | None,
+    typer.Option(
+        min=1,
+        max=_MOST_RANKS_PER_NODE,
+        help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.",
+    ),
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
-Hidden = Annotated[int, typer.Option(min=1, help="Elements of a row.")]
-NumExperts = Annotated[int, typer.Option(min=1, help="Experts of all ranks together.")]
-NumTopk = Annotated[int, typer.Option(min=1, help="Experts of a token.")]
+Tokens = Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of each rank.")]
+Hidden = Annotated[int, typer.Option(min=1, max=_MOST_HIDDEN, help="Elements of a row.")]
+NumExperts = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of all ranks together.")]
+NumTopk = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of a token.")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
 Pattern = Annotated[Traffic, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
 Patterns = Annotated[
@@ -82,32 +107,52 @@ TraceFile = Annotated[
     ),
 ]
 TraceKey = Annotated[str | None, typer.Option(help="Which array of an npz trace.")]
-Layer = Annotated[int, typer.Option(min=0, help="Which layer of the trace.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of rows, weights and synthetic traffic.")]
+Layer = Annotated[int | None, typer.Option(min=0, help="Which layer of the trace. Default: 0.")]
+Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write JSON lines here.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=check_writable, help="Also write JSON lines here."),
+]
 
 
-def split_names(given: Sequence[str], allowed: Sequence[str] | None = None, what: str = "") -> list[str]:
-    """Names given with commas between them, repeatedly, or both; ``ValueError`` for one that is not allowed."""
+def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:
+    """Names given with commas between them, repeatedly, or both; all that are allowed if the option is not given.
+
+    ``ValueError`` if there are none, or one that is not allowed. With nothing in ``allowed`` the caller looks at them.
+    """
+    if given is None:
+        return list(allowed)
     names = [name.strip() for part in given for name in part.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--{option} needs at least one name")
     for name in names:
-        if allowed is not None and name not in allowed:
-            raise ValueError(f"{what} {name!r} is none of {', '.join(allowed)}")
+        if allowed and name not in allowed:
+            raise ValueError(f"{option} {name!r} is none of {', '.join(allowed)}")
     return list(dict.fromkeys(names))
 
 
-def make_workloads(traffic: Sequence[str], *, trace: Path | None, **shape: Any) -> tuple[Workload, ...]:
+def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> None:
+    """``ValueError`` if options of a trace are given, though ``option`` has it that none is replayed."""
+    for name, value in of_trace.items():
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
+
+
+def make_workloads(traffic: Sequence[str], **shape: Any) -> tuple[Workload, ...]:
     """A workload for each kind of traffic; for ``shape`` see ``make_workload``.
 
     ``ValueError`` where options do not go together.
     """
-    if not traffic:
-        raise ValueError("--traffic needs at least one name")
-    kinds = [Traffic(name) for name in traffic]
-    if trace is not None and Traffic.TRACE not in kinds:
-        raise ValueError(f"--trace goes with --traffic trace, not with {', '.join(traffic)}")
-    return tuple(make_workload(traffic=kind, trace=trace if kind is Traffic.TRACE else None, **shape) for kind in kinds)
+    of_trace = {name: shape.pop(name) for name in ("trace", "trace_key", "layer")}
+    if Traffic.TRACE.value not in traffic:
+        check_no_trace("--traffic", traffic, **of_trace)
+    return tuple(
+        make_workload(
+            traffic=Traffic(name), **(of_trace if name == Traffic.TRACE.value else dict.fromkeys(of_trace)), **shape
+        )
+        for name in traffic
+    )
 
 
 def make_workload(  # the options of a command, as they are
@@ -122,7 +167,7 @@ def make_workload(  # the options of a command, as they are
     dtype: RowDtype,
     trace: Path | None,
     trace_key: str | None,
-    layer: int,
+    layer: int | None,
     seed: int,
 ) -> Workload:
     """The workload that options describe; ``ValueError`` where they do not go together."""
@@ -134,9 +179,14 @@ def make_workload(  # the options of a command, as they are
     from fusco.topology import Topology
 
     pattern = TrafficPattern(traffic.value)
-    if pattern is not TrafficPattern.TRACE and trace is not None:
-        raise ValueError(f"--trace goes with --traffic trace, not with {traffic.value}")
+    if pattern is not TrafficPattern.TRACE:
+        check_no_trace("--traffic", [traffic.value], trace=trace, trace_key=trace_key, layer=layer)
     world_size = nodes * ranks_per_node
+    if num_experts % world_size:
+        raise ValueError(
+            f"{num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a multiple of "
+            f"{world_size}, such as {-(-num_experts // world_size) * world_size}"
+        )
     return Workload(
         pattern=pattern,
         topology=Topology.of_equal_nodes(world_size, ranks_per_node),
@@ -146,5 +196,5 @@ def make_workload(  # the options of a command, as they are
         num_topk=num_topk,
         dtype=getattr(torch, dtype.value),
         seed=seed,
-        trace=Trace.load(trace, trace_key, layer) if pattern is TrafficPattern.TRACE else None,
+        trace=Trace.load(trace, trace_key, layer or 0) if pattern is TrafficPattern.TRACE else None,
     )

@@ -24,7 +24,7 @@ def plan(
     traffic: options.Pattern = options.Traffic.IMBALANCED,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
-    layer: options.Layer = 0,
+    layer: options.Layer = None,
     seed: options.Seed = 0,
     balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
     json: options.JsonFile = None,
@@ -51,9 +51,9 @@ def plan(
         seed=seed,
     )
     record = explain(workload, balancer.value)
+    _print(record, Console())
     if json:
         write_json_lines([record], json)
-    _print(record, Console())
 
 
 def _print(record: PlanRecord, console: Console) -> None:

@@ -18,6 +18,10 @@ _Result = TypeVar("_Result")
 _WIDE = 150  # of a table in a log
 
 
+class Interrupted(BaseException):
+    """Ctrl-C, and what else to say of it; not KeyboardInterrupt, which typer answers itself, some versions with 1."""
+
+
 def new_console() -> Console:
     """Where results are shown: as wide as the terminal, or as the tables are if it is none."""
     console = Console()
@@ -51,6 +55,8 @@ def choose_shape(
         return nodes, ranks_per_node
     if device != "cuda":
         return nodes or 2, ranks_per_node or 2
+    if not num_devices:
+        raise ValueError("--device cuda needs a GPU, and torch finds none")
     nodes = nodes or 1
     if ranks_per_node is None:
         if num_devices % nodes:

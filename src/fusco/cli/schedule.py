@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.gantt import draw_gantt, node_letter
+from fusco.cli.gantt import NUM_LETTERS, draw_gantt, node_letter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fusco.schedule.stages import IntArray
 
 _MOST_ROWS = 24  # of a table; a screenful
+_SKEW = 0.8
+_MOST_NODES = 256  # whose exact stages, up to 65,026 of 256 pairs each, still fit into memory
 
 
 class Matrix(str, Enum):
@@ -40,13 +42,18 @@ class ShownMode(str, Enum):
 
 
 def schedule(
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of a matrix that is made.")] = 4,
-    matrix: Annotated[Matrix, typer.Option(help="How the matrix is made.")] = Matrix.RANDOM,
-    skew: Annotated[float, typer.Option(min=0, help="Skew of a Zipf matrix.")] = 0.8,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=_MOST_NODES, help="Nodes of a matrix that is made. Default: 4.")
+    ] = None,
+    matrix: Annotated[Matrix | None, typer.Option(help="How the matrix is made. Default: random.")] = None,
+    skew: Annotated[float | None, typer.Option(min=0, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
     largest: Annotated[
-        int, typer.Option(min=1, help="Largest entry of a matrix that is made, in bytes.")
-    ] = 100_000_000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of a matrix that is made.")] = 0,
+        int | None,
+        typer.Option(
+            min=1, max=1 << 62, help="Largest entry of a matrix that is made, in bytes. Default: 100,000,000."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a matrix that is made. Default: 0.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv."),
@@ -66,20 +73,30 @@ def schedule(
     from fusco.bench.schedule_modes import compare_modes
     from fusco.schedule import Links
 
-    name = str(file) if file else matrix.value + (f" {skew:g}" if matrix is Matrix.ZIPF else "")
-    node_bytes = (
-        load_matrix(file)
-        if file
-        else make_matrix(MatrixKind(matrix.value), nodes, largest=largest, skew=skew, seed=seed)
-    )
+    made = {"nodes": nodes, "matrix": matrix, "skew": skew, "largest": largest, "seed": seed}
+    given = [f"--{option}" for option, value in made.items() if value is not None]
+    if file and given:
+        raise ValueError(f"{', '.join(given)}: for a matrix that is made, not one that --file reads")
+    if file:
+        name, node_bytes = str(file), load_matrix(file)
+    else:
+        kind = MatrixKind((matrix or Matrix.RANDOM).value)
+        skew = _SKEW if skew is None else skew
+        name = kind.value + (f" {skew:g}" if kind is MatrixKind.ZIPF else "")
+        node_bytes = make_matrix(kind, nodes or 4, largest=largest or 100_000_000, skew=skew, seed=seed or 0)
+    if len(node_bytes) > _MOST_NODES:
+        raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MOST_NODES} are scheduled here")
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
     records = compare_modes(node_bytes, name, ranks_per_node, links)
-    if json:
-        write_json_lines(records, json)
     console = Console()
     _print_matrix(node_bytes, name, console)
-    _print_modes(records, console)
-    _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+    if records[0].lower_bound_bytes:
+        _print_modes(records, console)
+        _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+    else:
+        console.print("nothing to send: no node has bytes for another")
+    if json:
+        write_json_lines(records, json)
 
 
 def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
@@ -124,14 +141,22 @@ def _print_stages(record: ModeRecord, console: Console) -> None:
     table = Table(title=f"stages of mode '{record.mode}'", title_justify="left")
     for name in ("stage", "MB", "who sends to whom"):
         table.add_column(name, justify="left" if name.startswith("who") else "right")
-    stages = list(zip(record.dst_node, record.duration_bytes, strict=True))
+    stages, is_large = list(zip(record.dst_node, record.duration_bytes, strict=True)), record.num_nodes > NUM_LETTERS
     for stage, (dst_node, length) in enumerate(stages[:_MOST_ROWS]):
-        pairs = [f"{node_letter(src)}>{node_letter(dst)}" for src, dst in enumerate(dst_node) if dst >= 0]
-        table.add_row(str(stage), f"{length / 1e6:,.2f}", " ".join(pairs))
+        pairs = [
+            f"{src}>{dst}" if is_large else f"{node_letter(src)}>{node_letter(dst)}"
+            for src, dst in enumerate(dst_node)
+            if dst >= 0
+        ]
+        more = [f"and {len(pairs) - _MOST_ROWS} more"] if len(pairs) > _MOST_ROWS else []
+        table.add_row(str(stage), f"{length / 1e6:,.2f}", " ".join(pairs[:_MOST_ROWS] + more))
     if len(stages) > _MOST_ROWS:
         table.add_row("...", "", f"and {len(stages) - _MOST_ROWS} more")
     console.print(table)
-    console.print("when each node sends (down) to which node (letters), · while it sends nothing")
+    others = f", # for nodes from {NUM_LETTERS} on" if is_large else ""
+    console.print(f"when each node sends (down) to which node (letters{others}), · while it sends nothing")
     width = max(20, console.width - 4)
-    for line in draw_gantt(record.dst_node, record.num_bytes, record.duration_bytes, width):
+    for line in draw_gantt(record.dst_node, record.num_bytes, record.duration_bytes, width, _MOST_ROWS):
         console.print(line, no_wrap=True, highlight=False, overflow="crop")
+    if record.num_nodes > _MOST_ROWS:
+        console.print(f"... and {record.num_nodes - _MOST_ROWS} more nodes")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.running import num_devices
+from fusco.cli.running import Interrupted, num_devices
 from fusco.cli.train_presets import PRESETS, PresetName, from_preset
 from fusco.cli.train_tables import how_to_replay, print_runs
 
@@ -168,10 +168,8 @@ def _run(
     try:
         with _showing(job, console) as report:
             return start(job, report, keeps_routing=keeps_routing, log=json)
-    except KeyboardInterrupt:
-        where = f"; the steps until then are in {json}" if json else ""
-        console.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
-        raise
+    except Interrupted as interrupt:
+        raise Interrupted(f"; the steps until then are in {json}" if json else "") from interrupt
 
 
 @contextmanager

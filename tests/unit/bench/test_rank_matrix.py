@@ -32,7 +32,7 @@ def test_a_token_goes_once_for_each_of_its_experts():
 
 @pytest.mark.parametrize("matrix", list(ExchangeMatrix))
 def test_ranks_send_others_what_was_asked_for(matrix):
-    rank_bytes = make_rank_bytes(matrix, workload([[0, 1], [2, 3]]), 1_000_000, 0.8, seed=3)
+    rank_bytes = make_rank_bytes(matrix, 4, 1_000_000, skew=0.8, seed=3, workload=workload([[0, 1], [2, 3]]))
     to_others = rank_bytes.sum() - np.trace(rank_bytes)
     assert 4_000_000 - 16 <= to_others <= 4_000_000
 
@@ -47,4 +47,4 @@ def test_a_trace_that_stays_at_home_needs_no_bytes():
         num_topk=1,
         trace=Trace(np.array([[0]]), "by hand"),
     )
-    assert make_rank_bytes(ExchangeMatrix.TRACE, one, 100, 0.8, seed=0).tolist() == [[0]]
+    assert make_rank_bytes(ExchangeMatrix.TRACE, 1, 100, workload=one).tolist() == [[0]]

@@ -50,6 +50,26 @@ def test_imbalanced_traffic_is_bimodal():
     assert min(shares) < 0.15 < 0.85 < max(shares)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expert_to_rank", "message"),
+    [
+        (Pattern.IMBALANCED, [0, 0, 1, 1], "4 experts of a token do not fit on one of 2 nodes: node 0 has 2"),
+        (Pattern.SINGLE_NODE, [0, 0, 0, 0, 0, 1], "4 experts of a token do not fit on one of 2 nodes: node 1 has 1"),
+        (Pattern.IMBALANCED, [0, 0, 0, 0, 1, 1], "do not fit outside node 0: the other nodes have 2"),
+    ],
+)
+def test_nodes_must_have_a_tokens_experts(pattern, expert_to_rank, message):
+    with pytest.raises(ValueError, match=message):
+        Workload(
+            pattern=pattern,
+            topology=Topology((0, 1)),
+            placement=ExpertPlacement.explicit(expert_to_rank, 2),
+            tokens=4,
+            hidden=1,
+            num_topk=4,
+        )
+
+
 def test_lower_bound_by_hand():
     trace = Trace(np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 40]]), "by hand")
     load = workload(Pattern.TRACE, nodes=2, per_node=1, tokens=2, trace=trace)
@@ -77,6 +97,28 @@ def test_traces_come_as_npz_or_npy(tmp_path):
     np.save(tmp_path / "floats.npy", np.zeros((3, 2, 8)))
     with pytest.raises(ValueError, match="not ids"):
         Trace.load(tmp_path / "floats.npy", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.full((4, 8), -7), r"the trace ids, layer 0 names expert -7 \(token 0, slot 0\), but there are 64"),
+        (np.array([[0] * 8, [-1] * 7 + [64]]), r"names expert 64 \(token 1, slot 7\), .* 0 to 63, and -1 means none"),
+        (np.zeros((0, 8), np.int64), "the trace ids, layer 0 has no tokens"),
+        (np.full((4, 8), 2**63 + 5, np.uint64), "names expert 9223372036854775813, more than int64 holds"),
+    ],
+)
+def test_ids_that_are_no_experts_are_refused(ids, message, tmp_path):
+    np.save(tmp_path / "ids.npy", ids)
+    with pytest.raises(ValueError, match=message):
+        workload(Pattern.TRACE, trace=Trace.load(tmp_path / "ids.npy", None, 0))
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 and no more"], ids=["empty", "junk", "broken zip"])
+def test_a_file_that_is_no_trace_is_named(content, tmp_path):
+    (tmp_path / "ids.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"/ids.npy is no npy or npz file of numbers$"):
+        Trace.load(tmp_path / "ids.npy", None, 0)
 
 
 def test_the_shipped_trace_is_qwen3():

@@ -75,6 +75,48 @@ def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(monkeypatch):
         world.run(fail_or_sleep, 2)
 
 
+@pytest.mark.multirank
+def test_a_world_left_by_an_error_does_not_wait_for_ranks_at_work():
+    world = LocalWorld(2)
+    world.run(rank_of, 2)
+    world.start(fail_or_sleep, 2)
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="anything"), world:
+        raise KeyError("anything")
+    assert time.monotonic() - start < 10.0
+    assert not any(process.is_alive() for process in world.processes)
+
+
+def rank_of(group: dist.ProcessGroup) -> int:
+    return dist.get_rank(group)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_an_interrupt_is_for_the_parent_alone(start_method):
+    with LocalWorld(2, start_method=start_method) as world:
+        if start_method == "forkserver":  # a moment after it is forked
+            world.run(rank_of, 2)
+        for process in world.processes:
+            os.kill(process.pid, signal.SIGINT)
+        assert world.run(rank_of, 2) == [0, 1]
+
+
+def die(group: dist.ProcessGroup) -> None:
+    os._exit(3)
+
+
+@pytest.mark.multirank
+def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
+    with LocalWorld(2) as world:
+        world.run(rank_of, 2)
+        world.start(die, 2)
+        for process in world.processes:
+            process.join(timeout=30)
+        with pytest.raises(RankFailedError, match=r"^rank 0: its process died with exit code 3$"):
+            world.start(rank_of, 2)
+
+
 def test_environments_must_be_as_many_as_ranks():
     with pytest.raises(ValueError, match="3 ranks need an environment each, got 2"):
         LocalWorld(3, environment=[{}, {}])
@@ -111,7 +153,7 @@ def test_shape_on_this_machine(device, asked, num_gpus, shape):
     ("asked", "num_gpus", "message"),
     [
         ((2, 4), 4, "8 ranks need a GPU each, but torch finds 4"),
-        ((None, None), 0, "1 ranks need a GPU each, but torch finds 0"),
+        ((None, None), 0, "--device cuda needs a GPU, and torch finds none"),
         ((3, None), 4, "4 GPUs do not divide among 3 nodes; pass --ranks-per-node"),
         ((3, 2), 4, "6 ranks need a GPU each, but torch finds 4"),
     ],

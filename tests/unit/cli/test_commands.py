@@ -5,14 +5,20 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import fusco
 from fusco.balancer import BALANCERS
 from fusco.bench.traffic import Pattern
+from fusco.bench.variants import choose_variants
+from fusco.cli import checkup
 from fusco.cli.main import app
-from fusco.cli.options import BalancerName, Traffic, split_names
+from fusco.cli.options import BalancerName, Traffic, choose_names
+
+ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments):
@@ -47,11 +53,51 @@ def test_plan_explains_every_pattern(traffic, tmp_path):
     assert "duplicates avoided" in done.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--matrix", ","], "--matrix needs at least one name"),
+        (["--matrix", "uniform,diagonal"], "matrix 'diagonal' is none of uniform, random, zipf, trace"),
+        (["--matrix", "uniform,zipf", "--layer", "1"], "--layer goes with --matrix trace, not with uniform, zipf"),
+        (["--num-experts", "64"], "the trace qwen3_30b_a3b_sharegpt1024, layer 0 names expert"),
+    ],
+)
+def test_bench_alltoall_says_what_does_not_fit(arguments, message):
+    done = run("bench", "alltoall", *arguments)
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch):
+    asked = []
+    monkeypatch.setattr("fusco.cli.bench_alltoall._run", lambda runs, *_: asked.extend(runs))
+    done = run("bench", "alltoall", "--matrix", "zipf,uniform", "--num-experts", "4")
+    assert done.exit_code == 0, done.output
+    assert [each.matrix for each in asked] == ["zipf", "uniform"]
+
+
 def test_plan_says_what_does_not_fit():
     done = run("plan", "--num-experts", "30")
-    assert "30 experts do not divide evenly among 8 ranks" in str(done.exception)
+    assert "30 experts do not divide evenly among 8 ranks: choose --num-experts, a multiple of 8, such as 32" in str(
+        done.exception
+    )
     done = run("plan", "--traffic", "single-node", "--num-experts", "8", "--num-topk", "8")
     assert "8 experts of a token do not fit on one of 2 nodes" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tokens", "9999999999999999999999"],
+        ["--nodes", "100000"],
+        ["--seed", "9999999999999999"],
+        ["--num-experts", "99999999999"],
+    ],
+)
+def test_plan_refuses_what_no_memory_holds(arguments):
+    done = run("plan", *arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output
 
 
 def test_bad_input_is_a_sentence_and_exit_code_2():
@@ -73,6 +119,10 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
+        (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
+        (["--traffic", "uniform", "--trace-key", "ids"], "--trace-key goes with --traffic trace, not with uniform"),
+        (["--num-sms", "4"], "--num-sms is about GPUs: it goes with --device cuda"),
+        (["--variants", ","], "--variants needs at least one name"),
         (["--timeline", "out.json"], "it goes with --device cuda"),
         (
             ["--device", "cuda", "--timeline", "out.json", "--variants", "baseline"],
@@ -102,12 +152,69 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--json"],
+        ["schedule", "--json"],
+        ["bench", "shuffle", "--json"],
+        ["bench", "shuffle", "--device", "cuda", "--timeline"],
+        ["bench", "alltoall", "--json"],
+        ["bench", "schedule", "--json"],
+        ["bench", "balancers", "--json"],
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(arguments, tmp_path):
+    done = run(*arguments, str(tmp_path / "nowhere" / "out.json"))
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[-1]}'" in done.output
+    assert "there is no directory" in done.output
+
+
+def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
+    def is_full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("fusco.bench.results.write_json_lines", is_full)
+    done = run("plan", "--tokens", "64", "--json", str(tmp_path / "plan.jsonl"))
+    assert "no space left" in str(done.exception)
+    assert "duplicates avoided" in done.output
+
+
 def test_names_come_with_commas_or_repeated():
-    assert split_names(["fusco, baseline", "fusco", "no-engine"]) == ["fusco", "baseline", "no-engine"]
+    assert choose_names(["fusco, baseline", "fusco", "no-engine"], [], "variants") == ["fusco", "baseline", "no-engine"]
+    assert choose_names(None, ["a", "b"], "letters") == ["a", "b"]
+
+
+def test_the_version_is_told():
+    assert run("--version").output == f"fusco {fusco.__version__}\n"
+
+
+def test_help_lists_the_usual_variants():
+    output = "".join(run("bench", "shuffle", "--help").output.replace("│", " ").split())
+    assert f"Default:fusco,baseline;onCUDA{','.join(choose_variants('cuda', 1))},between" in output
+
+
+def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
+    needed = (ROOT / "pyproject.toml").read_text()
+    assert all(f'"{name}>={least}"' in needed for name, least in checkup.LEAST_VERSIONS.items())
+    monkeypatch.setattr(
+        checkup, "versions", lambda: {"python": "3.12", "torch": "2.5.1+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}
+    )
+    packages = next(finding for finding in checkup.examine() if finding.check == "packages")
+    assert (packages.state, packages.remedy) == ("missing", "pip install 'torch>=2.6'")
+
+
+def test_doctor_writes_what_it_prints(tmp_path):
+    done = run("doctor", "--json", str(tmp_path / "doctor.jsonl"))
+    assert done.exit_code == 0
+    assert "what to do" in done.output
+    written = [json.loads(line) for line in (tmp_path / "doctor.jsonl").read_text().splitlines()]
+    assert {"packages", "NCCL (between nodes on CUDA)"} <= {finding["check"] for finding in written}
 
 
 def test_doctor_finds_the_cpu_backend_usable():
-    done = run("doctor", "--json")
+    done = run("doctor", "--json", "-")
     assert done.exit_code == 0
     findings = {finding["check"]: finding for finding in map(json.loads, done.output.splitlines())}
     assert findings["shared memory"]["state"] == "ok"

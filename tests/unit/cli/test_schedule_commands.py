@@ -55,28 +55,57 @@ def test_a_matrix_from_a_file(suffix, tmp_path):
 
 
 def test_many_nodes_and_stages_are_cut_short():
-    done = run("schedule", "--nodes", "40", "--mode", "exact")
+    done = run("schedule", "--nodes", "40", "--mode", "spread-out")
     assert done.exit_code == 0, done.output
-    assert "more" in done.output
+    words = " ".join(done.output.replace("│", " ").split())
+    assert "N>O and 16 more 1 " in words  # of the first stage's pairs
+    assert "... and 15 more" in words  # stages
+    assert words.endswith("... and 16 more nodes")
+
+
+def test_nodes_without_a_letter_have_a_number():
+    done = run("schedule", "--nodes", "70", "--mode", "few")
+    assert done.exit_code == 0, done.output
+    assert "0>" in done.output
+    assert "#>" not in done.output
+    assert "letters, # for nodes from 62 on" in done.output
+
+
+def test_options_of_a_matrix_that_is_made_do_not_go_with_a_file(tmp_path):
+    path = tmp_path / "matrix.csv"
+    path.write_text("0,1\n2,0\n")
+    done = run("schedule", "--file", str(path), "--nodes", "4", "--largest", "9")
+    assert "--nodes, --largest: for a matrix that is made" in str(done.exception)
 
 
 def test_one_node_has_nothing_to_send():
     done = run("schedule", "--nodes", "1")
     assert done.exit_code == 0, done.output
-    assert "lower bound: 0.0 MB" in done.output
+    assert "nothing to send" in done.output
+    assert "who sends to whom" not in done.output
 
 
 def test_what_is_refused(tmp_path):
     text, ragged = tmp_path / "matrix.txt", tmp_path / "ragged.csv"
     text.write_text("1")
-    ragged.write_text("0,1,2\n3,0,4\n")
+    ragged.write_text("0,1,2\n\n3,0\n")
+    wide = tmp_path / "wide.csv"
+    wide.write_text("0,1,2\n3,0,4\n")
     halves = tmp_path / "halves.npy"
     np.save(halves, np.full((2, 2), 0.5))
+    words, junk, empty = (tmp_path / name for name in ("words.csv", "junk.npy", "empty.csv"))
+    words.write_text("0,1\n2,two\n")
+    junk.write_bytes(b"junk")
+    empty.write_text("\n")
     negative = tmp_path / "negative.csv"
     negative.write_text("0,-1\n3,0\n")
     for path, message in (
         (text, "from a .npy or .csv file, got"),
-        (ragged, "must be a square matrix, got shape (2, 3)"),
+        (ragged, f"{ragged}, line 3: 2 entries, but 3 in the first row"),
+        (words, f"{words}, line 2: integers with commas between them are needed, got '2,two'"),
+        (junk, f"{junk} is no npy or npz file of numbers"),
+        (empty, f"{empty} is empty"),
+        (wide, "must be a square matrix, got shape (2, 3)"),
         (halves, "must hold integers, got float64"),
         (negative, "must not be negative, got -1 from node 0 to node 1"),
     ):
@@ -84,6 +113,19 @@ def test_what_is_refused(tmp_path):
         assert isinstance(done.exception, ValueError)
         assert message in str(done.exception)
     assert "bandwidths must be above zero" in str(run("schedule", "--internode-gbs", "0").exception)
+
+
+@pytest.mark.parametrize("arguments", [["--nodes", "257"], ["--largest", str(2**63 - 1)]])
+def test_what_would_not_fit_is_refused_as_an_option(arguments):
+    done = run("schedule", *arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output
+
+
+def test_sums_beyond_int64_are_refused():
+    done = run("schedule", "--nodes", "8", "--largest", str(2**62))
+    assert isinstance(done.exception, ValueError)
+    assert "more than int64 holds" in str(done.exception)
 
 
 def test_gantt_lines_have_one_width():

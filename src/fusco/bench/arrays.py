@@ -1,0 +1,54 @@
+"""Arrays from files that a user names: read, or refused in a sentence with the file's name."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of an npz file by name, or the one of an npy file as ``""``; ``ValueError`` for anything else."""
+    try:
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            return {"": content}
+        with content:
+            return {name: content[name] for name in content.files}
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no npy or npz file of numbers") from error
+
+
+def load_array(path: Path) -> npt.NDArray[Any]:
+    """The array of an npy file; ``ValueError`` for anything else."""
+    content = load_arrays(path)
+    if "" not in content:
+        raise ValueError(f"{path} holds {', '.join(content)} as an npz file; an npy file of one array is needed")
+    return content[""]
+
+
+def load_integers_of_csv(path: Path) -> list[list[int]]:
+    """The rows of a file with commas between integers and no header; ``ValueError`` with the line otherwise."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text") from error
+    rows: list[list[int]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append([int(cell) for cell in line.split(",")])
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: integers with commas between them are needed, got {line!r}"
+            ) from error
+        if len(rows[-1]) != len(rows[0]):
+            raise ValueError(f"{path}, line {number}: {len(rows[-1])} entries, but {len(rows[0])} in the first row")
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return rows
