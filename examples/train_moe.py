@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fusco import fsdp
@@ -28,11 +29,14 @@ config = Qwen3MoeConfig(
     num_experts_per_tok=2,
     moe_intermediate_size=64,
 )
-model = Qwen3MoeForCausalLM(config).to(device)
+model = Qwen3MoeForCausalLM(config)  # parallelize puts each rank's part on its device
 
+# On GPUs experts are one grouped GEMM in bfloat16 only.
+narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+sharding = fsdp.Sharding(mixed_precision=narrow if device == "cuda" else MixedPrecisionPolicy())
 mesh = fsdp.build_mesh(ep_size=2)
 with fsdp.FuscoDispatcher(mesh.ep_group, max_tokens_per_rank=NUM_SEQUENCES * LENGTH) as dispatcher:
-    fsdp.parallelize(model, mesh, dispatcher)
+    fsdp.parallelize(model, mesh, dispatcher, sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1 + rank)  # and has its own batches: here, numbers that count up from a random one
     for step in range(20):
@@ -45,6 +49,7 @@ with fsdp.FuscoDispatcher(mesh.ep_group, max_tokens_per_rank=NUM_SEQUENCES * LEN
         loss = fsdp.scale_loss(loss_sum, NUM_SEQUENCES * LENGTH, mesh)
         loss.backward()
         norm = fsdp.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        dispatcher.synchronize()  # raises if a rank failed, before its gradients are used
         optimizer.step()
         optimizer.zero_grad()
         mean = fsdp.global_sum(loss, mesh)

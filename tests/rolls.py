@@ -15,7 +15,7 @@ class ThreadsRoll(RollCall):
     """The roll of one thread; all of a world share a store."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
-        self.rank, self.world_size, self.store, self._timeout_s = rank, world_size, store, timeout_s
+        self.rank, self.world_size, self.store, self.timeout_s = rank, world_size, store, timeout_s
         self.name = f"rank {rank}"  # of a group of PyTorch's, and these know each other by name in a process
         self.wait_until = self._wait_until
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fusco.errors import ClosedError as ClosedError
     from fusco.errors import CompileError as CompileError
     from fusco.errors import FuscoError as FuscoError
+    from fusco.errors import LaunchError as LaunchError
     from fusco.errors import MismatchError as MismatchError
     from fusco.errors import PeerFailureError as PeerFailureError
     from fusco.errors import RejectedInputError as RejectedInputError
@@ -63,6 +64,7 @@ _NAME_TO_MODULE = {
     "ClosedError": "errors",
     "CompileError": "errors",
     "FuscoError": "errors",
+    "LaunchError": "errors",
     "MismatchError": "errors",
     "PeerFailureError": "errors",
     "RejectedInputError": "errors",

@@ -55,6 +55,7 @@ class CheckedEngine:
                 raise TypeError(f"expert_alignment must be an integer, got {alignment!r}")
             if alignment < 1:
                 raise ValueError(f"expert_alignment must be positive, got {alignment}")
+            self.checks.launching("dispatch", self.engine.topology.num_nodes)
             self.checks.sizing(options.static)
             if options.with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
@@ -95,6 +96,7 @@ class CheckedEngine:
         """Move rows along an earlier plan."""
 
         def check() -> None:
+            self.checks.launching("dispatch_again", self.engine.topology.num_nodes)
             self.checks.handle(handle)
             self.checks.payloads(payloads, handle.num_tokens)
 
@@ -111,6 +113,10 @@ class CheckedEngine:
     def combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> torch.Tensor:
         """Sum rows."""
 
+        def check() -> None:
+            self.checks.launching("combine", self.engine.topology.num_nodes)
+            self.checks.rows(y, handle)
+
         def terms() -> Terms:
             return {
                 "row": _describe(y),
@@ -123,16 +129,20 @@ class CheckedEngine:
             plan, weights = (None, None) if agreement.rejection else (handle.plan, handle.weights)
             return self.engine.combine(agreement, plan, y, weights, launch or Launch())
 
-        return self.collective("combine", lambda: self.checks.rows(y, handle), terms, work)
+        return self.collective("combine", check, terms, work)
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments."""
+
+        def check() -> None:
+            self.checks.waiting("shuffle")
+            self.checks.partners(send, receive)
 
         def work(agreement: Agreement, _: None) -> None:
             is_refused = bool(agreement.rejection)
             self.engine.shuffle(agreement, {} if is_refused else send, {} if is_refused else receive)
 
-        self.collective("shuffle", lambda: self.checks.partners(send, receive), dict, work)
+        self.collective("shuffle", check, dict, work)
 
     def all_to_all(
         self,
@@ -144,6 +154,7 @@ class CheckedEngine:
         """Exchange rows; ``splits`` are those of the output, then those of the input."""
 
         def check() -> ExchangeOrder:
+            self.checks.waiting("all_to_all")
             return self.checks.exchange(output, input_, splits, mode)
 
         def terms() -> Terms:
@@ -155,6 +166,7 @@ class CheckedEngine:
         """Memory that peers can read."""
 
         def check() -> None:
+            self.checks.waiting("empty")
             if not all(isinstance(size, int) and size >= 0 for size in shape):
                 raise ValueError(f"a shape has sizes that are no negative numbers, got {shape}")
 

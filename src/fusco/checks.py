@@ -20,6 +20,7 @@ from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 
 _MAX_PAYLOADS, _MAX_DIMS = 8, 6  # as many as fit into a record's text, whatever the sizes
+_LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,26 @@ class Checks:
         """The size of a dispatch's output."""
         if static is not None and not isinstance(static, StaticSlots):
             raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
-        if static is None and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if static is None and self._is_capturing:
             raise ValueError(
                 "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticSlots(num_slots)"
+            )
+
+    def launching(self, verb: str, num_nodes: int) -> None:
+        """A verb that only launches within a node, so that a CUDA graph may hold it there."""
+        if num_nodes > 1 and self._is_capturing:
+            raise ValueError(
+                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
+                f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
+                f"node a combine can be captured, and a dispatch with static=StaticSlots(num_slots)"
+            )
+
+    def waiting(self, verb: str) -> None:
+        """A verb that waits on the host for the device, wherever ranks are."""
+        if self._is_capturing:
+            raise ValueError(
+                f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
             )
 
     def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
@@ -142,6 +159,10 @@ class Checks:
             mode=mode,
         )
 
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
         world_size = self.placement.world_size
         if sizes is None:
@@ -215,6 +236,22 @@ def check_device(device: str | torch.device) -> torch.device:
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
     if not 0 <= index < torch.cuda.device_count():
         raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")
+    check_cuda_core()
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _LEAST_CAPABILITY:
+        raise ValueError(
+            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
+            f"fusco needs {'.'.join(map(str, _LEAST_CAPABILITY))} (A100) or newer"
+        )
     return torch.device("cuda", index)
+
+
+def has_cuda_core() -> bool:
+    """Whether the package is installed that compiles CUDA kernels."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+
+
+def check_cuda_core() -> None:
+    """Raise ``ValueError`` where it is not."""
+    if not has_cuda_core():
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")

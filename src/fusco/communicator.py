@@ -89,7 +89,6 @@ class Communicator:
         )
         self._checked = found(group, charter)
         self._engine, self._checks = self._checked.engine, self._checked.checks
-        self._verbs = Verbs(lambda x, handle: self._checked.dispatch_along([x], handle)[0], self._checked.combine)
         self._is_closed = False
 
     @property
@@ -136,8 +135,10 @@ class Communicator:
             static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
                 wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
                 the call can be captured in a CUDA graph (by all ranks, and replayed by all in the same order).
-                Between nodes the host waits for the counts of rows in any case, and nothing can be captured.
-            launch: how to use the device.
+                Between nodes the host waits for the counts of rows in any case, and nothing can be captured. What is
+                launched is in one order whichever streams it is called on, but a graph's replays are not in it: they,
+                and calls on other streams beside them, must be put in order by the caller.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             Rows, counts, weights if asked for, and the handle.
@@ -157,7 +158,8 @@ class Communicator:
         handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
         if with_weights and launch and launch.own_stream:
             self._engine.wait()  # weights are made on the caller's stream
-        weights, (first, *more) = self._in_graph(payloads, topk_weights if with_weights else None, rows, handle)
+        given_weights, verbs = topk_weights if with_weights else None, self._verbs(launch)
+        weights, (first, *more) = self._in_graph(payloads, given_weights, rows, handle, verbs)
         return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
 
     def dispatch_again(
@@ -168,7 +170,7 @@ class Communicator:
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from a ``dispatch`` of this communicator, of the same one on all ranks.
-            launch: how to use the device.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
@@ -176,7 +178,7 @@ class Communicator:
         """
         payloads = _as_list(x)
         rows = self._checked.dispatch_along(payloads, handle, launch)
-        _, rows = self._in_graph(payloads, None, rows, handle)
+        _, rows = self._in_graph(payloads, None, rows, handle, self._verbs(launch))
         return tuple(rows)
 
     def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
@@ -191,7 +193,7 @@ class Communicator:
                 rows are ignored.
             handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
                 up as they are.
-            launch: how to use the device.
+            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
@@ -199,7 +201,7 @@ class Communicator:
         """
         out = self._checked.combine(y, handle, launch)
         if wants_grad(y) or wants_grad(handle.topk_weights):
-            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs)  # type: ignore[no-untyped-call]
+            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -257,6 +259,7 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
+        self._checks.waiting("gather_send")
         self._checks.stream(segments, dst)
         self._engine.gather_send(segments, dst)
 
@@ -265,6 +268,7 @@ class Communicator:
 
         Raises as ``gather_send``.
         """
+        self._checks.waiting("scatter_recv")
         self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)
 
@@ -291,9 +295,11 @@ class Communicator:
     def synchronize(self) -> None:
         """Wait until everything that this communicator has launched is done; not a collective.
 
-        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile, and
+        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile,
+        ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
         ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
         """
+        self._checks.waiting("synchronize")
         self._engine.synchronize()
         if error := self._engine.pending_error():
             raise error
@@ -321,26 +327,22 @@ class Communicator:
         """Wait until every rank closes, then give everything back; a second call does nothing.
 
         Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
-        waited for. Raises ``SlotOverflowError`` as ``synchronize`` does.
+        waited for, and no error if all that was launched here is complete without them. Raises ``SlotOverflowError`` as
+        ``synchronize`` does.
         """
         if self._is_closed:
             return
-        overflow: Exception | None = None
+        pending: Exception | None = None
         try:
-            with self._engine.collective("close"):
-                self._engine.agree(Agreement("close"))
-                self._engine.synchronize()
-                overflow = self._engine.pending_error()
+            self._end_together()
+            pending = self._engine.pending_error()
         except ClosedError:
             pass  # it broke before, so there is nobody to wait for
-        except PeerFailureError as error:
-            if not error.has_left:
-                raise
         finally:
             self._is_closed = True
             self._engine.close()
-        if overflow:
-            raise overflow
+        if pending:
+            raise pending
 
     def leave(self) -> None:
         """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
@@ -361,18 +363,38 @@ class Communicator:
             self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         self.close()
 
+    def _end_together(self) -> None:
+        """Wait until all ranks have come to the end, and their devices, too."""
+        try:
+            with self._engine.collective("close"):
+                self._engine.agree(Agreement("close"))
+                self._engine.synchronize()
+            self._engine.settle()
+        except PeerFailureError as error:
+            if not (error.has_left and self._engine.has_finished()):
+                raise
+
     def _in_graph(
         self,
         payloads: Sequence[torch.Tensor],
         topk_weights: torch.Tensor | None,
         rows: list[torch.Tensor],
         handle: Handle,
+        verbs: Verbs,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """The weights of rows, if ``topk_weights`` are given, and the rows."""
         if topk_weights is None and not wants_grad(payloads[0]):
             return None, rows
-        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, self._verbs)  # type: ignore[no-untyped-call]
+        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, verbs)  # type: ignore[no-untyped-call]
         return weights, [first, *rows[1:]]
+
+    def _verbs(self, launch: Launch | None) -> Verbs:
+        """What the gradients of a call move by: launched as the call itself was, on the stream of the graph."""
+        mirrored = (launch or Launch()).on_callers_stream()
+        return Verbs(
+            lambda x, handle: self._checked.dispatch_along([x], handle, mirrored)[0],
+            lambda y, handle: self._checked.combine(y, handle, mirrored),
+        )
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,7 +22,11 @@ class TransportError(FuscoError):
 
 
 class CompileError(FuscoError):
-    """A kernel could not be compiled or loaded."""
+    """A kernel could not be compiled."""
+
+
+class LaunchError(FuscoError):
+    """A kernel could not be loaded or launched, perhaps since an earlier one, of whomever, has failed."""
 
 
 class SlotOverflowError(FuscoError):
@@ -55,13 +59,15 @@ class Stall:
     """What a rank waits for: the words of an error, should the wait run out.
 
     ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` and ``seen`` what should
-    have come from them and what came.
+    have come from them and what came. ``is_for_own_device`` if no rank is waited for, though any that dies may be what
+    the own device waits for.
     """
 
     phase: str
     on_ranks: tuple[int, ...]
     expected: str
     seen: str
+    is_for_own_device: bool = False
 
 
 class PeerFailureError(FuscoError):
@@ -69,7 +75,7 @@ class PeerFailureError(FuscoError):
 
     Attributes:
         rank: the rank that raises.
-        peers: the ranks at fault.
+        peers: the ranks at fault; none where one waited for its own device, all others being there.
         operation: the collective that was under way, for example ``"dispatch #3"``.
         stall: what this rank was waiting for (phase, ranks, expected, seen).
         reason: how the fault showed, for example ``"rank 2 (pid 4711) is dead"``.
@@ -82,8 +88,8 @@ class PeerFailureError(FuscoError):
     ) -> None:
         self.rank, self.peers, self.operation, self.stall = rank, peers, operation, stall
         self.reason, self.has_left = reason, has_left
-        waited_for = ", ".join(map(str, stall.on_ranks)) or "nobody"
+        waited_for = f"rank(s) {', '.join(map(str, stall.on_ranks))}" if stall.on_ranks else "no other rank"
         super().__init__(
-            f"rank {rank} gave up in {operation}, phase '{stall.phase}', waiting for rank(s) {waited_for}: "
+            f"rank {rank} gave up in {operation}, phase '{stall.phase}', waiting for {waited_for}: "
             f"expected {stall.expected}, saw {stall.seen}. Cause: {reason}"
         )

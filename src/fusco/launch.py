@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -26,6 +26,10 @@ class Launch:
     def __post_init__(self) -> None:
         if self.num_sms is not None and self.num_sms < 1:
             raise ValueError(f"num_sms must be positive, got {self.num_sms}")
+
+    def on_callers_stream(self) -> Launch:
+        """The same, on the caller's stream: nobody could say when the result of the backward pass may be used."""
+        return replace(self, own_stream=False)
 
 
 @dataclass(frozen=True)

@@ -39,31 +39,31 @@ def world(world_of):
         yield world if device == "cpu" else DeviceWorld(world, in_nodes=world_of == "cuda-nodes")
 
 
-@pytest.fixture(scope="session")
-def four():
-    """Four ranks that are all of their default group, which meshes are made of."""
+def limited_world(world_of, num_ranks):
+    """Ranks that are all of their default group, which meshes are made of."""
     from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415  needs transformers
 
-    world = LimitedWorld(4, meet, LIMIT_S)
+    device = world_of.removesuffix("-nodes")
+    # Kernels are compiled when they are first used.
+    return LimitedWorld(num_ranks, meet, LIMIT_S if device == "cpu" else 3 * LIMIT_S, device)
+
+
+@pytest.fixture(scope="session")
+def four(world_of):
+    world = limited_world(world_of, 4)
     yield world
     world.close()
 
 
 @pytest.fixture(scope="session")
-def two():
-    """As ``four``."""
-    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415
-
-    world = LimitedWorld(2, meet, LIMIT_S)
+def two(world_of):
+    world = limited_world(world_of, 2)
     yield world
     world.close()
 
 
 @pytest.fixture(scope="session")
-def eight():
-    """As ``four``."""
-    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415
-
-    world = LimitedWorld(8, meet, LIMIT_S)
+def eight(world_of):
+    world = limited_world(world_of, 8)
     yield world
     world.close()

@@ -6,7 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_jobs import Run, dispatcher_of, mesh_of
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fusco import fsdp
+from fusco.fsdp.hugging_face import _Files, _Source
 
 _SEQUENCES = (2, 2, 2, 2)
 
@@ -58,6 +62,73 @@ def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
         optimizer = _optimizer(model)
         fsdp.load_checkpoint(path, model, optimizer)
         return _state_and_next(model, optimizer)
+
+
+def load_without_optimizer(
+    _: dist.ProcessGroup, run: Run, path: Path, own: Path
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Load the model of a checkpoint with an optimizer, save it without one, load that."""
+    with _trainer(run) as (model, _):
+        fsdp.load_checkpoint(path, model)
+        fsdp.save_checkpoint(own, model)
+    with _trainer(run) as (again, _):
+        fsdp.load_checkpoint(own, again)
+    return [{name: _whole(p) for name, p in each.named_parameters()} for each in (model, again)]
+
+
+def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Read what was written for transformers into a model that never was whole; and the most elements read at once."""
+    mesh, sizes = mesh_of(run.ep_size, run.dp_replicate), []
+    read = _Source.read
+
+    def watched(self: _Source, files: _Files, *more: Any) -> Any:
+        sizes.append(0)
+        return read(self, files, *more)
+
+    def reading(self: _Files, *what: Any) -> torch.Tensor:
+        tensor = read_file(self, *what)
+        sizes[-1] += tensor.numel()
+        return tensor
+
+    read_file = _Files.read
+    with fsdp.parameters_on_meta():
+        model = make_model(run.kind, **changes)
+    sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), sharding)
+    with pytest.raises(ValueError, match=r"has no memory: call fusco\.fsdp\.materialize first"):
+        fsdp.load_hugging_face(path, model)
+    fsdp.materialize(model, "cpu")
+    with mock.patch.object(_Source, "read", watched), mock.patch.object(_Files, "read", reading):
+        fsdp.load_hugging_face(path, model)
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}, max(sizes)
+
+
+def errors_of_import(_: dist.ProcessGroup, kind: str, path: Path) -> dict[str, str]:
+    """What is said of files that do not have the model's weights."""
+    mesh = mesh_of(2, 1)
+    model = make_model(kind)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    errors = {}
+    for name in ("missing", "shape", "quantized", "nothing"):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            fsdp.load_hugging_face(path / name, model)
+        errors[name] = str(error.value)
+    return errors
+
+
+def errors_of_export(_: dist.ProcessGroup, path: Path) -> tuple[str, str]:
+    """What ranks hear of if rank 0 cannot write, and of a model that is not of transformers."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError("this disk is full")
+
+    with _trainer(Run()) as (model, _):
+        model.save_pretrained = fail
+        with pytest.raises(OSError, match="this disk is full") as error:
+            fsdp.save_hugging_face(path, model)
+        with pytest.raises(TypeError) as type_error:
+            fsdp.save_hugging_face(path, model.model.layers[0])
+    return str(error.value), str(type_error.value)
 
 
 def load_alone(path: Path) -> State:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -74,7 +77,9 @@ class DroppingDispatcher(fsdp.TorchDispatcher):
 
 @lru_cache(maxsize=16)
 def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
-    return fsdp.build_mesh(ep_size, dp_replicate, device_type="cpu")
+    """On the device of this world's ranks: those with GPUs talk over NCCL."""
+    device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    return fsdp.build_mesh(ep_size, dp_replicate, device_type=device_type)
 
 
 @contextlib.contextmanager
@@ -89,13 +94,13 @@ def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
 
 
 @contextlib.contextmanager
-def parallel(run: Run) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
+def parallel(run: Run, **options: object) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
     """The model of a run."""
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_starved_model() if run.is_starved else make_model(run.kind)
         how = "none" if run.recomputes == "by transformers" else run.recomputes
-        sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+        sharding = fsdp.Sharding(expert_dim=run.expert_dim, **options)
         fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how)
         if run.divides:
             for module in model.modules():
@@ -142,7 +147,7 @@ def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, flo
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     """The largest difference, in units of the largest value."""
     assert ours is not None
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    whole = (ours.full_tensor() if isinstance(ours, DTensor) else ours).to(theirs.device)
     assert whole.shape == theirs.shape
     if not theirs.any():
         return float(whole.any())
@@ -177,7 +182,7 @@ def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[in
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     before = sum(nums_tokens[: dist.get_rank()])
     mine = slice(before, before + nums_tokens[dist.get_rank()])
-    x = whole.detach()[:, mine].clone().requires_grad_()
+    x = whole.detach()[:, mine].to(mesh.device_type, copy=True).requires_grad_()
     with dispatcher_of(run, mesh) as dispatcher:
         block = make_model(run.kind).model.layers[0].mlp
         fsdp.parallelize(block, mesh, dispatcher)
@@ -235,6 +240,21 @@ def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_si
     return differences
 
 
+def check_that_models_go(_: dist.ProcessGroup) -> None:
+    """A model that has called fusco by name is not kept alive by that."""
+    settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
+    with fsdp.registered_as_experts_implementation(mesh_of(1, 1).ep_group, SEQUENCE, settings=settings):
+        model = make_model("mixtral")
+        model.set_experts_implementation("fusco")
+        with torch.no_grad():
+            loss_sum(model, make_batch(0, 1))
+        experts = weakref.ref(model.model.layers[0].mlp.experts)
+        assert experts() is not None
+        del model
+        gc.collect()
+        assert experts() is None
+
+
 def error_of_whole_experts(_: dist.ProcessGroup) -> str:
     """What the implementation says where nobody has distributed the experts."""
     model = make_model("mixtral")
@@ -282,6 +302,53 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)
     return "none"
+
+
+def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
+    """What ``parallelize`` says to a dispatcher, or a model, that it cannot take."""
+    mesh, rank = mesh_of(2, 1), dist.get_rank()
+    dispatcher, others = fsdp.TorchDispatcher(mesh.ep_group), fsdp.TorchDispatcher(mesh.expert["efsdp"].get_group())
+    with fsdp.parameters_on_meta():
+        on_meta = make_model("qwen3")
+    once = make_model("qwen3")
+    fsdp.parallelize(once, mesh, dispatcher)
+    mistakes = {
+        "another group": (make_model("qwen3"), others),
+        "another group on rank 1": (make_model("qwen3"), others if rank == 1 else dispatcher),
+        "values on rank 0": (make_model("qwen3") if rank == 0 else on_meta, dispatcher),
+        "twice": (once, dispatcher),
+        "no forward": (nn.ModuleDict({"layer": make_model("qwen3").model.layers[0]}), dispatcher),
+    }
+    errors = {}
+    for name, (model, given) in mistakes.items():
+        before = [(id(parameter), type(parameter)) for parameter in model.parameters()]
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
+            fsdp.parallelize(model, mesh, given)
+        errors[name] = str(error.value)
+        assert before == [(id(parameter), type(parameter)) for parameter in model.parameters()]
+    return errors
+
+
+def bytes_while_sharding(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
+    """Bytes of this rank's experts of one layer; most that were distributed and not sharded yet; all left in the end.
+
+    FSDP moves a module to the device and shards it in ``fully_shard``, which is looked at before it begins.
+    """
+    most = 0
+
+    def watching(module: nn.Module, **options: object) -> nn.Module:
+        nonlocal most
+        distributed = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert["ep"]]
+        most = max(most, sum(parameter.to_local().nbytes for parameter in distributed))
+        return fully_shard(module, **options)
+
+    mesh, model = mesh_of(run.ep_size, run.dp_replicate), make_model(run.kind)
+    experts = model.model.layers[0].mlp.experts
+    layer = sum(parameter.nbytes for parameter in experts.parameters()) // run.ep_size
+    with mock.patch("fusco.fsdp.wrapping.fully_shard", watching):
+        fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    left = sum(p.to_local().untyped_storage().nbytes() for p in experts.parameters())
+    return {"layer": layer, "most": most, "left": left}
 
 
 def error_of_mesh(_: dist.ProcessGroup, ep_size: int, dp_replicate: int) -> str:
@@ -347,6 +414,49 @@ def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     assert all(bool(torch.isfinite(parameter.grad.full_tensor()).all()) for parameter in model.parameters())
     return dispatcher.seen
+
+
+class FrozenRouter(nn.Module):
+    """Sends tokens to experts by their place, so that rounding cannot send them elsewhere; weights are learned."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden):
+        logits, weights, experts = self.router(hidden)
+        place = torch.arange(len(experts), device=experts.device)[:, None]
+        experts = (place * 5 + torch.arange(experts.shape[1], device=experts.device)) % logits.shape[1]
+        return logits, logits.float().softmax(-1).gather(1, experts).to(weights.dtype), experts
+
+
+def make_frozen_model(kind: str) -> nn.Module:
+    model = make_model(kind)
+    for layer in model.model.layers:
+        layer.mlp.gate = FrozenRouter(layer.mlp.gate)
+    return model
+
+
+def differences_under_mixed_precision(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """As ``differences_of_gradients``, of gradients in bfloat16 from those of float32."""
+    rank, expected = dist.get_rank(), make_frozen_model(run.kind)
+    batches = [make_batch(each, num) for each, num in enumerate(run.nums_sequences)]
+    num_all = sum(map(num_targets, batches))
+    loss = sum(loss_sum(expected, batch) for batch in batches) / num_all  # tokens have the places that they have here
+    loss.backward()
+    alone_loss = float(loss.detach())
+    mesh = mesh_of(run.ep_size, run.dp_replicate)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with dispatcher_of(run, mesh) as dispatcher:
+        model = make_frozen_model(run.kind)
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(mixed_precision=policy))
+        ours = fsdp.scale_loss(loss_sum(model, batches[rank]), num_targets(batches[rank]), mesh)
+        ours.backward()
+        differences = {
+            name: difference(parameter.grad, expected.get_parameter(name).grad)
+            for name, parameter in model.named_parameters()
+        }
+        return {"loss": abs(float(fsdp.global_sum(ours, mesh)) / alone_loss - 1), **differences}
 
 
 def prefetched(_: dist.ProcessGroup) -> tuple[dict[str, list[str]], ...]:

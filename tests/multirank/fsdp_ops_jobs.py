@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from fsdp_jobs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from fsdp_models import SEQUENCE, alone, make_model
+from gradient_jobs import launches
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fusco import fsdp
+from fusco import Launch, fsdp
 from fusco.checked_engine import CheckedEngine
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -67,6 +69,38 @@ def verbs_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, Counter[str]]:
         return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=ops.num_handles())}
 
 
+def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
+    """How a step launches whatever moves rows, forward and backward."""
+    with parallel(run) as (model, mesh), launches() as seen:
+        step(run, model, mesh)
+    return [launch for _, launch in seen]
+
+
+def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
+    """In which order a step begins to gather parameters and calls the verbs."""
+    events: list[str] = []
+    unshard, collective = FSDPParamGroup.unshard, CheckedEngine.collective
+
+    def gathering(self: FSDPParamGroup, async_op: bool = False) -> Any:
+        if self._all_gather_result is None and not self.is_unsharded:
+            events.append(f"gather {self._module_fqn}".replace(" model.", " "))
+        return unshard(self, async_op)
+
+    def calling(self: CheckedEngine, operation: str, *more: Any) -> Any:
+        events.append(operation)
+        return collective(self, operation, *more)
+
+    run = Run()
+    with parallel(run, has_prefetch=has_prefetch) as (model, mesh):
+        step(run, model, mesh)  # FSDP finds out who is whose child
+        with (
+            mock.patch.object(FSDPParamGroup, "unshard", gathering),
+            mock.patch.object(CheckedEngine, "collective", calling),
+        ):
+            step(run, model, mesh)
+    return events
+
+
 def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
     """How often a step of a model with TorchDispatcher exchanges rows, forward and backward."""
     with parallel(run) as (model, _):
@@ -76,6 +110,33 @@ def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
             loss.backward()
     name = "_c10d_functional::all_to_all_single"
     return {"forward": forward.calls[name], "backward": backward.calls[name]}
+
+
+def host_waits_of_a_dispatch(_: dist.ProcessGroup) -> dict[str, int]:
+    """How often TorchDispatcher asks for values of tensors, for which a CUDA host waits; forward and backward."""
+    dispatcher, inputs = fsdp.TorchDispatcher(mesh_of(2, 1).ep_group), _inputs(7, ("x", "weights"))
+    inputs["topk_idx"][0, 1] = -1
+    waits: Counter[str] = Counter()
+    tolist = torch.Tensor.tolist
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name, kwargs = func.name(), kwargs or {}
+            is_sized = kwargs.get("output_size") is not None
+            if name in ("aten::_local_scalar_dense", "aten::bincount", "aten::nonzero", "aten::_unique2") or (
+                name == "aten::repeat_interleave.Tensor" and not is_sized
+            ):
+                waits[name] += 1
+            return func(*args, **kwargs)
+
+    def counted(self):
+        waits["tolist"] += 1
+        return tolist(self)
+
+    with mock.patch.object(torch.Tensor, "tolist", counted), Waits():
+        arrival = dispatcher.dispatch(inputs["x"], inputs["topk_idx"], inputs["weights"], NUM_EXPERTS)
+        dispatcher.combine(arrival.rows * 3, arrival).sum().backward()
+    return dict(waits)
 
 
 def differences_from_verbs(_: dist.ProcessGroup, wants: tuple[str, ...]) -> dict[str, float]:
@@ -161,6 +222,18 @@ def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
             with pytest.raises(RuntimeError, match="was changed in place and cannot be used again"):
                 loss.backward()
+
+
+def check_caches(_: dist.ProcessGroup, run: Run) -> None:
+    """A cache is refused where a block would be computed again, and taken where it would not."""
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64)
+    with parallel(run) as (model, _):
+        with pytest.raises(ValueError, match="call the model with use_cache=False"):
+            model(input_ids=ids, use_cache=True)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        assert cache.get_seq_length() == SEQUENCE
 
 
 def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:

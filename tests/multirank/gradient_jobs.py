@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rank_setup import Setup, poison_recycler
 
 import fusco
+from fusco.checked_engine import CheckedEngine
 from generator import Case, values
 
 HIDDEN = 3
@@ -184,3 +187,39 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
         (rows * 2).sum().backward()
         copies = (case.topk_idx(comm.rank) >= 0).sum(1).double()
         torch.testing.assert_close(x.grad, 2 * copies[:, None, None].expand_as(x))
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
+    """How each collective that moves rows is launched, in turn."""
+    seen: list[tuple[str, fusco.Launch | None]] = []
+    dispatch, along, combine = CheckedEngine.dispatch, CheckedEngine.dispatch_along, CheckedEngine.combine
+
+    def dispatching(self, payloads, topk_idx, topk_weights, options):
+        seen.append(("dispatch", options.launch))
+        return dispatch(self, payloads, topk_idx, topk_weights, options)
+
+    def going_along(self, payloads, handle, launch=None):
+        seen.append(("dispatch_again", launch))
+        return along(self, payloads, handle, launch)
+
+    def combining(self, y, handle, launch=None):
+        seen.append(("combine", launch))
+        return combine(self, y, handle, launch)
+
+    with mock.patch.multiple(CheckedEngine, dispatch=dispatching, dispatch_along=going_along, combine=combining):
+        yield seen
+
+
+def launches_of_gradients(group: dist.ProcessGroup, setup: Setup) -> list[tuple[str, fusco.Launch | None]]:
+    """How the backward pass is launched of a dispatch, a combine, and a dispatch again, each launched its own way."""
+    with setup.open(group) as comm:
+        inputs = inputs_of(setup.case("ragged", 3, comm.topology.world_size), Layer(), comm.rank)
+        topk_idx = setup.case("ragged", 3, comm.topology.world_size).topk_idx(comm.rank)
+        launch_of = {name: fusco.Launch(num_sms=i + 1, own_stream=True) for i, name in enumerate("dca")}
+        sent = comm.dispatch(inputs["x"], topk_idx, inputs["weights"], launch=launch_of["d"])
+        out = comm.combine(sent.rows, sent.handle, launch=launch_of["c"])
+        (again,) = comm.dispatch_again(out, sent.handle, launch=launch_of["a"])
+        with launches() as seen:
+            again.sum().backward()
+    return seen

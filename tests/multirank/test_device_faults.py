@@ -20,6 +20,7 @@ PLANNING = "fusco.engine.cuda.kernels:Kernels.plan"
 STAGING = "fusco.engine.cuda.kernels:Kernels.stage"
 SUMMING = "fusco.engine.cuda.kernels:Kernels.combine"
 NETWORK = "fusco.engine.cuda.network:Network.exchange"
+SETTLING = "fusco.engine.cuda.engine:CudaEngine.settle"
 EXACT, STATIC = None, fusco.StaticSlots(4096)
 
 
@@ -73,3 +74,12 @@ def test_a_rank_fails_with_the_network_of_others_under_way(tmp_path, how, is_hos
     fates = fates_of(fault, STATIC, is_host_blind=is_host_blind, num_nodes=2)
     # A host that does not look hears of it when the guard has ended the network, and asks around then.
     assert_all_blame_the_victim(fates, fault, (1 + is_host_blind) * TIMEOUT_S + SLACK_S)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_rank_that_dies_when_all_devices_are_done_is_not_missed(tmp_path, num_nodes):
+    fault = Fault(how=die, victims=(VICTIM,), where=SETTLING, times=tmp_path)
+    for fate in fates_of(fault, EXACT, num_nodes=num_nodes):
+        assert fate.kind == "", fate
+        assert fate.closing_s < CLOSING_S, fate
+        assert fate.does_device_work, fate

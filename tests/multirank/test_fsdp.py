@@ -16,18 +16,22 @@ import fsdp_jobs as jobs
 from fsdp_jobs import Run
 from fsdp_models import make_model
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+pytestmark = pytest.mark.multirank
 
 ROOT = Path(__file__).parents[2]
 RTOL = 5e-6  # of the largest gradient of a parameter; measured: up to 1.1e-6
 NORM_RTOL = 1e-6  # of loss and gradient norms; measured: up to 5.3e-7
+# There, too, the reference is one process on the CPU. A GPU adds in another order and has exponentials of its own; how
+# far that takes it has not been measured.
+SLACK_ON_CUDA = 10
 
 
-def assert_small(differences):
+def assert_small(differences, device="cpu"):
+    slack = SLACK_ON_CUDA if device == "cuda" else 1
     wrong = {
         name: difference
         for name, difference in differences.items()
-        if not difference < (NORM_RTOL if name == "loss" or name.startswith("norm ") else RTOL)
+        if not difference < slack * (NORM_RTOL if name == "loss" or name.startswith("norm ") else RTOL)
     }
     assert not wrong
 
@@ -39,9 +43,10 @@ def test_gradients_are_those_of_one_process(four, ep_size, expert_dim, dispatche
     run = Run(ep_size=ep_size, expert_dim=expert_dim, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
         assert any("mlp.gate.weight" in name for name in differences)
-        assert_small(differences)
+        assert_small(differences, four.device)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_the_divide_factor_of_fsdp_would_be_seen(four, ep_size):
     """Its experts' gradients are ``ep_size`` times too large: off by ``ep_size - 1``."""
@@ -54,11 +59,13 @@ def test_the_divide_factor_of_fsdp_would_be_seen(four, ep_size):
                 assert wrong < RTOL
 
 
+@pytest.mark.cpu_only
 def test_a_dropped_token_would_be_seen(four):
     for differences in four.run(jobs.differences_of_gradients, Run(dispatcher="drops a token")):
         assert min(wrong for name, wrong in differences.items() if name != "norm inf") > 10 * RTOL
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
@@ -72,7 +79,7 @@ def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
 def test_ranks_without_labels(four, ep_size, dispatcher):
     run = Run(ep_size=ep_size, nums_sequences=(0, 2, 0, 0), dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert_small(differences)
+        assert_small(differences, four.device)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -81,7 +88,7 @@ def test_ranks_without_tokens(four, nums_tokens, dispatcher):
     for ep_size in (2, 4):
         run = Run(ep_size=ep_size, dispatcher=dispatcher)
         for differences in four.run(jobs.differences_of_a_block, run, nums_tokens):
-            assert_small(differences)
+            assert_small(differences, four.device)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -90,7 +97,7 @@ def test_ranks_whose_experts_get_no_tokens(four, ep_size, dispatcher):
     for expert_dim in (0, 1):
         run = Run(ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
         for differences in four.run(jobs.differences_of_gradients, run):
-            assert_small(differences)
+            assert_small(differences, four.device)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "gpt-oss"])
@@ -98,7 +105,7 @@ def test_other_architectures(four, kind):
     for ep_size, dispatcher in ((2, "fusco"), (4, "torch")):
         run = Run(kind=kind, ep_size=ep_size, dispatcher=dispatcher)
         for differences in four.run(jobs.differences_of_gradients, run):
-            assert_small(differences)
+            assert_small(differences, four.device)
 
 
 @pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
@@ -106,7 +113,7 @@ def test_other_architectures(four, kind):
 def test_replicas(four, dp_replicate, ep_size, expert_dim):
     run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert_small(differences)
+        assert_small(differences, four.device)
 
 
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
@@ -115,14 +122,16 @@ def test_replicas(four, dp_replicate, ep_size, expert_dim):
 def test_activation_checkpointing(four, kind, dispatcher, recomputes):
     run = Run(kind=kind, recomputes=recomputes, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
-        assert_small(differences)
+        assert_small(differences, four.device)
 
 
+@pytest.mark.cpu_only
 def test_under_mixed_precision_narrow_rows_travel_and_weights_stay_exact(four):
     for seen in four.run(jobs.dtypes_under_mixed_precision):
         assert seen == {"x": "torch.bfloat16", "weights": "torch.float32", "y": "torch.bfloat16"}
 
 
+@pytest.mark.cpu_only
 def test_the_next_block_and_its_experts_are_asked_for_ahead_of_time(four):
     forward, backward = four.run(jobs.prefetched)[0]
     first, second = ["layers.0", "layers.0.mlp.experts"], ["layers.1", "layers.1.mlp.experts"]
@@ -130,12 +139,23 @@ def test_the_next_block_and_its_experts_are_asked_for_ahead_of_time(four):
     assert backward == {"": second, "layers.1": first}
 
 
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_narrow_gradients_are_those_of_one_process_with_wide_ones(four, ep_size, dispatcher):
+    """But for the rounding of bfloat16, with frozen routing; parameters and what is reduced stay float32."""
+    for differences in four.run(jobs.differences_under_mixed_precision, Run(ep_size=ep_size, dispatcher=dispatcher)):
+        assert any(".experts." in name for name in differences)
+        assert differences.pop("loss") < 2e-3  # measured: 7.2e-4
+        assert max(differences.values()) < 0.06  # measured: 0.032
+
+
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_gradient_accumulation(four, ep_size):
     for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
-        assert_small(differences)
+        assert_small(differences, four.device)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("run", "changes", "text"),
     [
@@ -157,21 +177,49 @@ def test_what_cannot_be_sharded_is_named(four, run, changes, text):
     assert four.run(jobs.error_of, run, changes) == [text] * 4
 
 
+@pytest.mark.cpu_only
 def test_an_unknown_way_of_checkpointing(four):
     for text in four.run(jobs.error_of, Run(recomputes="all"), {}):
         assert text == "activation_checkpointing must be one of ('none', 'full', 'selective'), got 'all'"
 
 
+@pytest.mark.cpu_only
 def test_a_model_without_experts(four):
     for text in four.run(jobs.error_of, Run(), {"decoder_sparse_step": 5}):
         assert text.startswith("Qwen3MoeForCausalLM has no module of experts")
 
 
+@pytest.mark.cpu_only
 def test_weights_that_differ_between_ranks(four):
     for text in four.run(jobs.error_of, Run(), {}, seed_by_rank=True):
         assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")
 
 
+@pytest.mark.cpu_only
+def test_what_cannot_be_parallelized_is_refused_on_all_ranks_before_anything_changes(four):
+    for rank, errors in enumerate(four.run(jobs.errors_of_misuse)):
+        ours, theirs = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+        wrong_group = f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}"
+        assert errors["another group"] == wrong_group
+        refused = "rank 1 has refused what it was given; its error says why"
+        assert errors["another group on rank 1"] == (wrong_group if rank == 1 else refused)
+        assert errors["values on rank 0"].startswith(
+            "parameter model.embed_tokens.weight has values on some ranks and is on the meta device on others"
+        )
+        assert errors["twice"].startswith("parameter model.embed_tokens.weight is distributed already")
+        assert errors["no forward"].startswith("FSDP cannot shard a ModuleDict, which has no forward")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_experts_are_sharded_a_layer_at_a_time(four, ep_size):
+    """So that a device never holds the experts of all layers, not even those of its "ep" rank."""
+    for seen in four.run(jobs.bytes_while_sharding, Run(ep_size=ep_size)):
+        assert seen["most"] == seen["layer"]
+        assert seen["left"] == seen["layer"] // (4 // ep_size)
+
+
+@pytest.mark.cpu_only
 def test_meshes_that_do_not_fit(four):
     assert (
         four.run(jobs.error_of_mesh, 3, 1)
@@ -180,11 +228,13 @@ def test_meshes_that_do_not_fit(four):
     assert four.run(jobs.error_of_mesh, 0, 1) == ["ep_size must be positive, got 0"] * 4
 
 
+@pytest.mark.cpu_only
 def test_more_tokens_than_the_dispatcher_was_made_for(four):
     for text in four.run(jobs.error_of_too_many_tokens):
         assert "max_tokens_per_rank=1" in text
 
 
+@pytest.mark.cpu_only
 @pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="transformers distributes models with accelerate only"
 )
@@ -195,6 +245,7 @@ def test_models_that_transformers_distributes(four, tmp_path, ep_size):
         assert_small(differences)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, kind, ep_size):
@@ -202,6 +253,12 @@ def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, k
         assert_small(differences)
 
 
+@pytest.mark.cpu_only
+def test_models_that_call_fusco_by_name_are_not_kept_alive(two):
+    two.run(jobs.check_that_models_go)
+
+
+@pytest.mark.cpu_only
 def test_experts_that_nobody_has_distributed(four):
     for text in four.run(jobs.error_of_whole_experts):
         assert text == (
@@ -210,6 +267,7 @@ def test_experts_that_nobody_has_distributed(four):
         )
 
 
+@pytest.mark.cpu_only
 def test_the_example_learns():
     """A whole program, under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_moe.py"]
@@ -221,6 +279,7 @@ def test_the_example_learns():
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 2), (2, 4), (1, 2)])
 @pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
 def test_eight_ranks(eight, dp_replicate, ep_size, dispatcher):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 import fsdp_checkpoint_jobs as jobs
 import transformers
 from fsdp_jobs import Run
+from fsdp_models import make_model
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
@@ -56,3 +59,77 @@ def test_what_is_exported_reloads(four, tmp_path, kind):
     assert model.state_dict().keys() == weights.keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_model_loads_without_an_optimizer(four, tmp_path):
+    saved, *_ = four.run(jobs.save, Run(ep_size=2), tmp_path / "whole")
+    for loaded in four.run(jobs.load_without_optimizer, Run(ep_size=4), tmp_path / "whole", tmp_path / "model"):
+        for weights in loaded:
+            assert weights
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, saved.now[name]), name
+
+
+def test_all_ranks_hear_of_an_export_that_fails(four, tmp_path):
+    (first, _), *others = errors = four.run(jobs.errors_of_export, tmp_path)
+    assert first == "this disk is full"
+    for text, _ in others:
+        assert text == f"rank 0 could not write {tmp_path}: PermissionError('this disk is full')"
+    for _, text in errors:
+        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is no model of transformers"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
+def test_weights_of_transformers_are_read_part_by_part(four, two, tmp_path, kind):
+    """Written in several files; names and layouts of experts in files are each architecture's own."""
+    model = make_model(kind)
+    expected = model.state_dict()
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    experts = max(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    for world, run in (
+        (four, Run(kind=kind, ep_size=4)),
+        (four, Run(kind=kind, ep_size=2, expert_dim=0)),
+        (four, Run(kind=kind, ep_size=1, dp_replicate=2)),
+        (two, Run(kind=kind, ep_size=2)),
+    ):
+        for weights, most_read in world.run(jobs.load_export, run, tmp_path):
+            assert weights.keys() == expected.keys()
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, expected[name]), name
+            assert most_read <= experts // run.ep_size
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_what_is_exported_is_read_with_another_ep_size(four, tmp_path, kind):
+    exported, *_ = four.run(jobs.export, Run(kind=kind, ep_size=2), tmp_path)
+    for weights, _ in four.run(jobs.load_export, Run(kind=kind, ep_size=4), tmp_path):
+        assert weights.keys() == exported.keys()
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in weights.items())
+
+
+def test_ranks_without_a_part_read_nothing(four, tmp_path):
+    """Two experts among four ranks."""
+    changes = {"num_experts": 2, "num_experts_per_tok": 1}
+    model = make_model("qwen3", **changes)
+    model.save_pretrained(tmp_path)
+    for weights, _ in four.run(jobs.load_export, Run(ep_size=1, expert_dim=0), tmp_path, **changes):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[name]), name
+
+
+def test_files_without_the_weights_of_the_model(four, tmp_path):
+    make_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path / "missing")
+    make_model("qwen3", moe_intermediate_size=16).save_pretrained(tmp_path / "shape")
+    make_model("qwen3").save_pretrained(tmp_path / "quantized")
+    config = tmp_path / "quantized" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "nothing").mkdir()
+    for errors in four.run(jobs.errors_of_import, "qwen3", tmp_path):
+        assert "weights of the model are not in" in errors["missing"]
+        assert "such as model.layers.1.input_layernorm.weight" in errors["missing"]
+        assert errors["shape"] == (
+            "model.layers.0.mlp.experts.down_proj has shape (8, 16, 8) in the model and (8, 16, 16) in the files"
+        )
+        assert "has quantized weights" in errors["quantized"]
+        assert "has neither model.safetensors nor model.safetensors.index.json" in errors["nothing"]

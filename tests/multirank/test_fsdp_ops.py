@@ -12,6 +12,8 @@ import fsdp_ops_jobs as jobs
 from fsdp_jobs import Run
 from test_fsdp import assert_small
 
+from fusco import Launch
+
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 NUM_LAYERS = 2
@@ -27,6 +29,23 @@ def test_full_checkpointing_shuffles_again_and_selective_does_not(four):
     assert seen["full"]["backward"] == mirrored + Counter(dispatch=NUM_LAYERS, combine=NUM_LAYERS)
     assert seen["none"]["handles"] == seen["full"]["handles"] == {"held": 0, "left": 0}
     assert seen["selective"]["handles"] == {"held": NUM_LAYERS, "left": 0}
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_verbs_and_operations_leave_multiprocessors_to_others_backward_too(four, how):
+    """A layer by itself shuffles twice forward and three times backward."""
+    for seen in four.run(jobs.launches_of_a_step, Run(recomputes=how)):
+        assert seen == [Launch(num_sms=32)] * (5 * NUM_LAYERS)
+
+
+def test_the_next_layer_is_gathered_before_tokens_of_this_one_move(four):
+    """So that both go on at once; without prefetch a layer's experts wait for what its tokens wait for already."""
+    first, second = ([f"gather layers.{layer}", f"gather layers.{layer}.mlp.experts"] for layer in range(NUM_LAYERS))
+    forward, backward = ["dispatch", "combine"], ["dispatch_again", "combine", "combine"]
+    for events in four.run(jobs.order_of_a_step, has_prefetch=True):
+        assert events == ["gather ", *first, *second, *forward * 2, *second, *first, *backward * 2]
+    for events in four.run(jobs.order_of_a_step, has_prefetch=False):
+        assert events[:7] == ["gather ", *first, *forward, *second]
 
 
 def test_selective_checkpointing_keeps_what_the_reference_exchanges(four):
@@ -46,6 +65,16 @@ def test_contexts_of_torch_keep_shuffles_too(four):
 
 def test_what_selective_checkpointing_cannot_do_is_said(four):
     four.run(jobs.check_misuse_of_selective_checkpointing)
+
+
+def test_the_reference_waits_on_the_host_once_a_layer(four):
+    """As fusco's dispatch does with outputs of exact size."""
+    assert four.run(jobs.host_waits_of_a_dispatch) == [{"tolist": 1}] * 4
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_blocks_that_compute_again_refuse_a_cache(two, how):
+    two.run(jobs.check_caches, Run(recomputes=how))
 
 
 @pytest.mark.parametrize("wants", [(), ("x",), ("weights",), ("x", "weights")])

@@ -10,7 +10,7 @@ import torch
 from gradient_jobs import Layer
 from rank_setup import Setup
 
-from fusco import Settings
+from fusco import Launch, Settings
 from generator import KINDS
 
 pytestmark = pytest.mark.multirank
@@ -69,3 +69,15 @@ def test_gradients_where_weights_have_another_dtype(world, name, dtype, weights_
 
 def test_graphs(world):
     world.run(jobs.check_graphs, 4, SETUP)
+
+
+@pytest.mark.cpu_only
+def test_gradients_are_launched_as_what_they_mirror_but_on_the_callers_stream(world):
+    for seen in world.run(jobs.launches_of_gradients, 2, SETUP):
+        dispatch, combine, again = (Launch(num_sms=num_sms) for num_sms in (1, 2, 3))
+        assert seen == [
+            ("combine", again),
+            ("dispatch_again", combine),
+            ("combine", combine),  # gradients of weights
+            ("combine", dispatch),
+        ]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
 
+from train_jobs import train_until_rows_do_not_arrive, train_with_slow_reports
+
+from fusco.bench.local_world import LocalWorld
 from fusco.cli.main import app
 from fusco.train.job import ModelShape, TrainingJob
 from fusco.train.world import run_here
@@ -56,11 +62,33 @@ def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
     assert ids.shape == (2 * 32, 2, 2)
     assert ids.max() < 8
     assert (ids[..., 0] != ids[..., 1]).all()
-    command = done.output[done.output.index("fusco bench shuffle") :].split()
+    replay(done.output, replayed)
+
+
+def test_by_default_ranks_share_experts_and_the_first_group_replays(tmp_path):
+    """Four ranks, two of which have all experts; six experts, which four ranks could not have alike."""
+    out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "a trace.npz", tmp_path / "shuffle.jsonl"
+    arguments = ["--num-experts", "6", "--steps", "8", "--lr", "0.02", "--json", str(out)]
+    done = CliRunner().invoke(app, ["train", *SMALL, *arguments, *CAP, "--record-trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    steps, (run,) = read(out)
+    assert (run["job"]["num_ranks"], run["job"]["ep_size"]) == (4, 2)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert np.load(trace)["topk_idx"].shape == (4 * 32, 2, 2)
+    for record in replay(done.output, replayed):
+        assert (record["nodes"], record["ranks_per_node"], record["tokens"]) == (1, 2, 32)
+        assert record["trace_repeats"] == 0.5
+
+
+def replay(output, json_path):
+    """The records of the command that ``output`` names."""
+    command = shlex.split(output[output.index("fusco bench shuffle") :])
     assert command[:2] == ["fusco", "bench"]
-    replay = CliRunner().invoke(app, [*command[1:], "--iterations", "2", "--json", str(replayed)])
-    assert replay.exit_code == 0, replay.output
-    assert all(json.loads(line)["verified"] for line in replayed.read_text().splitlines())
+    done = CliRunner().invoke(app, [*command[1:], "--iterations", "2", "--json", str(json_path)])
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in json_path.read_text().splitlines()]
+    assert all(record["verified"] for record in records)
+    return records
 
 
 def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
@@ -86,28 +114,81 @@ def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
     assert done.stdout.count("loss of the first step") == 1  # rank 0 alone shows anything
 
 
+def one_rank_job(**changes):
+    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
+    sizes = {"num_ranks": 1, "ep_size": 1, "tokens": 32, "length": 16, "text_bytes": 100_000}
+    return TrainingJob(shape=shape, learning_rate=0.01, dtype="float32", **{**sizes, **changes})
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
+    job = one_rank_job(num_steps=4, activation_checkpointing=checkpointing)
+    with LocalWorld(1) as world:
+        (done,) = world.run(train_until_rows_do_not_arrive, 1, job, 2)
+    assert done == [*["synchronize", "step", "report"] * 2, "synchronize", "error"]
+
+
+def test_reports_are_not_in_the_time_of_a_step():
+    job = one_rank_job(num_ranks=2, ep_size=2, num_steps=3)
+    with LocalWorld(2) as world:
+        for times_ms in world.run(train_with_slow_reports, 2, job, 1.5):
+            assert min(times_ms[1:]) < 1500
+
+
 def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
     log, seen = tmp_path / "steps.jsonl", []
-    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
-    job = TrainingJob(
-        shape=shape,
-        num_ranks=1,
-        ep_size=1,
-        tokens=32,
-        length=16,
-        num_steps=4,
-        learning_rate=0.01,
-        dtype="float32",
-        text_bytes=100_000,
-    )
 
     def look(num_done, _):
         seen.append((num_done, len(log.read_text().splitlines()) if log.exists() else 0))
 
-    run_here(job, look, log=log)
+    run_here(one_rank_job(num_steps=4), look, log=log)
     assert all(num_lines >= num_done for num_done, num_lines in seen)
     assert seen[-1] == (4, 4)
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("interrupt", [os.killpg, os.kill], ids=["all processes", "the one that the user knows of"])
+def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(interrupt, tmp_path):
+    """As by Ctrl-C, which a terminal sends to all processes."""
+    out = tmp_path / "train.jsonl"
+    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000", "--json", str(out)]
+    with subprocess.Popen(
+        [*command, "--ranks", "2"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
+        interrupt(run.pid, signal.SIGINT)
+        try:
+            output, _ = run.communicate(timeout=60)
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+        assert run.returncode == 130, output
+        assert output.rstrip().endswith(f"interrupted; the steps until then are in {out}")
+        assert "Traceback" not in output
+        steps, runs = read(out)
+        assert [step["step"] for step in steps] == list(range(len(steps)))
+        assert not runs
+        wait_until(lambda: not is_any_left(run.pid), 20)
+
+
+def wait_until(is_so, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_any_left(process_group):
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ TIMEOUT_S = 4.0
 SLACK_S = 1.0  # more than a loaded machine takes to schedule everybody
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
+OWN_DEVICE = Stall("waiting for the own device", (), "the plan", "none", is_for_own_device=True)
 
 
 class Ranks:
@@ -94,6 +95,24 @@ def test_if_all_have_come_those_waited_for_are_blamed(ranks):
     error, _ = failure_of(ranks.watch())
     assert error.peers == (1,)
     assert "rank 1 is in combine #5, phase 'producing sums', for " in error.reason
+
+
+def test_who_waits_for_its_own_device_blames_nobody(ranks):
+    error, _ = failure_of(ranks.watch(), OWN_DEVICE)
+    assert (error.peers, error.has_left) == ((), False)
+    assert "phase 'waiting for the own device', waiting for no other rank: expected the plan, saw none. " in str(error)
+    assert error.reason.endswith(
+        " s; rank 0, in phase 'waiting for the own device', waits for none of the others, which are all there"
+    )
+    assert {other.verdict for other in ranks.others} == {Verdict((), error.reason, found_by=0, has_left=False)}
+
+
+def test_who_waits_for_its_own_device_notices_any_dead_rank_at_once(ranks):
+    watch = ranks.watch()
+    ranks.kill(3)
+    error, seconds = failure_of(watch, OWN_DEVICE)
+    assert (error.peers, error.has_left) == ((3,), True)
+    assert seconds < AT_ONCE_S
 
 
 def test_a_late_rank_is_blamed_rather_than_those_that_wait_for_it(ranks):

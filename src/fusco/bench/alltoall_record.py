@@ -124,7 +124,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         ring_depth=run.settings.ring_depth,
         device=run.device,
         versions=versions(),
-        hardware=hardware(),
+        hardware=hardware(run.device),
         commit=commit(),
         errors=errors,
     )

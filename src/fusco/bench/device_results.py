@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
-
-import torch
 
 from fusco.bench.device_shuffle import DeviceResult
 from fusco.bench.results import CrossingRecord, VariantRecord, describe_crossing, describe_variant
@@ -97,7 +94,7 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
     dispatch_gbs, combine_gbs = (
         round(num_bytes / 1e6 / time_ms, 1) if time_ms else None for time_ms in (dispatch_ms, combine_ms)
     )
-    described = _on_device(describe_variant(variant, workload, run, _errors(variant, ranks)))
+    described = describe_variant(variant, workload, run, _errors(variant, ranks))
     if variant == "fusco-fp8":
         described["dtype"] = "float8_e4m3fn"
     return DeviceRecord(
@@ -124,9 +121,7 @@ def _between_nodes(
         [sum(getattr(profile[way], name) for profile in profiles) for way in (0, 1)]
         for name in ("internode_row_bytes", "internode_metadata_bytes")
     )
-    described = _on_device(
-        describe_crossing(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
-    )
+    described = describe_crossing(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
     internode = ranks[0].peaks.internode
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     dispatch_ms, combine_ms, total_ms = (
@@ -149,11 +144,6 @@ def _between_nodes(
         peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
         emulation=emulation,
     )
-
-
-def _on_device(described: dict[str, Any]) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "unknown"
-    return {**described, "hardware": {**described["hardware"], "gpu": gpu}}
 
 
 def _rounded(peaks: dict[str, float]) -> dict[str, float]:

@@ -8,23 +8,26 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 import fusco
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the measured code runs on."""
-    packages = {name: version(name) for name in ("torch", "numba", "numpy")}
+def versions(*more: str) -> dict[str, str]:
+    """Versions of what the measured code runs on, and of more packages that it uses."""
+    packages = {name: version(name) for name in ("torch", "numba", "numpy", *more)}
     return {"python": platform.python_version(), "fusco": fusco.__version__, **packages}
 
 
-def hardware() -> dict[str, str | int | float]:
-    """The machine: processor, cores usable by this process, memory."""
+def hardware(device: str = "cpu") -> dict[str, str | int | float]:
+    """The machine: processor, cores usable by this process, memory; for ``"cuda"`` the GPU, too."""
     page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(page_bytes / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
+        **({"gpu": _gpu_name()} if device == "cuda" else {}),
     }
 
 
@@ -42,6 +45,10 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return described.stdout.strip()
+
+
+def _gpu_name() -> str:
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "unknown"
 
 
 def _cpu_name() -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -41,6 +45,8 @@ class LocalWorld:
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
+
+    Ctrl-C is for this process alone: the ranks do not hear of it, and a ``with`` block that it ends kills them.
     """
 
     def __init__(
@@ -61,15 +67,20 @@ class LocalWorld:
             context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            variables = {**os.environ, **(environment[rank] if environment else {})}
-            arguments = (rank, world_size, device, self.store.port, variables, theirs)
-            process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        try:
+            with _deaf_to_interrupts():
+                for rank in range(world_size):
+                    ours, theirs = context.Pipe()
+                    variables = {**os.environ, **(environment[rank] if environment else {})}
+                    arguments = (rank, world_size, device, self.store.port, variables, theirs)
+                    process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._pipes.append(ours)
+                    self.processes.append(process)
+        except BaseException:
+            self.kill()
+            raise
 
     def run(
         self,
@@ -131,6 +142,11 @@ class LocalWorld:
                 deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
 
+    def kill(self) -> None:
+        """End the processes at once, whatever they are at."""
+        for process in self.processes:
+            process.kill()
+
     def close(self) -> None:
         """End the processes; those that do not leave by themselves are killed."""
         for pipe in self._pipes:
@@ -152,7 +168,31 @@ class LocalWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is KeyboardInterrupt:
+            self.kill()
         self.close()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """What is started inside never gets a SIGINT, however early; one for this process waits for the end of the block.
+
+    A terminal sends it to all processes, each of which would say where it was. Processes inherit what this thread
+    blocks; other threads of this process do not, so that its handler has to wait, too.
+    """
+    ensure_running()  # where it starts multiprocessing's resource tracker it lets signals through again
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:

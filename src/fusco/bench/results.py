@@ -122,7 +122,7 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
         "trace": workload.trace.name if workload.trace else "",
         "trace_repeats": round(workload.num_repeats, 3),
         "versions": versions(),
-        "hardware": hardware(),
+        "hardware": hardware(run.device),
         "commit": commit(),
         "errors": errors,
     }

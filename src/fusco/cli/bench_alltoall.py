@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.options import Device
+from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 
@@ -65,10 +66,13 @@ def alltoall(
     from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
     from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Pattern, Trace, Workload
+    from fusco.checks import check_cuda_core
     from fusco.settings import Settings
     from fusco.topology import Topology
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
+    if device is Device.CUDA:
+        check_cuda_core()  # here, before any process starts
     workload = Workload(
         pattern=Pattern.TRACE,
         topology=Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node),
@@ -161,12 +165,11 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
             "[green]yes[/]" if record.verified else "[red]NO[/]",
         )
-    cores = one.hardware["num_cores"]
     table.caption = (
         f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks at once: between nodes "
         f"{one.internode_peak_gbs:.2f} GB/s each way a rank, copy {one.copy_peak_gbs:.1f} GB/s\n"
         "bound: the busiest node's bytes, shared by its ranks, at that peak\n"
-        f"{one.hardware['cpu']}, {cores} cores; torch {one.versions['torch']}; commit {one.commit}"
+        f"{describe_origin(one, one.nodes * one.ranks_per_node)}"
     )
     console.print(table)
     for record in records:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.origin import describe_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,10 +72,9 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
             f"{shifted.mean_ratio:.2f}",
             f"{shifted.microseconds:,.1f}",
         )
-    machine = f"{one.hardware['cpu']}, {one.hardware['num_cores']} cores; numba {one.versions['numba']}"
     table.caption = (
         "over bound: length of all stages over the largest row or column sum, exactly 1 in mode exact\n"
         "FAST: its published C++ on a machine of the same kind, the decomposition alone\n"
-        f"{machine}; commit {one.commit}"
+        f"{describe_origin(one, 1, ('numba',))}"
     )
     return table

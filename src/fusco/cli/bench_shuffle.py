@@ -165,8 +165,11 @@ def _run_on_devices(
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.bench.emulation import describe_emulation, emulated_network
     from fusco.bench.joined_world import launched
+    from fusco.checks import check_cuda_core
     from fusco.cli.device_tables import print_device_records, print_internode_records
 
+    if run.variants != ("baseline",):
+        check_cuda_core()  # here, before any process starts
     ranks = run_on_ranks(
         run_device_rank,
         (run,),

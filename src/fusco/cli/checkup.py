@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from fusco.bench.environment import hardware, versions
+from fusco.checks import has_cuda_core
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _cuda_kernels() -> Finding:
     from pathlib import Path
 
     check = "CUDA kernels"
-    if not (importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core")):
+    if not has_cuda_core():
         return Finding(check, "optional", "not tried without cuda.core", "pip install 'fusco[cuda]'")
     from fusco.errors import CompileError
     from fusco.kernels.cuda.arguments import CopyArgs
@@ -168,7 +168,7 @@ def _cuda_kernels() -> Finding:
 
 
 def _cuda_core() -> Finding:
-    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
+    if has_cuda_core():
         return Finding("cuda.core (compiles CUDA kernels)", "ok", "installed")
     return Finding("cuda.core (compiles CUDA kernels)", "optional", "not installed", "pip install 'fusco[cuda]'")
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from fusco.cli.origin import describe_origin
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -107,6 +109,4 @@ def _notes(record: ShuffleRecord) -> list[str]:
         needed = record.tokens * num_ranks
         repeats = f"; repeated {record.trace_repeats:.2f} times for {needed} tokens" if record.trace_repeats > 1 else ""
         notes.append(f"trace: {record.trace}{repeats}")
-    cores = record.hardware["num_cores"]
-    notes.append(f"{record.hardware['cpu']}, {cores} cores; torch {record.versions['torch']}; commit {record.commit}")
-    return notes
+    return [*notes, describe_origin(record, num_ranks)]

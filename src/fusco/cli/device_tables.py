@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from fusco.cli.origin import describe_origin
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -102,11 +104,10 @@ def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
 
 def _origin(record: VariantRecord) -> list[str]:
     """Where the routing comes from, and what the figures were made with."""
-    num_ranks = record.nodes * record.ranks_per_node
     repeats = f"; repeated {record.trace_repeats:.2f} times" if record.trace_repeats > 1 else ""
     return [
         *([f"trace: {record.trace}{repeats}"] if record.trace else []),
-        f"{num_ranks} x {record.hardware['gpu']}; torch {record.versions['torch']}; commit {record.commit}",
+        describe_origin(record, record.nodes * record.ranks_per_node),
     ]
 
 

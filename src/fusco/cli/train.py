@@ -3,144 +3,63 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import num_devices
+from fusco.cli.train_presets import PRESETS, PresetName, from_preset
+from fusco.cli.train_tables import how_to_replay, print_runs
 
 if TYPE_CHECKING:
     from fusco.train.job import TrainingJob
-    from fusco.train.records import RunRecord
+    from fusco.train.records import Run
     from fusco.train.world import Joined
 
 
-class DispatcherName(str, Enum):
-    """What moves tokens."""
-
-    FUSCO = "fusco"
-    TORCH = "torch"
-    BOTH = "both"
-
-
-class Checkpointing(str, Enum):
-    """The values of ``activation_checkpointing``; a test compares them."""
-
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"
-
-
-class TrainDtype(str, Enum):
-    """Dtypes to compute in."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class PresetName(str, Enum):
-    """The keys of ``_PRESETS``."""
-
-    SMALL = "small"
-    LARGE = "large"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Preset:
-    layers: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    moe_intermediate: int
-    tokens: int
-    length: int
-    lr: float
-    dtype: Literal["float32", "bfloat16"]
-
-    def changed(self, **given: Any) -> _Preset:
-        """With what the user has given."""
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
-
-
-_PRESETS = {
-    # 200 steps on four processes of two cores in about two minutes.
-    PresetName.SMALL: _Preset(
-        layers=4,
-        hidden=128,
-        num_experts=16,
-        num_topk=4,
-        moe_intermediate=128,
-        tokens=512,
-        length=128,
-        lr=3e-3,
-        dtype="float32",
-    ),
-    # For four GPUs: an eighth of the layers of Qwen3-30B-A3B and half of its experts.
-    PresetName.LARGE: _Preset(
-        layers=8,
-        hidden=2048,
-        num_experts=64,
-        num_topk=8,
-        moe_intermediate=768,
-        tokens=8192,
-        length=2048,
-        lr=3e-4,
-        dtype="bfloat16",
-    ),
-}
-
-
-def _from_preset(name: str) -> str:
-    return (
-        f"Default: {getattr(_PRESETS[PresetName.SMALL], name)}, in large {getattr(_PRESETS[PresetName.LARGE], name)}."
-    )
-
-
 def train(
-    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for 4 GPUs.")] = PresetName.SMALL,
+    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for 4 GPUs.")] = "small",
     device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. " + _from_preset("layers"))] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Elements of a row. " + _from_preset("hidden"))] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. " + from_preset("layers"))] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Elements of a row. " + from_preset("hidden"))] = None,
     num_experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts of a layer. " + _from_preset("num_experts"))
+        int | None, typer.Option(min=1, help="Experts of a layer. " + from_preset("num_experts"))
     ] = None,
-    num_topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token. " + _from_preset("num_topk"))] = None,
+    num_topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token. " + from_preset("num_topk"))] = None,
     moe_intermediate: Annotated[
-        int | None, typer.Option(min=1, help="Inner width of an expert. " + _from_preset("moe_intermediate"))
+        int | None, typer.Option(min=1, help="Inner width of an expert. " + from_preset("moe_intermediate"))
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each rank in a step. " + _from_preset("tokens"))
+        int | None, typer.Option(min=1, help="Tokens of each rank in a step. " + from_preset("tokens"))
     ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. " + _from_preset("length"))] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. " + from_preset("length"))] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
-    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. " + _from_preset("lr"))] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. " + from_preset("lr"))] = None,
     router_loss: Annotated[
         float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
     ] = 0.01,
     dispatcher: Annotated[
-        DispatcherName, typer.Option(help="What moves tokens; both: one run each, from the same weights, compared.")
-    ] = DispatcherName.FUSCO,
+        Literal["fusco", "torch", "both"],
+        typer.Option(help="What moves tokens; both: one run each, from the same weights, compared."),
+    ] = "fusco",
     activation_checkpointing: Annotated[
-        Checkpointing,
+        Literal["none", "full", "selective"],
         typer.Option(
             help="What blocks compute again in the backward pass: nothing, all, all but dispatch and combine."
         ),
-    ] = Checkpointing.NONE,
+    ] = "none",
     dtype: Annotated[
-        TrainDtype | None,
-        typer.Option(help="Computed in; parameters stay in float32. " + _from_preset("dtype")),
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Computed in; parameters stay in float32. " + from_preset("dtype")),
     ] = None,
     text: Annotated[
         Path | None,
@@ -165,15 +84,14 @@ def train(
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("fusco train needs transformers: pip install 'fusco[fsdp]'")
     from fusco.bench.results import write_json_lines
-    from fusco.train.job import ModelShape, TrainingJob
+    from fusco.train.job import TrainingJob
     from fusco.train.records import summarize
-    from fusco.train.text import load_text
     from fusco.train.trace import check_trace_path, write_trace
-    from fusco.train.world import joined_by_torchrun, run_here, run_joined
+    from fusco.train.world import joined_by_torchrun
 
     if record_trace:
         check_trace_path(record_trace)
-    sizes = _PRESETS[preset].changed(
+    sizes = PRESETS[preset].changed(
         layers=layers,
         hidden=hidden,
         num_experts=num_experts,
@@ -182,17 +100,11 @@ def train(
         tokens=tokens,
         length=length,
         lr=lr,
-        dtype=dtype.value if dtype else None,
+        dtype=dtype,
     )
     with joined_by_torchrun(device.value) as joined:
         job = TrainingJob(
-            shape=ModelShape(
-                num_layers=sizes.layers,
-                hidden=sizes.hidden,
-                num_experts=sizes.num_experts,
-                num_topk=sizes.num_topk,
-                moe_intermediate=sizes.moe_intermediate,
-            ),
+            shape=sizes.shape(),
             device=device.value,
             num_ranks=_num_ranks(ranks, device, joined),
             ep_size=ep_size,
@@ -201,31 +113,26 @@ def train(
             num_steps=steps,
             learning_rate=sizes.lr,
             router_loss=router_loss,
-            dispatchers=("fusco", "torch") if dispatcher is DispatcherName.BOTH else (dispatcher.value,),
-            activation_checkpointing=activation_checkpointing.value,
+            dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
+            activation_checkpointing=activation_checkpointing,
             dtype=sizes.dtype,
             seed=seed,
             text=text,
             text_bytes=text_bytes,
             timeout_s=timeout_s,
         )
-        load_text(job)  # what is wrong with it is said before any process starts
         console = Console(quiet=joined is not None and joined.rank != 0)
-        if json and not console.quiet:
-            write_json_lines([], json)
-        start = run_here if joined is None else run_joined
-        with _showing(job, console) as report:
-            runs = start(job, report, keeps_routing=record_trace is not None, log=json)
+        runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
     if console.quiet:
         return
     records = summarize(job, runs)
     if json:
         write_json_lines(records, json, appends=True)
-    _print(job, records, console)
+    print_runs(job, records, console)
     if record_trace:
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
-        console.print(_how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+        console.print(how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int:
@@ -240,6 +147,31 @@ def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int
     if found and num_ranks > found:
         raise ValueError(f"{num_ranks} ranks need a GPU each, and torch finds {found}")
     return num_ranks
+
+
+def _run(
+    job: TrainingJob, joined: Joined | None, console: Console, *, keeps_routing: bool, json: Path | None
+) -> list[Run]:
+    """Train. What is wrong with the machine or the text is said before any process starts."""
+    from fusco.bench.results import write_json_lines
+    from fusco.checks import check_cuda_core
+    from fusco.train.text import load_text
+    from fusco.train.world import run_here, run_joined
+
+    if job.device == "cuda" and "fusco" in job.dispatchers:
+        check_cuda_core()
+    if joined is None:
+        load_text(job)
+    if json and not console.quiet:
+        write_json_lines([], json)
+    start = run_here if joined is None else run_joined
+    try:
+        with _showing(job, console) as report:
+            return start(job, report, keeps_routing=keeps_routing, log=json)
+    except KeyboardInterrupt:
+        where = f"; the steps until then are in {json}" if json else ""
+        console.print(f"interrupted{where}", markup=False, highlight=False, soft_wrap=True)
+        raise
 
 
 @contextmanager
@@ -260,66 +192,3 @@ def _showing(job: TrainingJob, console: Console) -> Iterator[Callable[[int, str]
                 progress.console.print(latest, highlight=False, soft_wrap=True)
 
         yield report
-
-
-def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> None:
-    one, shape = records[0], job.shape
-    console.print(
-        f"Qwen3-MoE of {one.num_parameters / 1e6:,.1f} million parameters: {shape.num_layers} layers, hidden "
-        f"{shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of width {shape.moe_intermediate}\n"
-        f"{job.num_ranks} ranks on {job.device}, ep_size {job.ep_size}, {job.tokens} tokens a rank, {job.dtype}, "
-        f"activation checkpointing {job.activation_checkpointing}, {job.num_steps} steps",
-        highlight=False,
-        soft_wrap=True,
-    )
-    table = Table()
-    table.add_column("")
-    for record in records:
-        table.add_column(record.dispatcher, justify="right")
-    if len(records) == 2:
-        table.add_column(f"{records[1].dispatcher} / {one.dispatcher}", justify="right")
-    for label, name, form, unit in (
-        ("loss of the first step", "first_loss", ".4f", "nats"),
-        ("loss, mean of the last ten", "last_loss", ".4f", "nats"),
-        ("step", "step_ms", ",.2f", "ms"),
-        ("tokens of all ranks", "tokens_per_s", ",", "/s"),
-        ("dispatch", "dispatch_ms", ",.2f", "ms"),
-        ("combine", "combine_ms", ",.2f", "ms"),
-        ("combine, backward", "combine_backward_ms", ",.2f", "ms"),
-        ("dispatch, backward", "dispatch_backward_ms", ",.2f", "ms"),
-        ("these four, of the step", "shuffle_share", ".1%", ""),
-        ("busiest expert / mean, first step", "first_expert_imbalance", ".2f", ""),
-        ("busiest expert / mean, last step", "last_expert_imbalance", ".2f", ""),
-        ("peak GPU memory of rank 0", "peak_memory_gib", ".2f", "GiB"),
-    ):
-        values = [getattr(record, name) for record in records]
-        if name == "peak_memory_gib" and not any(values):
-            continue
-        cells = [f"{value:{form}} {unit}".rstrip() for value in values]
-        if len(records) == 2:
-            cells.append(f"{values[1] / values[0]:.2f}" if name.endswith("_ms") and values[0] else "")
-        table.add_row(label, *cells)
-    console.print(table)
-    for note in _notes(records):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def _notes(records: Sequence[RunRecord]) -> list[str]:
-    one = records[0]
-    notes = [
-        f"medians of the steps after the first {one.num_warm_ups}; a step is the slowest rank's; dispatch and combine "
-        "are those of all layers, means over ranks, waiting for others counted",
-    ]
-    if len(records) == 2:
-        notes.append(f"losses of the two, step by step: at most {records[1].max_loss_difference:.6f} nats apart")
-    cores = one.hardware["num_cores"]
-    notes.append(f"{one.hardware['cpu']}, {cores} cores; torch {one.versions['torch']}; commit {one.commit}")
-    return notes
-
-
-def _how_to_replay(job: TrainingJob, path: Path) -> str:
-    return (
-        f"to replay the last step's routing: fusco bench shuffle --trace {path} --nodes 1 --ranks-per-node "
-        f"{job.num_ranks} --tokens {job.tokens} --hidden {job.shape.hidden} --num-experts {job.shape.num_experts} "
-        f"--num-topk {job.shape.num_topk} --layer 0 --device {job.device}"
-    )

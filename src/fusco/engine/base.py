@@ -185,7 +185,16 @@ class Engine(Protocol):
         """Have the current stream wait for everything that was launched."""
 
     def synchronize(self) -> None:
-        """Wait, within the limit, until everything that was launched is done."""
+        """Wait, within the limit, until everything that was launched is done; ``ClosedError`` if nobody can say."""
+
+    def settle(self) -> None:
+        """The own device is done: meet all ranks once more, so that none takes away what another still needs."""
+
+    def has_finished(self) -> bool:
+        """Whether all that was launched has been done as it should; waits for the own device, within the limit.
+
+        Also for an engine that is broken: what a rank that failed had nothing to do with is complete.
+        """
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """Put what is launched from now on into a timeline; only where there is a device to time."""

@@ -2,13 +2,12 @@
 
 ``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
 between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
-what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint`` and ``save_hugging_face`` keep what
-came of it. ``docs/fsdp.md`` has a loop that works.
+what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint``, ``save_hugging_face`` and
+``load_hugging_face`` keep what came of it. ``docs/fsdp.md`` has a loop that works.
 """
 
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
 from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
-from fusco.fsdp.checkpoint import save_hugging_face as save_hugging_face
 from fusco.fsdp.checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.dispatcher import Arrival as Arrival
 from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
@@ -17,6 +16,8 @@ from fusco.fsdp.experts import find_experts as find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
 from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from fusco.fsdp.grad_norm import grad_norm as grad_norm
+from fusco.fsdp.hugging_face import load_hugging_face as load_hugging_face
+from fusco.fsdp.hugging_face import save_hugging_face as save_hugging_face
 from fusco.fsdp.loss import global_sum as global_sum
 from fusco.fsdp.loss import scale_loss as scale_loss
 from fusco.fsdp.mesh import EPMesh as EPMesh

@@ -23,6 +23,8 @@ SHUFFLE_OPS = [
     torch.ops.fusco.combine.default,
     torch.ops._c10d_functional.all_to_all_single.default,  # noqa: SLF001  the name is PyTorch's
 ]
+# What blocks of transformers are given a cache of keys and values as.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def check_checkpointing(how: Checkpointing) -> None:
@@ -32,12 +34,25 @@ def check_checkpointing(how: Checkpointing) -> None:
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], how: Checkpointing) -> None:
-    """Have blocks checkpoint themselves, within what FSDP does before and after them; names of parameters stay."""
+    """Have blocks checkpoint themselves, within what FSDP does before and after them; names of parameters stay.
+
+    With gradients on they refuse a cache, to which computing again would append once more, with ``ValueError``.
+    """
     if how == "none":
         return
     keeping: dict[str, Any] = {"context_fn": _keep_shuffles} if how == "selective" else {}
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **keeping)
+        block.forward = partial(_checkpointed, partial(checkpoint, block.forward, use_reentrant=False, **keeping))
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    if caches and torch.is_grad_enabled():
+        raise ValueError(
+            f"with activation checkpointing a block cannot be trained with {caches[0]}, to which it would append "
+            f"twice: call the model with use_cache=False"
+        )
+    return forward(*args, **kwargs)
 
 
 def _keep_shuffles() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Dispatcher(Protocol):
     A dispatcher keeps nothing of a call: one serves all layers, and activation checkpointing dispatches twice.
     """
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks among which experts are distributed: ``EPMesh.ep_group``."""
+        ...
+
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
@@ -47,4 +53,12 @@ class Dispatcher(Protocol):
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Bring the experts' results (num_rows, hidden) home: (num_tokens, hidden), weighted and summed over k."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything moved is there, and raise if something is not; not a collective.
+
+        For before what cannot be undone, such as a step of the optimizer: a device goes on with whatever is in memory
+        where rows of a failed rank did not come.
+        """
         ...

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fusco.fsdp.grouped_linear import grouped_linear
+from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
@@ -36,18 +37,23 @@ class Experts:
 
     def run(self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
         """Apply this rank's experts to expert-major rows (num_rows, hidden)."""
-        hidden = self._linear(self.up_name, rows, num_rows_per_expert)
-        return self._linear(_DOWN_NAME, self._activation(hidden), num_rows_per_expert)
+        up, down = self._matrices(self.up_name), self._matrices(_DOWN_NAME)
+        sizes = sizes_for(rows, (up, down), num_rows_per_expert)
+        hidden = grouped_linear(rows, up, self._bias(self.up_name), num_rows_per_expert, sizes)
+        return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
 
     def local(self, name: str) -> torch.Tensor:
         """A parameter's values for this rank's experts; gradients flow to the parameter."""
         parameter = getattr(self.module, name)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    def _linear(self, name: str, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+    def _matrices(self, name: str) -> torch.Tensor:
+        """(num_local_experts, num_inputs, num_outputs)."""
         weight = self.local(name)
-        bias = self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
-        return grouped_linear(rows, weight if self.is_transposed else weight.transpose(1, 2), bias, num_rows_per_expert)
+        return weight if self.is_transposed else weight.transpose(1, 2)
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        return self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.up_name == "up_proj":
@@ -63,33 +69,45 @@ class Experts:
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """All modules of experts of a model: those with at least two 3-D parameters of their own and an equal dimension 0.
+    """All modules of experts of a model: with the 3-D parameters and the inputs of ``Experts.module``, and no others.
 
     Raises:
-        ValueError: if there is none, or one whose parameters mean nothing to us, which is then named.
+        ValueError: if there is none, with what comes nearest; or for one with other parameters beside those.
 
     """
-    found = []
+    found, nearest = [], ""
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         stacks = {key: parameter for key, parameter in own.items() if parameter.ndim == 3}
-        if len(stacks) >= 2 and len({len(parameter) for parameter in stacks.values()}) == 1:
-            found.append(_experts_of(name, module, stacks))
+        if len(stacks) < 2 or len({len(parameter) for parameter in stacks.values()}) > 1:
+            continue
+        up_name = next((key for key in _UP_NAMES if key in stacks), None)
+        if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
+            nearest = f"; {name} has the 3-D parameters {', '.join(sorted(stacks))}"
+        elif not _takes_routing(module):
+            inputs = ", ".join(inspect.signature(module.forward).parameters)
+            nearest = f"; {name} has these, but is called with ({inputs}) and not with routing"
+        else:
+            found.append(_experts_of(name, module, up_name))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no module of experts: one with the parameters gate_up_proj (or up_proj) and "
-            f"down_proj of shape (num_experts, ..., ...), as the MoE models of transformers 5 have"
+            f"down_proj of shape (num_experts, ..., ...), as the MoE models of transformers 5 have{nearest}"
         )
     return found
 
 
-def _experts_of(name: str, module: nn.Module, stacks: dict[str, nn.Parameter]) -> Experts:
-    up_name = next((key for key in _UP_NAMES if key in stacks), None)
-    if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
-        raise ValueError(
-            f"{name} looks like experts, but has the 3-D parameters {sorted(stacks)} instead of gate_up_proj (or "
-            f"up_proj) and down_proj"
-        )
+def _takes_routing(module: nn.Module) -> bool:
+    """Whether it can be called with (hidden_states, top_k_index, top_k_weights)."""
+    try:
+        inspect.signature(module.forward).bind("hidden_states", "top_k_index", "top_k_weights")
+    except TypeError:
+        return False
+    return True
+
+
+def _experts_of(name: str, module: nn.Module, up_name: str) -> Experts:
+    stacks = dict(module.named_parameters(recurse=False))
     num_experts = len(stacks[up_name])
     known = {up_name, _DOWN_NAME, f"{up_name}_bias", f"{_DOWN_NAME}_bias"}
     for key, parameter in module.named_parameters():

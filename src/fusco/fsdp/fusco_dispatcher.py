@@ -13,7 +13,10 @@ from fusco.communicator import Communicator
 from fusco.errors import ClosedError
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
+from fusco.launch import Launch
 from fusco.settings import Settings
+
+_NUM_SMS = 32  # of an H200's 132: dispatch and combine of 8192 tokens take 2.28 ms with them, 2.01 ms with all
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class FuscoDispatcher:
         *,
         ranks_per_node: int | None = None,
         settings: Settings | None = None,
+        launch: Launch | None = None,
     ) -> None:
         """Say what the communicators must be able to take.
 
@@ -47,11 +51,17 @@ class FuscoDispatcher:
             max_tokens_per_rank: most tokens of a rank's batch: sequences times their length.
             ranks_per_node: how many consecutive ranks of an "ep" group make a node; ``None`` finds out from the hosts.
             settings: of the communicators.
+            launch: how dispatch and combine, forward and backward, use the device. ``None`` means
+                ``Launch(num_sms=32)``, as FSDP gathers and reduces parameters on other streams meanwhile: kernels of
+                NCCL and of fusco that wait for their peers must all find room. It must not have ``own_stream``.
 
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
-        self._group, self._max_tokens_per_rank = group, max_tokens_per_rank
+        self.launch = launch or Launch(num_sms=_NUM_SMS)
+        if self.launch.own_stream:
+            raise ValueError("a dispatcher's launch must not have own_stream: results are used at once")
+        self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self._num_ranks = group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
@@ -67,7 +77,7 @@ class FuscoDispatcher:
             rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
             return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
         comm = self.communicator(num_experts, topk_idx.shape[1], x)
-        sent = comm.dispatch(x, topk_idx, topk_weights)
+        sent = comm.dispatch(x, topk_idx, topk_weights, launch=self.launch)
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
@@ -76,8 +86,18 @@ class FuscoDispatcher:
             combined: torch.Tensor = ops.combine(y, arrival.ticket.topk_weights, arrival.ticket.tensor)
         else:
             comm, handle = arrival.ticket
-            combined = comm.combine(y, handle)
+            combined = comm.combine(y, handle, launch=self.launch)
         return combined
+
+    def synchronize(self) -> None:
+        """Wait until everything dispatched and combined is there; not a collective.
+
+        Raises ``PeerFailureError`` if a rank failed or did not come within ``settings.timeout_s``. On CUDA a wait that
+        ran out leaves garbage, which otherwise the next collective only finds: call this before what cannot be undone,
+        such as a step of the optimizer.
+        """
+        for comm in self._communicators.values():
+            comm.synchronize()
 
     def close(self) -> None:
         """Close all communicators; a collective. A second call does nothing."""
@@ -100,7 +120,7 @@ class FuscoDispatcher:
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
         if key not in self._communicators:
             comm = Communicator(
-                self._group,
+                self.group,
                 num_experts=num_experts,
                 num_topk=num_topk,
                 max_tokens_per_rank=self._max_tokens_per_rank,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812  its name everywhere
 
 
 def grouped_linear(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_rows_per_expert: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_rows_per_expert: torch.Tensor,
+    sizes: list[int] | None = None,
 ) -> torch.Tensor:
     """Multiply each expert's block of rows with its own matrix.
 
@@ -16,6 +23,7 @@ def grouped_linear(
         weight: (num_experts, num_inputs, num_outputs), in any order of strides; of the dtype of the rows.
         bias: (num_experts, num_outputs), or ``None``.
         num_rows_per_expert: int64 (num_experts,), adding up to ``num_rows``.
+        sizes: the same on the host, from ``sizes_for``; the loop asks for them if they are not given.
 
     Returns:
         (num_rows, num_outputs).
@@ -25,28 +33,53 @@ def grouped_linear(
     [[3.0], [8.0], [12.0]]
 
     """
-    if _has_grouped_mm(rows, weight):
+    if not _obstacle(rows, weight):
         out = F.grouped_mm(rows, weight, offs=num_rows_per_expert.cumsum(0).int())
     else:
-        out = _one_by_one(rows, weight, num_rows_per_expert)
+        out = _one_by_one(rows, weight, num_rows_per_expert, sizes)
     if bias is not None:
         out = out + bias.repeat_interleave(num_rows_per_expert, dim=0, output_size=len(rows))
     return out
 
 
+def sizes_for(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], num_rows_per_expert: torch.Tensor
+) -> list[int] | None:
+    """The sizes of blocks on the host, for which CUDA waits, if grouped GEMM does not take all of these weights.
+
+    On CUDA, where one product after the other is slow, it warns then.
+    """
+    obstacle = next(filter(None, (_obstacle(rows, weight) for weight in weights)), "")
+    if not obstacle or torch.compiler.is_compiling():
+        return None
+    if rows.is_cuda:
+        warnings.warn(
+            f"grouped GEMM does not take the experts' rows and weights: {obstacle}. One product after the other is "
+            f"used instead, for which the host waits in every layer",
+            stacklevel=2,
+        )
+    return num_rows_per_expert.tolist()
+
+
 @torch.compiler.disable(reason="the sizes of blocks are values of a tensor")  # type: ignore[untyped-decorator,no-untyped-call]
-def _one_by_one(rows: torch.Tensor, weight: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
+def _one_by_one(
+    rows: torch.Tensor, weight: torch.Tensor, num_rows_per_expert: torch.Tensor, sizes: list[int] | None
+) -> torch.Tensor:
     # An expert without rows has an empty block, so that its gradient is zero and not missing.
-    blocks = torch.split(rows, num_rows_per_expert.tolist())
+    blocks = torch.split(rows, num_rows_per_expert.tolist() if sizes is None else sizes)
     return torch.cat([block @ matrix for block, matrix in zip(blocks, weight.unbind(), strict=True)])
 
 
-def _has_grouped_mm(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``torch.nn.functional.grouped_mm`` (2.10 and newer) takes these: 16-byte strides, and narrow dtypes.
+def _obstacle(rows: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why ``torch.nn.functional.grouped_mm`` (2.10 and newer) does not take these, or nothing if it does.
 
     Of other dtypes than bfloat16, which the CPU takes, compilers do not know what comes out (PyTorch 2.13).
     """
     has_bfloat16_only = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if has_bfloat16_only else (torch.bfloat16, torch.float16, torch.float32)
-    widths = (rows.shape[1], weight.shape[2])
-    return hasattr(F, "grouped_mm") and rows.dtype in dtypes and all(w * rows.itemsize % 16 == 0 for w in widths)
+    if not hasattr(F, "grouped_mm"):
+        return f"PyTorch {torch.__version__} has none"
+    if rows.dtype not in dtypes:
+        return f"they are {rows.dtype}, and not {' or '.join(map(str, dtypes))}"
+    odd = [width for width in weight.shape[1:] if width * rows.itemsize % 16]
+    return f"rows of {odd[0]} {rows.dtype} are no multiple of 16 bytes" if odd else ""

@@ -19,8 +19,12 @@ def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPM
         num_tokens: how many losses that sum has, ignored labels not counted.
         mesh: from ``build_mesh``.
 
+    Returns:
+        This rank's part of the mean: float32 (float64, if the sum is), as 16 bits hold no large counts.
+
     """
-    return loss_sum / global_sum(num_tokens, mesh).clamp(min=1).to(loss_sum.dtype)
+    wide = torch.promote_types(loss_sum.dtype, torch.float32)
+    return loss_sum.to(wide) / global_sum(num_tokens, mesh).clamp(min=1).to(wide)
 
 
 def global_sum(value: float | torch.Tensor, mesh: EPMesh) -> torch.Tensor:

@@ -17,10 +17,16 @@ import torch
 from fusco.autograd import Verbs, gradients_of_combine
 from fusco.communicator import Communicator
 from fusco.handle import Handle
+from fusco.launch import Launch
 
 
 class CommunicatorSource(Protocol):
     """Makes communicators when they are first needed."""
+
+    @property
+    def launch(self) -> Launch:
+        """How calls use their device."""
+        ...
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
         """The one for such rows."""
@@ -28,11 +34,14 @@ class CommunicatorSource(Protocol):
 
 
 class _Held:
-    """A handle and where it comes from."""
+    """A handle, where it comes from, and the verbs for it."""
 
-    def __init__(self, comm: Communicator, handle: Handle) -> None:
-        self.comm, self.handle = comm, handle
-        self.verbs = Verbs(lambda x, handle: comm.dispatch_again(x, handle)[0], comm.combine)
+    def __init__(self, comm: Communicator, handle: Handle, launch: Launch) -> None:
+        self.handle = handle
+        self.verbs = Verbs(
+            lambda x, handle: comm.dispatch_again(x, handle, launch=launch)[0],
+            lambda y, handle: comm.combine(y, handle, launch=launch),
+        )
 
 
 class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
@@ -87,11 +96,12 @@ def dispatch(
         Expert-major rows (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
 
     """
-    comm = _key_to_source[source].communicator(num_experts, topk_idx.shape[1], x)
+    maker = _key_to_source[source]
+    comm = maker.communicator(num_experts, topk_idx.shape[1], x)
     with torch.no_grad():
-        sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach())
+        sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), launch=maker.launch)
     assert len(sent.num_rows_per_expert) == num_local_experts
-    return sent.rows, sent.num_rows_per_expert, _ticket_of(_Held(comm, sent.handle))
+    return sent.rows, sent.num_rows_per_expert, _ticket_of(_Held(comm, sent.handle, maker.launch))
 
 
 @torch.library.custom_op("fusco::combine", mutates_args=())
@@ -102,7 +112,7 @@ def combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: torch.Tensor) -
     """
     held = _held_by(ticket)
     with torch.no_grad():
-        return held.comm.combine(y.detach(), held.handle)
+        return held.verbs.combine(y.detach(), held.handle)
 
 
 @torch.library.custom_op("fusco::dispatch_backward", mutates_args=())
@@ -111,7 +121,7 @@ def dispatch_backward(grad_rows: torch.Tensor, ticket: torch.Tensor, num_tokens:
     held = _held_by(ticket)
     assert held.handle.num_tokens == num_tokens
     with torch.no_grad():
-        return held.comm.combine(grad_rows.detach(), held.handle.unweighted())
+        return held.verbs.combine(grad_rows.detach(), held.handle.unweighted())
 
 
 @torch.library.custom_op("fusco::combine_backward", mutates_args=())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fusco.fsdp.checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
+from fusco.fsdp.consent import check_on_all_ranks
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -13,7 +15,7 @@ from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.prefetch import set_prefetch
 from fusco.fsdp.sharding import Sharding
 from fusco.fsdp.weights import check_equal_weights
-from fusco.fsdp.wrapping import wrap
+from fusco.fsdp.wrapping import find_units, shard_dense, shard_experts
 
 
 def parallelize(
@@ -35,8 +37,10 @@ def parallelize(
 
     Args:
         model: any with experts as in ``find_experts``, with the same weights on all ranks, or on the meta device.
+            Weights in main memory are cut there and go to the mesh's device module by module, so that besides its
+            shards the device holds one module's part at a time.
         mesh: from ``build_mesh``.
-        dispatcher: moves tokens to experts and back, for all layers.
+        dispatcher: moves tokens to experts and back, for all layers, among the ranks of ``mesh.ep_group``.
         sharding: ``None`` means the defaults.
         activation_checkpointing: what blocks do without until the backward pass. ``"none"``: nothing. ``"full"``:
             everything but their inputs; all of a block is computed again, tokens are dispatched and combined again.
@@ -47,24 +51,50 @@ def parallelize(
         The modules of experts that were found.
 
     Raises:
-        ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a model
-            without experts, a number of experts that ``ep_size`` does not divide, a parameter that cannot be sharded,
-            or weights that differ between ranks.
+        ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
+            of another group, a model without experts or one that is parallelized already, a number of experts that
+            ``ep_size`` does not divide, a parameter or a container that cannot be sharded, or weights that differ
+            between ranks.
 
     """
-    sharding = sharding or Sharding()
-    check_checkpointing(activation_checkpointing)
-    found = find_experts(model)
-    for experts in found:
-        _check_shape(experts, mesh, sharding.expert_dim)
+    settled = sharding or Sharding()
+
+    def check() -> list[Experts]:
+        check_checkpointing(activation_checkpointing)
+        _check_group(dispatcher, mesh)
+        return _check_model(model, mesh, settled)
+
+    found = check_on_all_ranks(check, mesh.device_type)
     check_equal_weights(model, mesh.device_type)
     for experts in found:
         _distribute(experts, mesh)
+        shard_experts(experts, mesh, settled)
         experts.module.forward = ExpertParallelLayer(experts, dispatcher)
-    units = wrap(model, found, mesh, sharding)
+    units = find_units(model, found)
+    shard_dense(model, units, mesh, settled)
     checkpoint_blocks((unit.block for unit in units), activation_checkpointing)
-    if sharding.has_prefetch:
+    if settled.has_prefetch:
         set_prefetch(model, units)
+    return found
+
+
+def _check_group(dispatcher: Dispatcher, mesh: EPMesh) -> None:
+    """Another group of the same size would train, on the tokens of others."""
+    ours, theirs = (dist.get_process_group_ranks(group) for group in (mesh.ep_group, dispatcher.group))
+    if ours != theirs:
+        raise ValueError(f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}")
+
+
+def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Experts]:
+    distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if distributed:
+        raise ValueError(f"parameter {distributed[0]} is distributed already: parallelize takes a plain model, once")
+    found = find_experts(model)
+    for experts in found:
+        _check_shape(experts, mesh, sharding.expert_dim)
+    for module in (model, *(unit.block for unit in find_units(model, found))):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(f"FSDP cannot shard a {type(module).__name__}, which has no forward: parallelize what has")
     return found
 
 
@@ -84,6 +114,8 @@ def _check_shape(experts: Experts, mesh: EPMesh, expert_dim: int) -> None:
 def _distribute(experts: Experts, mesh: EPMesh) -> None:
     """Keep only this rank's experts, as DTensors: FSDP, checkpoints and norms see what is where."""
     for key, parameter in list(experts.module.named_parameters()):
-        # Every rank cuts its own part out of its own copy; nothing is sent.
-        local = distribute_tensor(parameter.detach(), mesh.expert["ep"], [Shard(0)], src_data_rank=None)
+        # Every rank cuts its own part out of its own copy, and only then puts it on its device; nothing is sent.
+        ep_mesh = mesh.expert["ep"]
+        mine = parameter.detach().chunk(mesh.ep_size)[ep_mesh.get_local_rank()]
+        local = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)
         experts.module.register_parameter(key, nn.Parameter(local, requires_grad=parameter.requires_grad))

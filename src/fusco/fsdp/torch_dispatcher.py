@@ -31,25 +31,25 @@ class TorchDispatcher:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Take the group of the ranks among which experts are distributed: ``EPMesh.ep_group``."""
-        self._group, self._num_ranks = group, group.size()
+        self.group, self._num_ranks = group, group.size()
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
-        """Send tokens to their experts; see ``Dispatcher``. Waits for the counts on the host."""
+        """Send tokens to their experts; see ``Dispatcher``. Waits on the host once, for the counts."""
         expert_of_pair = topk_idx.reshape(-1)
-        order = torch.argsort(expert_of_pair, stable=True)
-        sent = order[int((expert_of_pair < 0).sum()) :]
-        to_each = torch.bincount(expert_of_pair[sent], minlength=num_experts)
+        counts = expert_of_pair.new_zeros(1 + num_experts)  # the first is of those without an expert
+        to_each = counts.scatter_add_(0, expert_of_pair + 1, torch.ones_like(expert_of_pair))[1:]
         from_each = torch.empty_like(to_each)
-        dist.all_to_all_single(from_each, to_each, group=self._group)
+        dist.all_to_all_single(from_each, to_each, group=self.group)
 
         by_source = from_each.view(self._num_ranks, -1)
-        num_sent = to_each.view(self._num_ranks, -1).sum(1).tolist()
-        num_received = by_source.sum(1).tolist()
+        num_sent, num_received = torch.stack([to_each.view(self._num_ranks, -1).sum(1), by_source.sum(1)]).tolist()
+        sent = torch.argsort(expert_of_pair, stable=True)[len(expert_of_pair) - sum(num_sent) :]
         rows = self._exchange(x[sent // topk_idx.shape[1]], num_received, num_sent)
         local_expert = torch.arange(by_source.shape[1], device=x.device).repeat(self._num_ranks)
-        arrived = torch.argsort(local_expert.repeat_interleave(by_source.reshape(-1)), stable=True)
+        expert_of_row = local_expert.repeat_interleave(by_source.reshape(-1), output_size=sum(num_received))
+        arrived = torch.argsort(expert_of_row, stable=True)
         return Arrival(rows[arrived], by_source.sum(0), _Ticket(sent, arrived, topk_weights, num_sent, num_received))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
@@ -63,6 +63,11 @@ class TorchDispatcher:
         out = weighted.new_zeros(num_tokens, y.shape[1])
         return out.index_add(0, ticket.sent // num_topk, weighted).to(y.dtype)
 
+    def synchronize(self) -> None:
+        """Wait for the device; failures are for the process group to find."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+
     def _exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:
-        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self._group)
+        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
         return moved.wait() if hasattr(moved, "wait") else moved

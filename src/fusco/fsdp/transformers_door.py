@@ -6,6 +6,7 @@ The first is ``EPImplementationInterface`` (5.23 and newer), the second ``ALL_EX
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,15 +98,18 @@ def registered_as_experts_implementation(
     registry: Any = importlib.import_module("transformers.integrations.moe")
     if not hasattr(registry, "ALL_EXPERTS_FUNCTIONS"):
         raise ImportError("transformers has no ALL_EXPERTS_FUNCTIONS: 5.9 is the first version that takes other names")
-    layers: dict[nn.Module, ExpertParallelLayer] = {}
+    # Without references to the modules, so that models can go before the block ends.
+    known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()
     with FuscoDispatcher(group, max_tokens_per_rank, settings=settings) as dispatcher:
 
         def run(
             module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
-            if module not in layers:
-                layers[module] = ExpertParallelLayer(_distributed(module, group.size()), dispatcher)
-            return layers[module](hidden_states, top_k_index, top_k_weights)
+            if module not in known:
+                proxy: Any = weakref.proxy(module)
+                known[module] = replace(_distributed(module, group.size()), module=proxy)
+            layer = ExpertParallelLayer(replace(known[module], module=module), dispatcher)
+            return layer(hidden_states, top_k_index, top_k_weights)
 
         registry.ALL_EXPERTS_FUNCTIONS.register(name, run)
         try:

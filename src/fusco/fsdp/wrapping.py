@@ -15,24 +15,25 @@ from fusco.fsdp.prefetch import Unit
 from fusco.fsdp.sharding import Sharding
 
 
-def wrap(model: nn.Module, found: Sequence[Experts], mesh: EPMesh, sharding: Sharding) -> list[Unit]:
-    """Hand experts to FSDP, then blocks, then the rest; return the blocks in the model's order.
+def shard_experts(experts: Experts, mesh: EPMesh, sharding: Sharding) -> None:
+    """Hand a module of experts, distributed already, to FSDP."""
+    fully_shard(
+        experts.module,
+        mesh=mesh.expert_fsdp,
+        reshard_after_forward=sharding.reshard_after_forward,
+        shard_placement_fn=lambda _: Shard(sharding.expert_dim),
+        # The layer casts its inputs by itself, which leaves the weights of the router as exact as they are.
+        mp_policy=replace(sharding.mixed_precision, cast_forward_inputs=False),
+    )
 
-    Gradients are added, not averaged. FSDP's default divides by the size of the group that it reduces over, which for
+
+def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding: Sharding) -> None:
+    """Hand blocks to FSDP, then the rest, and have the gradients of everything added.
+
+    They are added, not averaged. FSDP's default divides by the size of the group that it reduces over, which for
     experts is smaller, by ``ep_size``, than the number of batches that reached them. A divide factor other than that
     size needs PREMUL_SUM, which gloo lacks, or is applied twice by PyTorch 2.13 where the group has one rank.
     """
-    # The layer casts its inputs by itself, which leaves the weights of the router as exact as they are.
-    policy = replace(sharding.mixed_precision, cast_forward_inputs=False)
-    for experts in found:
-        fully_shard(
-            experts.module,
-            mesh=mesh.expert_fsdp,
-            reshard_after_forward=sharding.reshard_after_forward,
-            shard_placement_fn=lambda _: Shard(sharding.expert_dim),
-            mp_policy=policy,
-        )
-    units = find_units(model, found)
     for block in (*(unit.block for unit in units), model):
         fully_shard(
             block,
@@ -45,7 +46,6 @@ def wrap(model: nn.Module, found: Sequence[Experts], mesh: EPMesh, sharding: Sha
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return units
 
 
 def find_units(model: nn.Module, found: Sequence[Experts]) -> list[Unit]:

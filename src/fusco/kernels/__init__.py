@@ -1,5 +1,6 @@
-"""The kernels, one noun each: ``copy_segments``, ``reduce_rows``, ``add_rows``.
+"""The kernels, one noun each.
 
-``fusco.kernels.NAME`` is the wrapper that dispatches on the device; ``reference.NAME`` the plain PyTorch twin of the
-same signature; ``cpu.NAME`` the loop that numba compiles.
+On the CPU (``copy_segments``, ``reduce_rows``, ``add_rows``) ``fusco.kernels.NAME`` takes tensors and calls
+``cpu.NAME``, the loop that numba compiles. Those of CUDA are in ``cuda``, and ``fusco.engine.cuda.kernels`` launches
+them. ``reference.NAME`` is the plain PyTorch twin of either.
 """

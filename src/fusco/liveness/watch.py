@@ -88,7 +88,8 @@ class Watch:
         self._sentinel.note(self._collective, self._operation, waiting_for.phase)
         if self._sentinel.verdict:
             raise self._failure(waiting_for, self._sentinel.verdict)
-        has_died, failure = any(map(self._is_dead, waiting_for.on_ranks)), self.network_failure()
+        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        has_died, failure = any(map(self._is_dead, concerned)), self.network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
             if dead := self._dead():
@@ -105,6 +106,8 @@ class Watch:
         late = {rank: status for rank, status in statuses.items() if status.collective < self._collective}
         blamed = late or {rank: statuses[rank] for rank in stall.on_ranks if rank in statuses}
         doing = "; ".join(f"rank {rank} {_describe_status(status)}" for rank, status in blamed.items())
+        if not blamed:
+            doing = f"rank {self._rank}, in phase '{stall.phase}', waits for none of the others, which are all there"
         self._blame(stall, tuple(blamed), f"{symptom}; {doing}", has_left=False)
 
     def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:

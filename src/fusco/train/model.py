@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
 from fusco.train.job import ModelShape, TrainingJob
+from fusco.train.seeds import mix_seed
 
 _STD = 0.02  # of initial weights, as Qwen3's
 
@@ -61,7 +62,7 @@ def _fill(model: nn.Module, seed: int) -> None:
         local = parameter.to_local()
         whole = torch.ones(parameter.shape, device=local.device)
         if parameter.ndim > 1:
-            generator = torch.Generator(local.device).manual_seed(seed * 1_000_003 + index)
+            generator = torch.Generator(local.device).manual_seed(mix_seed(seed, index))
             whole.normal_(0, _STD, generator=generator)
         mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local.copy_(mine.to_local())

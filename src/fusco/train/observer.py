@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusco.fsdp.dispatcher import Arrival, Dispatcher
 
@@ -68,6 +69,11 @@ class ObservingDispatcher:
     num_rows: list[torch.Tensor] = field(default_factory=list)
     topk_idx: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """As the inner dispatcher."""
+        return self.inner.group
+
     def start_step(self) -> None:
         """Forget the step before."""
         self.num_rows.clear()
@@ -95,6 +101,10 @@ class ObservingDispatcher:
         out = self.inner.combine(y, arrival)
         self.stopwatch.mark("combine")
         return self._mark_backward(out, "combine_backward")
+
+    def synchronize(self) -> None:
+        """As the inner dispatcher."""
+        self.inner.synchronize()
 
     def _mark_backward(self, tensor: torch.Tensor, section: str) -> torch.Tensor:
         """The same tensor; the section is marked when its gradient comes by."""

@@ -87,10 +87,12 @@ def _run(
     for index in range(job.num_steps):
         batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
         observer.start_step()
+        _meet()
         start = time.perf_counter()
         loss, router_loss = _losses(job, model, batch, mesh)
         (loss + router_loss).backward()  # type: ignore[no-untyped-call]
         norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        observer.synchronize()  # rows that did not arrive raise here: no step is made on their gradients
         optimizer.step()
         optimizer.zero_grad()
         mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has done all this
@@ -109,6 +111,11 @@ def _run(
         peak_memory_bytes=torch.cuda.max_memory_allocated() if job.device == "cuda" else 0,
         routing=_gather_routing(job, observer) if observer.keeps_routing else None,
     )
+
+
+def _meet() -> None:
+    """Wait for all ranks, on the host: nobody's clock runs while another still reports the step before."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def _losses(

@@ -25,7 +25,7 @@ class StepRecord:
         step: counted from 0.
         loss: mean over the tokens of all ranks, in nats, before the step.
         gradient_norm: before clipping.
-        step_ms: the slowest rank's, from the batch to the updated parameters.
+        step_ms: the slowest rank's, from the batch to the updated parameters; ranks begin together.
         tokens_per_s: of all ranks.
         dispatch_ms, combine_ms: forward, means over ranks; what activation checkpointing repeats is counted.
         dispatch_backward_ms, combine_backward_ms: likewise, backward.
@@ -144,7 +144,7 @@ def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list
         last_expert_imbalance=steps[-1].expert_imbalance,
         peak_memory_gib=round(run.peak_memory_bytes / 2**30, 2),
         total_s=round(sum(step.step_ms for step in steps) / 1e3, 1),
-        versions=versions(),
-        hardware=hardware(),
+        versions=versions("transformers"),
+        hardware=hardware(job.device),
         commit=commit(),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fusco.train.job import TrainingJob
+from fusco.train.seeds import mix_seed
 
 _NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
 
@@ -21,26 +22,24 @@ def load_text(job: TrainingJob) -> torch.Tensor:
         ValueError: if there is no such text, or less of it than one step of all ranks looks at.
 
     """
-    pieces, missing = [], job.text_bytes
+    text = bytearray()
     for path in _python_sources() if job.text is None else _files_of(job.text):
-        piece = path.read_bytes()[:missing]
-        pieces.append(piece)
-        missing -= len(piece)
-        if not missing:
+        with path.open("rb") as file:
+            text += file.read(job.text_bytes - len(text))
+        if len(text) == job.text_bytes:
             break
-    text = b"".join(pieces)
     if len(text) < job.bytes_per_step:
         where = "the Python sources of this machine have" if job.text is None else f"{job.text} has"
         raise ValueError(
             f"{where} {len(text)} bytes (of at most {job.text_bytes} to be read), and one step of {job.num_ranks} "
             f"ranks with {job.num_sequences} sequences of {job.length} tokens each looks at {job.bytes_per_step}"
         )
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> torch.Tensor:
     """One rank's sequences in a step: int64 (num_sequences, length + 1) from places that seed, step and rank choose."""
-    generator = torch.Generator().manual_seed((job.seed * 1_000_003 + step) * 1_000_003 + rank)
+    generator = torch.Generator().manual_seed(mix_seed(job.seed, step, rank))
     first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator)
     return text[first + torch.arange(job.length + 1)].long()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 
@@ -20,3 +20,16 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=run, name="fusco-connect", daemon=True).start()
     return future
+
+
+def within(limit_s: float, function: Callable[[], Any]) -> bool:
+    """Call a function in a thread and wait for it, though no longer than this; whether it was over by then."""
+    try:
+        future = in_thread(function)
+    except RuntimeError:  # the interpreter ends, and starts no threads any more
+        function()
+        return True
+    if not wait([future], limit_s).done:
+        return False
+    future.result()  # raises what it raised
+    return True

@@ -124,6 +124,17 @@ class NcclTransport:
             time.sleep(_LAUNCHING_S / 100)
         self._nccl.ncclCommAbort(self._comm)
 
+    def finish(self) -> None:
+        """Give everything back, together with all ranks, once nothing is under way on any; ``abort`` does nothing then.
+
+        To be called while nobody launches anything. Waits for all ranks, without a limit.
+        """
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        self._nccl.ncclCommDestroy(self._comm)
+
     def _check(self, result: int, what: str) -> None:
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise TransportError(f"NCCL failed in {what}: {self._text(result)}")
@@ -147,6 +158,7 @@ def _library() -> ctypes.CDLL:
     nccl.ncclCommInitRank.argtypes = [pointer, integer, _UniqueId, integer]
     nccl.ncclCommGetAsyncError.argtypes = [pointer, pointer]
     nccl.ncclCommAbort.argtypes = [pointer]
+    nccl.ncclCommDestroy.argtypes = [pointer]
     nccl.ncclGetLastError.argtypes = [pointer]
     nccl.ncclGetLastError.restype = ctypes.c_char_p
     nccl.ncclGetErrorString.argtypes = [integer]

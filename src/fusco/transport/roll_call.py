@@ -22,7 +22,7 @@ class RollCall:
     """Gathers small JSON values from all ranks of a group; they make their roll calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self.rank, self.world_size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        self.rank, self.world_size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         of_group = PrefixStore(f"fusco/{ranks}", _get_default_store())
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
@@ -62,7 +62,7 @@ class RollCall:
         return [json.loads(_asking(functools.partial(self.store.get, key))) for key in keys]
 
     def _wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while not is_ready():
             if time.monotonic() > deadline and (late := stall()).on_ranks:
                 raise PeerFailureError(
@@ -70,7 +70,7 @@ class RollCall:
                     peers=late.on_ranks,
                     operation="Communicator",
                     stall=late,
-                    reason=f"rank(s) {', '.join(map(str, late.on_ranks))} did not come within {self._timeout_s} s",
+                    reason=f"rank(s) {', '.join(map(str, late.on_ranks))} did not come within {self.timeout_s} s",
                     has_left=False,
                 )
 

@@ -1,6 +1,10 @@
 """Where ranks come from: nodes played on one machine, and jobs that a launcher has started."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -9,7 +13,7 @@ import torch.distributed as dist
 from fusco import Topology
 from fusco.bench.emulation import describe_emulation, emulated_network
 from fusco.bench.joined_world import Launched
-from fusco.bench.local_world import LocalWorld, RankFailedError
+from fusco.bench.local_world import LocalWorld, RankFailedError, _deaf_to_interrupts
 from fusco.cli.running import choose_shape
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
@@ -126,3 +130,24 @@ def test_shape_of_a_launched_job():
         choose_shape("cuda", 3, None, job, 8)
     with pytest.raises(ValueError, match="not 5 nodes of 3"):
         choose_shape("cuda", None, 3, job, 8)
+
+
+def test_an_interrupt_waits_until_ranks_are_started_and_does_not_reach_them():
+    is_blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)  # does not block the signal, and so is who gets it
+    other.start()
+    goes_on = False
+    try:
+        with pytest.raises(KeyboardInterrupt), _deaf_to_interrupts():  # noqa: PT012  the block is what is tested
+            child = subprocess.run([sys.executable, "-c", is_blocked], capture_output=True, text=True, check=True)
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            time.sleep(0.1)
+            goes_on = True
+    finally:
+        done.set()
+        other.join()
+    assert goes_on
+    assert child.stdout == "True\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

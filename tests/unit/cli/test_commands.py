@@ -1,5 +1,6 @@
 """The command line without ranks: help at once, errors as sentences, plan and doctor."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -84,6 +85,21 @@ def test_bench_shuffle_says_what_does_not_fit(arguments, message, monkeypatch):
     done = run("bench", "shuffle", *arguments)
     assert isinstance(done.exception, ValueError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["bench", "shuffle"], ["bench", "shuffle", "--variants", "fusco-static"], ["bench", "alltoall"], ["train"]],
+)
+def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("cuda") else find_spec(name))
+    monkeypatch.setattr("fusco.bench.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
+    if arguments == ["train"]:
+        pytest.importorskip("transformers", reason="fusco train needs it")
+    done = run(*arguments, "--device", "cuda")
+    assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'"
 
 
 def test_names_come_with_commas_or_repeated():

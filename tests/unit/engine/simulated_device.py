@@ -135,6 +135,7 @@ class Machine:
         self._starts: list[int] = []
         self._memory: dict[int, torch.UntypedStorage] = {}
         self.is_over = False
+        self.processor: Any = None  # runs kernels that are more than one step; see ``Emulator``
 
     @contextmanager
     def installed(self) -> Iterator[Machine]:
@@ -176,13 +177,16 @@ class Machine:
 
     def _go_on(self) -> bool:
         hosts = [host for host in self._hosts if not host.is_done]
-        ready: list[Host | Stream] = [actor for actor in (*hosts, *self._streams) if actor.is_ready()]
+        processors = [self.processor] if self.processor else []
+        ready = [actor for actor in (*hosts, *self._streams, *processors) if actor.is_ready()]
         if not ready:
             stuck = [f"stream {stream.cuda_stream} at {stream.queue[0][0]}" for stream in self._streams if stream.queue]
             if hosts or stuck:
                 raise AssertionError(f"{len(hosts)} hosts wait for ever, and {', '.join(stuck) or 'no stream'}")
             return False
-        chosen = self._random.choices(ready, [actor.favour for actor in ready])[0]
+        chosen: Any = self._random.choices(ready, [actor.favour for actor in ready])[0]
+        if self.processor and chosen is not self.processor:
+            self.processor.look_again()
         if isinstance(chosen, Host):
             self._current = chosen
             chosen.go_on()

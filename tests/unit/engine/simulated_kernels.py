@@ -23,6 +23,7 @@ _ELEMENT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.flo
 _IDS = {4: torch.int32, 8: torch.int64}
 _WEIGHTS = {4: torch.float32, 8: torch.float64}
 _I32 = torch.int32
+_LARGEST_I32 = 2**31 - 1
 
 
 class NodeWords:
@@ -78,7 +79,7 @@ class SimulatedKernel:
     def _push_routing(self, args: Any, published: int, src: int, peer: int, epoch: int) -> None:
         shape = (args.first_row[src + 1] - args.first_row[src], self._constants["NUM_TOPK"])
         ids = self._at(args.topk_idx[published], _IDS[self._constants["ID_BYTES"]], shape)
-        self._pooled(args, peer, src, epoch, "ids", _I32).copy_(ids)
+        self._pooled(args, peer, src, epoch, "ids", _I32).copy_(ids.clamp(-_LARGEST_I32, _LARGEST_I32))
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
             weights = self._at(args.topk_weights[published], dtype, shape)
             self._pooled(args, peer, src, epoch, "weights", dtype).copy_(weights)
@@ -108,6 +109,10 @@ class SimulatedKernel:
             weights = torch.cat([self._pooled(args, rank, src, epoch, "weights", dtype) for src in range(num_sources)])
             self._at(args.row_weights, dtype, ids.shape).copy_(weights)
         report = Report.from_address(args.report)
+        for src, of in reversed(list(enumerate(of_source))):
+            for token, k in reversed(((of < -1) | (of >= args.num_experts)).nonzero().tolist()):
+                report.bad_token, report.bad_k, report.bad_id = token, k, int(of[token, k])
+                report.bad_src, report.bad_ticket = src, args.ticket
         report.num_slots = plan.num_slots_needed
         if args.ticket:
             report.ticket = args.ticket

@@ -164,7 +164,8 @@ class Rank:
 
     rank: int
     arena: Arena
-    internode: InternodeShuffle
+    node: NodeShuffle
+    internode: InternodeShuffle | NodeShuffle  # the former, unless there is one node only
     stream: Stream
     profile: CallProfile
 
@@ -172,8 +173,15 @@ class Rank:
 class World:
     """All ranks of a layout's topology."""
 
-    def __init__(self, layout: DeviceLayout, placement: ExpertPlacement, machine: Machine) -> None:
-        self.layout, self.placement, self.machine = layout, placement, machine
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        placement: ExpertPlacement,
+        machine: Machine,
+        library: Callable[[], Any] | None = None,
+    ) -> None:
+        """``library`` makes each rank's stand-in for ``Library``; ``None`` means the kernels' twins."""
+        self.layout, self.placement, self.machine, self._library = layout, placement, machine, library
         topology = layout.topology
         self._words = [NodeWords(layout.num_ranks) for _ in range(topology.num_nodes)]
         self._records, self._buffers = (Meetings(machine, topology.world_size) for _ in range(2))
@@ -206,9 +214,12 @@ class World:
         memory = torch.zeros(layout.offsets["end"], dtype=torch.uint8)
         arena = Arena(layout, memory, Roll(rank))
         words = self._words[layout.topology.rank_to_node[rank]]
-        kernels = Kernels(SimulatedLibrary(machine, words), arena, self.placement)
+        library = self._library() if self._library else SimulatedLibrary(machine, words)
+        kernels = Kernels(library, arena, self.placement)
         kernels.stream = stream.cuda_stream
         rounds = SimulatedRounds(self._records, rank)
         node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
+        if layout.topology.num_nodes == 1:
+            return Rank(rank, arena, node, node, stream, rounds.profile)
         network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-        return Rank(rank, arena, InternodeShuffle(node, network), stream, rounds.profile)
+        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fusco.engine.cuda.network import Guard, Network
-from fusco.errors import Stall
+from fusco.errors import Stall, TransportError
 from fusco.transport.nccl import Message
 
+DEVICE = torch.device("cuda", 3)
 LIMIT_S, NO_LIMIT_S = 0.3, 600.0
 SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
 
@@ -22,7 +23,7 @@ class Nccl:
     """Stands in for ``NcclTransport``; a launch hangs until it is aborted, if it is told to."""
 
     def __init__(self, *_) -> None:
-        self.failure, self.aborts, self.launches, self.hangs = "", [], [], False
+        self.failure, self.aborts, self.finishes, self.launches, self.hangs = "", [], [], [], False
         self.has_aborted = threading.Event()
 
     def exchange(self, sends, receives, stream) -> None:
@@ -33,6 +34,9 @@ class Nccl:
     def abort(self) -> None:
         self.aborts.append(time.monotonic())
         self.has_aborted.set()
+
+    def finish(self) -> None:
+        self.finishes.append(time.monotonic())
 
 
 class Watch:
@@ -47,7 +51,7 @@ class Scene:
 
     def __init__(self, timeout_s: float) -> None:
         self.nccl, self.watch = Nccl(), Watch()
-        self.guard = Guard(self.nccl, self.watch, timeout_s)
+        self.guard = Guard(self.nccl, self.watch, timeout_s, DEVICE)
         self.calls: list[tuple[Stall | None, int]] = []  # the stall and the aborts when the guard said that it gives up
         self.guard.on_stall = lambda: self.calls.append((self.guard.stall, len(self.nccl.aborts)))
         self.began = time.monotonic()
@@ -151,6 +155,55 @@ def test_an_idle_guard_takes_no_time():
         assert scene.guard._thread.is_alive()
 
 
+def test_a_guard_that_cannot_look_gives_up_and_says_why():
+    def fail():
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.guard.watch_over(fail, stall_of("slice 0"))
+        assert scene.nccl.has_aborted.wait(SLACK_S)
+        scene.guard.close()
+        assert scene.guard.stall.phase == "looking after the network"
+        assert scene.guard.stall.seen == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+        assert scene.calls == [(scene.guard.stall, 0)]
+
+
+def test_a_guard_enters_its_device_before_it_looks():
+    deeds = []
+
+    def enter(device):
+        time.sleep(0.1)
+        deeds.append((device, threading.current_thread()))
+
+    with mock.patch("fusco.engine.cuda.network.enter_device", enter), closing(Scene(NO_LIMIT_S)) as scene:
+        scene.guard.watch_over(lambda: not deeds.append("a look"), stall_of("slice 0"))
+        time.sleep(0.3)
+    assert deeds == [(DEVICE, scene.guard._thread), "a look"]
+
+
+def test_a_guard_that_cannot_enter_its_device_gives_up():
+    with (
+        mock.patch("fusco.engine.cuda.network.enter_device", side_effect=TransportError("no")),
+        closing(Scene(NO_LIMIT_S)) as scene,
+    ):
+        assert scene.nccl.has_aborted.wait(SLACK_S)
+        assert scene.guard.stall.seen == "TransportError: no"
+
+
+def test_a_guard_that_is_held_up_is_not_waited_for():
+    scene = Scene(LIMIT_S)
+    may_end = threading.Event()
+    with mock.patch.object(scene.nccl, "abort", may_end.wait):
+        scene.watch_over("slice 0", NO_LIMIT_S)
+        while scene.guard.stall is None:
+            time.sleep(0.01)
+        began = time.monotonic()
+        scene.close()
+        assert time.monotonic() - began < LIMIT_S + SLACK_S
+        assert scene.guard._thread.is_alive()
+        may_end.set()
+
+
 def test_a_guard_looks_now_and_then():
     looks = []
     with closing(Scene(NO_LIMIT_S)) as scene:
@@ -184,7 +237,7 @@ def network():
         mock.patch.object(torch.cuda, "Stream", return_value=mock.Mock(cuda_stream=77)),
         mock.patch.object(torch.cuda, "Event", Event),
     ):
-        network = Network(mock.Mock(), Watch(), torch.device("cuda", 0), LIMIT_S)
+        network = Network(mock.Mock(), Watch(), DEVICE, LIMIT_S)
         yield network
         network.close()
 
@@ -222,3 +275,28 @@ def test_closing_a_network_ends_what_is_under_way(network):
     assert not network.guard._thread.is_alive()
     assert network.guard.stall is None
     assert len(network._nccl.aborts) == 1
+
+
+def test_a_network_that_finishes_ends_nothing(network):
+    network.exchange(SENDS, RECEIVES, "slice 4").is_done = True
+    network.finish()
+    assert not network.guard._thread.is_alive()
+    assert (len(network._nccl.finishes), network._nccl.aborts) == (1, [])
+
+
+@pytest.mark.parametrize("how", ["finish", "close"])
+def test_a_network_that_does_not_end_is_left_to_a_thread(network, how):
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def hang():
+        may_end.wait()
+        has_ended.set()
+
+    network._nccl.finish = network._nccl.abort = hang
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match=r"NCCL has not given back what it has on cuda:3 within 0\.1 s"):
+        getattr(network, how)()
+    assert time.monotonic() - began < LIMIT_S + SLACK_S
+    may_end.set()
+    assert has_ended.wait(SLACK_S)
+    network._nccl.abort = lambda: None

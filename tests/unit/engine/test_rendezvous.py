@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import time
 from unittest import mock
 
@@ -18,6 +20,10 @@ from rolls import ThreadsRoll, on_ranks
 SLACK_S = 5.0
 
 
+class Dead(Exception):  # noqa: N818
+    """Ends a rank, which tells nobody."""
+
+
 class SymmetricMemory:
     """Stands in for ``_SymmetricMemory``: all-gathers through a store under keys with a counter.
 
@@ -25,25 +31,29 @@ class SymmetricMemory:
     number, and waits for keys with its own. The store is called through C++, as PyTorch does.
     """
 
-    def __init__(self, num_gathers: int = 2) -> None:
+    def __init__(self) -> None:
         self._groups: dict[str, tuple[int, int, PrefixStore]] = {}
-        self._num_gathers = num_gathers
+        self.num_gathers = lambda rank: 2
+        self.after_gather = lambda rank, number: None  # the first gather has number 0
 
     def set_group_info(self, name, rank, world_size, store) -> None:
         self._groups[name] = rank, world_size, PrefixStore("SymmetricMemory", store)
 
     def rendezvous(self, memory, name):
         rank, world_size, store = self._groups[name]
-        own_count = itertools.count(100 * int(memory[0]))
+        caller = int(memory[0])
+        own_count = itertools.count(100 * caller)
         _resolve_process_group(name)  # PyTorch asks for it, and raises if there is none
         gathered = []
-        for number in range(self._num_gathers):
+        self.after_gather(caller, -1)
+        for number in range(self.num_gathers(caller)):
             prefix = f"gather-{next(own_count)}"
-            store.set(f"{prefix}/{rank}", f"{number} of {int(memory[0])}")
+            store.set(f"{prefix}/{rank}", f"{number} of {caller}")
             keys = [f"{prefix}/{other}" for other in range(world_size)]
             for key in keys:
                 store.wait([key])
             gathered.append([bytes(store.get(key)).decode() for key in keys])
+            self.after_gather(caller, number)
         return gathered
 
 
@@ -72,6 +82,12 @@ def test_ranks_meet_again_under_another_name(symmetric_memory):
 
     expected = [[f"{number} of {rank}" for rank in range(2)] for number in range(2)]
     assert list(on_ranks(2, meet_twice).values()) == [[expected] * 2] * 2
+
+
+def test_nodes_may_differ_in_how_often_they_gather(symmetric_memory):
+    symmetric_memory.num_gathers = lambda rank: 2 if rank < 2 else 5
+    met = on_ranks(4, lambda roll: meet(roll, ((0, 1), (2, 3))))
+    assert [len(met[rank]) for rank in range(4)] == [2, 2, 5, 5]
 
 
 def test_a_value_may_have_any_bytes():
@@ -105,8 +121,50 @@ def test_whatever_else_fails_is_told_in_its_own_words(symmetric_memory):
         error = on_ranks(1, lambda roll: meet(roll, ((0,),)))[0]
     assert type(error) is SharedMemoryError
     assert str(error).startswith(
-        "peers' memory could not be mapped on cpu: CUDA driver error: peer access is not supported. Ranks of a node "
+        "rank 0: peers' memory could not be mapped on cpu: CUDA driver error: peer access is not supported. Ranks of a "
     )
+
+
+@pytest.mark.parametrize("after_gather", [-1, 0, 1], ids=["first", "between", "last"])
+@pytest.mark.parametrize("nodes", [((0, 1, 2),), ((0,), (1, 2))], ids=str)
+def test_what_one_rank_cannot_map_no_rank_has(symmetric_memory, nodes, after_gather):
+    def fail(rank, number):
+        if (rank, number) == (1, after_gather):
+            raise RuntimeError("CUDA driver error: peer access is not supported")
+
+    symmetric_memory.after_gather = fail
+    errors = on_ranks(3, lambda roll: meet(roll, nodes))
+    assert {type(error) for error in errors.values()} == {SharedMemoryError}
+    assert all(str(error).startswith("rank 1: peers' memory could not be mapped on cpu:") for error in errors.values())
+
+
+def test_a_rank_that_dies_before_it_hands_its_memory_over_is_named(symmetric_memory, tmp_path):
+    def hand_over(rank, number):
+        """As PyTorch does after the first gather: waits for a peer at a socket, without a limit of its own."""
+        if number == 0:
+            if rank == 1:
+                raise Dead
+            try:
+                channel.recv(2)
+            except OSError as error:
+                raise RuntimeError(f"Failed to receive fd: {error}") from error
+
+    symmetric_memory.after_gather = hand_over
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.bind(str(tmp_path / f"symm_mem-{os.getpid()}"))
+        began = time.monotonic()
+        errors = on_ranks(2, lambda roll: meet(roll, ((0, 1),)), timeout_s=1.0)
+        assert time.monotonic() - began < 1.5 + SLACK_S
+        assert channel.fileno() >= 0
+    assert type(errors[0]) is PeerFailureError
+    assert errors[0].peers == (1,)
+
+
+def test_no_other_socket_is_given_a_limit(symmetric_memory, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(tmp_path / "somebody's"))
+        on_ranks(1, lambda roll: meet(roll, ((0,),)))
+        assert not any(other.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -71,7 +71,10 @@ def test_experts_without_a_gate(is_transposed):
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [
-        ({"w1": (2, 8, 3), "w2": (2, 3, 4)}, r"mlp\.whatever looks like experts, but has the 3-D parameters"),
+        (
+            {"w1": (2, 8, 3), "w2": (2, 3, 4)},
+            r"ModuleDict has no module of experts: .*; mlp\.whatever has the 3-D parameters w1, w2$",
+        ),
         ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not go together"),
         (
             {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "scale": (3,)},
@@ -84,3 +87,52 @@ def test_experts_without_a_gate(is_transposed):
 def test_what_is_no_experts_is_named(shapes, text):
     with pytest.raises(ValueError, match=text):
         only(Stack(**shapes))
+
+
+class Embeddings(nn.Module):
+    """As those of InternVL: two 3-D parameters with an equal dimension 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, 5, 4))
+
+
+class SharedExperts(Stack):
+    """As those of Inkling: three projections, every token to all."""
+
+    def __init__(self):
+        super().__init__(gate_proj=(2, 4, 3), up_proj=(2, 4, 3), down_proj=(2, 3, 4))
+
+    def forward(self, hidden_states, gammas):
+        """Nothing that is asked for here."""
+
+
+class SortedExperts(Stack):
+    """As those of Llama 4, which get rows that are sorted already."""
+
+    def __init__(self):
+        super().__init__(gate_up_proj=(2, 3, 8), down_proj=(2, 4, 3))
+
+    def forward(self, hidden_states):
+        """Nothing that is asked for here."""
+
+
+@pytest.mark.parametrize("other", [Embeddings(), SharedExperts(), SortedExperts()])
+def test_what_only_looks_like_experts_is_passed_over(other):
+    experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
+    (found,) = find_experts(nn.ModuleDict({"before": other, "experts": experts, "after": other}))
+    assert found.module is experts
+
+
+def test_experts_that_get_no_routing_are_named_if_there_are_no_others():
+    with pytest.raises(ValueError, match=r"; mlp has these, but is called with \(hidden_states\) and not with routing"):
+        find_experts(nn.ModuleDict({"mlp": SortedExperts()}))
+
+
+def test_the_host_asks_for_the_sizes_of_blocks_once_a_layer(monkeypatch):
+    """Here no row is a multiple of 16 bytes, so that both projections are loops."""
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor) or tolist(tensor))
+    only(Stack(gate_up_proj=(2, 10, 3), down_proj=(2, 3, 5))).run(ROWS, COUNTS)
+    assert len(asked) == 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusco.fsdp.grouped_linear import _has_grouped_mm, grouped_linear
+from fusco.fsdp.grouped_linear import _obstacle, grouped_linear, sizes_for
 
 
 def operands(nums_rows, num_inputs, num_outputs, dtype):
@@ -35,6 +35,38 @@ def test_each_block_has_its_matrix(nums_rows, num_inputs, num_outputs, dtype, ha
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
 def test_grouped_gemm_takes_wide_rows_only():
     wide, narrow = (operands((1,), num, num, torch.float32) for num in (4, 3))
-    assert _has_grouped_mm(*wide[:2])
-    assert not _has_grouped_mm(*narrow[:2])
-    assert not _has_grouped_mm(*operands((1,), 4, 4, torch.float64)[:2])
+    assert not _obstacle(*wide[:2])
+    assert _obstacle(*narrow[:2]) == "rows of 3 torch.float32 are no multiple of 16 bytes"
+    assert "they are torch.float64" in _obstacle(*operands((1,), 4, 4, torch.float64)[:2])
+
+
+class OnCuda:
+    """What is looked at of rows on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, dtype):
+        self.dtype, self.itemsize = dtype, dtype.itemsize
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize(
+    ("dtype", "width", "text"),
+    [
+        (torch.float32, 8, r"they are torch\.float32, and not torch\.bfloat16"),
+        (torch.float16, 8, r"they are torch\.float16, and not torch\.bfloat16"),
+        (torch.bfloat16, 12, r"rows of 12 torch\.bfloat16 are no multiple of 16 bytes"),
+    ],
+)
+def test_on_cuda_one_product_after_the_other_is_warned_of(dtype, width, text):
+    weights = [torch.zeros(2, 8, 8, dtype=dtype), torch.zeros(2, 8, width, dtype=dtype)]
+    with pytest.warns(UserWarning, match=text):
+        assert sizes_for(OnCuda(dtype), weights, torch.tensor([1, 2])) == [1, 2]
+
+
+def test_the_host_asks_for_sizes_only_if_it_needs_them(recwarn):
+    if hasattr(torch.nn.functional, "grouped_mm"):
+        weights = [torch.zeros(2, 8, 16, dtype=torch.bfloat16)] * 2
+        assert sizes_for(OnCuda(torch.bfloat16), weights, torch.tensor([1, 2])) is None
+    assert sizes_for(torch.zeros(3, 3), [torch.zeros(2, 3, 3)], torch.tensor([1, 2])) == [1, 2]
+    assert not recwarn.list

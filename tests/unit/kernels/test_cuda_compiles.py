@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
 from fusco.kernels.cuda.arguments import (
     CopyArgs,
+    Failure,
     ForwardingArgs,
+    Report,
     WeightArgs,
     combine_type,
     gather_type,
@@ -29,6 +32,7 @@ from fusco.kernels.cuda.widths import vector_bytes
 from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
+from cuda.bindings import nvrtc
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 NUM_RANKS = (1, 2, 4, 8)
@@ -213,6 +217,30 @@ def test_compiles(name, constants, arch, tmp_path):
     assert Compiler(arch, tmp_path).compile(name, constants).startswith(ELF)
 
 
+def ptx_of(name: str, constants: Constants) -> str:
+    """By NVRTC itself: for PTX, cuda-core asks the driver what it can read."""
+    source = (SOURCE_DIR / f"{name}.cu").read_bytes()
+    error, program = nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], [])
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    options = ["--std=c++17", "--gpu-architecture=compute_90", f"--include-path={SOURCE_DIR}"]
+    options += [f"--define-macro={key}={value}" for key, value in constants.items()]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytes(size)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return ptx.decode()
+
+
+@pytest.mark.parametrize(("name", "constants"), [case for case in CASES if "HIDDEN" in case[1]], ids=describe)
+def test_products_and_sums_are_rounded_separately(name, constants):
+    """As on the CPU: an instruction that does both at once would be the compiler's choice."""
+    ptx = ptx_of(name, constants)
+    assert re.search(r"\badd(\.rn)?\.f(32|64)\b", ptx)
+    assert "fma." not in ptx
+
+
 def test_the_grid_covers_every_kernel():
     assert set(GRID) == {path.stem for path in SOURCE_DIR.glob("*.cu")}
 
@@ -241,6 +269,20 @@ def test_a_struct_of_another_size_does_not_compile(tmp_path):
         CompileError, match=r"copy_segments does not compile for sm_90 .*ARGUMENT_BYTES=48(.|\n)*mirrors"
     ):
         Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 48})
+
+
+@pytest.mark.parametrize(("struct", "source"), [(Report, "plan.cu"), (Failure, "comm.cuh")])
+def test_words_in_host_memory_stand_where_the_source_says(struct, source):
+    """No kernel takes these by value, so that no size is checked when it is compiled."""
+    text = (SOURCE_DIR / source).read_text()
+    body = re.sub(r"//.*", "", text.split(f"struct {struct.__name__} {{", 1)[1].split("};", 1)[0])
+    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32}
+    declared = [
+        (name.strip(), types[kind])
+        for kind, names in re.findall(r"([ui]32) ([^;]+);", body)
+        for name in names.split(",")
+    ]
+    assert declared == list(struct._fields_)
 
 
 class Counting(Compiler):

@@ -79,3 +79,32 @@ def test_without_gradients_only_forward_sections_are_measured():
     assert section_to_s["dispatch"] >= DISPATCH_S
     assert section_to_s["combine_backward"] == section_to_s["dispatch_backward"] == 0
     assert not observer.topk_idx
+
+
+class DeviceEvent:
+    """As ``torch.cuda.Event``, on a device whose clock is ``now_ms``; asking it for anything else fails."""
+
+    now_ms = 0.0
+    is_synchronized = False
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at_ms = DeviceEvent.now_ms
+
+    def elapsed_time(self, end):
+        assert DeviceEvent.is_synchronized
+        return end.at_ms - self.at_ms
+
+
+def test_on_cuda_times_are_those_of_events_and_asked_for_at_the_end_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    stopwatch = Stopwatch("cuda")
+    for section, begin_ms, end_ms in (("dispatch", 0, 5), ("combine", 6, 8), ("dispatch", 10, 12)):
+        for DeviceEvent.now_ms in (begin_ms, end_ms):
+            stopwatch.mark(section)
+    monkeypatch.setattr(DeviceEvent, "is_synchronized", True)
+    expected = {"dispatch": 0.007, "combine": 0.002, "combine_backward": 0, "dispatch_backward": 0}
+    assert stopwatch.take_s() == pytest.approx(expected)
+    assert not any(stopwatch.take_s().values())

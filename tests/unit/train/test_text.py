@@ -1,6 +1,7 @@
 """The text to learn: the same in every process, and what is wrong with it is said."""
 
 import dataclasses
+import tracemalloc
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def test_a_directory_is_read_in_order_of_paths_without_hidden_files(tmp_path):
     assert bytes(load_text(make_job(text=tmp_path, text_bytes=170)).tolist()).decode() == "1" * 80 + "2" * 80 + "3" * 10
 
 
+def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path):
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(64 << 20)
+    job = make_job(text=large, text_bytes=1000)
+    tracemalloc.start()
+    try:
+        assert len(load_text(job)) == 1000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_is_wrong_with_a_text_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"there is no file or directory .*nowhere to learn from"):
         load_text(make_job(text=tmp_path / "nowhere"))
@@ -57,3 +71,12 @@ def test_batches_are_runs_of_the_text_chosen_by_seed_step_and_rank():
     assert not any(torch.equal(batch, other) for other in [*others, make_batch(text, job, 1, 3)])
     shortest = torch.arange(17, dtype=torch.uint8)
     assert make_batch(shortest, job, 0, 0).tolist() == [list(range(17))] * 2
+
+
+@pytest.mark.parametrize("seed", [20240801, 2**31, 2**63, 10**30])
+def test_any_seed_will_do(seed):
+    text = torch.arange(200, dtype=torch.uint8)
+    job = make_job(seed=seed)
+    batches = [make_batch(text, job, rank, step) for rank in range(2) for step in range(2)]
+    assert torch.equal(batches[0], make_batch(text, job, 0, 0))
+    assert not any(torch.equal(batches[0], other) for other in batches[1:])

@@ -73,6 +73,10 @@ class Library:
         self.hangs.set()
         return 0
 
+    def ncclCommDestroy(self, comm):
+        self._call("destroy", comm.value)
+        return 0
+
     def ncclGetErrorString(self, result):
         return f"error {result}".encode()
 
@@ -200,6 +204,21 @@ def test_after_abort_nothing_is_launched_and_a_second_one_does_nothing(transport
     transport.abort()
     transport.abort()
     transport.exchange([Message(2, 100, 10)], [], stream=77)
+    assert library.calls == [("abort", COMM)]
+
+
+def test_after_finish_nothing_is_launched_and_nothing_is_left_to_abort(transport, library):
+    transport.finish()
+    transport.finish()
+    transport.abort()
+    transport.exchange([Message(2, 100, 10)], [], stream=77)
+    assert transport.failure == ""
+    assert library.calls == [("destroy", COMM)]
+
+
+def test_after_abort_nothing_is_left_to_finish(transport, library):
+    transport.abort()
+    transport.finish()
     assert library.calls == [("abort", COMM)]
 
 

@@ -247,6 +247,15 @@ class CpuEngine:
 
     def synchronize(self) -> None:
         """See ``Engine``: here nothing is ever under way."""
+        with self._rounds.operation("synchronize"):
+            pass
+
+    def settle(self) -> None:
+        """See ``Engine``: here whoever has come to the end has all that it needs."""
+
+    def has_finished(self) -> bool:
+        """See ``Engine``."""
+        return True
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """See ``Engine``. Nothing is launched here; ``profile`` has the times."""

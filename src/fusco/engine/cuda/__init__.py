@@ -1,6 +1,7 @@
-"""The CUDA engine, for ranks of one node that reach each other's memory over NVLink.
+"""The CUDA engine: over NVLink within a node, whose ranks reach each other's memory, and over NCCL between nodes.
 
-Every rank's arena is visible to all peers. A plan is made on the device from everybody's routing; ``dispatch`` pulls
-each row once, from wherever it is, into all its slots; ``combine`` pushes one partial sum for each token and rank to
-the token's owner, which adds them up. Words in the arenas tell peers how far each one is.
+Every rank's arena is visible to all peers of its node. A plan is made on the device from everybody's routing;
+``dispatch`` pulls each row once, from wherever it is, into all its slots; ``combine`` pushes one partial sum for each
+token and rank to the token's owner, which adds them up. Words in the arenas tell peers how far each one is. Between
+nodes (``internode``) one copy of a row goes to each node that it concerns, into the arena of a rank there.
 """

@@ -16,6 +16,7 @@ from fusco.memory.device_layout import DeviceLayout
 from fusco.transport.roll_call import RollCall
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh has
+_IS_BROKEN = 0  # of State
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Arena:
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
         self.buffers: list[SymmetricBuffer] = []
+        self._num_rendezvous = 0
         self.share(memory)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
@@ -78,8 +80,10 @@ class Arena:
         )
 
     def share(self, memory: torch.Tensor) -> None:
-        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` if one is out of reach."""
-        handle = rendezvous(memory, self._roll, self.node_ranks, f"peer memory {len(self.buffers)}")
+        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` on all if one cannot."""
+        name = f"peer memory {self._num_rendezvous}"
+        self._num_rendezvous += 1  # also of those that fail: what was told there must not be heard again
+        handle = rendezvous(memory, self._roll, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -108,6 +112,10 @@ class Arena:
     def abort(self) -> None:
         """Have every wait on this device end soon."""
         self._abort.value = 1
+
+    def is_broken(self) -> bool:
+        """Whether a wait on this device has ended in vain. Waits for the current stream."""
+        return bool(self._state[_IS_BROKEN].item())
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """A struct of zeros that both sides see, and its address, which is the same on both."""

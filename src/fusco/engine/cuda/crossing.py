@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,8 +105,12 @@ class InternodePlan(DevicePlan):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on the device."""
-        return [*super().tensors, self.forwarding.node_to_tokens, self.forwarding.token_to_place]
+        """All that it holds on the device, what was copied together for earlier calls included."""
+        own_rows = vars(self).get("own_rows")
+        copied = [own_rows] if own_rows else []
+        copied += itertools.chain.from_iterable(self._slices.values())
+        copies = [tensor for held in copied for tensor in held.tensors]
+        return [*super().tensors, self.forwarding.node_to_tokens, self.forwarding.token_to_place, *copies]
 
     @cached_property
     def own_rows(self) -> HeldRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,14 +14,15 @@ import torch
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
-from fusco.engine.cuda.failure import stall_of
+from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
-from fusco.engine.cuda.kernels import Kernels
+from fusco.engine.cuda.kernels import Kernels, plan_shared_bytes
+from fusco.engine.cuda.last_work import LastWork, keep_for_good
 from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
 from fusco.engine.cuda.streams import DeviceStreams
-from fusco.engine.host.connect import connect
+from fusco.engine.host.connect import connect, raise_if_any
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
@@ -43,6 +45,7 @@ _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a
 _IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say.
 _SPIN_S = 500e-6
+_ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
 
 
 class CudaEngine:
@@ -64,7 +67,12 @@ class CudaEngine:
                 f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
                 f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
+        library = Library(device)
+        _check_room_to_plan(placement, library)
         self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
+        self._launched_on: list[torch.cuda.Stream] = []
+        self._ending_s = _ENDING * layout.settings.timeout_s
+        self._last_work: LastWork | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             # Records and words for byte streams stand in host memory; rows never do.
             self._connections = connect(roll, layout.without_rows(), hosts, listen_on)
@@ -74,20 +82,22 @@ class CudaEngine:
             device_layout = DeviceLayout(self._topology, layout.capacity, layout.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
-            resources.callback(self._arena.close)
-            # Kernels that wait for a peer see the call to abort; whatever else is under way is short.
-            resources.callback(torch.cuda.synchronize, device)
-            self._kernels = Kernels(Library(device), self._arena, placement)
-            self._order = StreamOrder(device, self._kernels)
+            resources.callback(self._let_go_of_memory)
+            self._kernels = Kernels(library, self._arena, placement)
+            self._order = StreamOrder(device, self._kernels, self._launched_on)
             self._network: Network | None = None
             if self._topology.num_nodes > 1:
                 self._network = Network(roll, self._watch, device, layout.settings.timeout_s)
                 resources.callback(self._network.close)
                 self._network.guard.on_stall = self._arena.abort
+                self._launched_on.append(self._network.stream)
             self._streams = DeviceStreams(self._connections.memory, self._arena, self._kernels, self._network, device)
             self._rounds = Rounds(roll.rank, self._connections, self._arena.abort)
             self._node = NodeShuffle(self._arena, self._kernels, placement, self._rounds, self._watch)
+            self._launched_on.append(self._node.staging_stream)
             self._internode = InternodeShuffle(self._node, self._network) if self._network else None
+            if self._internode:
+                self._launched_on.append(self._internode.packing_stream)
             self._watch.device_stall = self._device_stall
             torch.cuda.synchronize(device)  # whichever stream the first verb runs on
             roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
@@ -154,7 +164,7 @@ class CudaEngine:
         if agreement.rejection:
             self._rounds.publish(agreement, [0, *STAGED])
             return None
-        with self._order.on_stream(launch, *payloads) as stream:
+        with self._order.on_stream(launch, *payloads, held=plan.tensors) as stream:
             rows = (self._internode or self._node).dispatch_along(agreement, plan, payloads, launch, stream)
         self._order.hand_over(rows, launch)
         return rows
@@ -167,7 +177,7 @@ class CudaEngine:
         if agreement.rejection:
             return None
         is_weighted = weights is not None
-        with self._order.on_stream(launch, rows) as stream, self.profile.spend("wire"):
+        with self._order.on_stream(launch, rows, held=plan.tensors) as stream, self.profile.spend("wire"):
             same = plain(rows)
             wire_dtype = torch.promote_types(same.dtype, self._wire_dtype or same.dtype)
             out = (self._internode or self._node).combine(
@@ -187,7 +197,7 @@ class CudaEngine:
             run(self._streams.tasks(send, receive), self._watch)
 
     def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
-        """See ``Engine``. In order with everything else on the caller's stream; the host does not wait."""
+        """See ``Engine``. In order with everything else on the caller's stream; on one node the host waits for it."""
         itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
         if itinerary is None or exchange is None:
             return
@@ -238,15 +248,25 @@ class CudaEngine:
 
     def synchronize(self) -> None:
         """See ``Engine``."""
-        if self._order.latest is None or self._rounds.broken:
-            return
-        done = self._order.mark()
         with self._rounds.operation("synchronize"):
-            peers = tuple(rank for rank in range(self._topology.world_size) if rank != self._rank)
-            stall = Stall("waiting for the own device", peers, "everything launched to be done", "work under way")
-            self._watch.wait_until(done.query, lambda: stall)
+            if self._order.latest is None:
+                return
+            done = self._order.mark()
+            self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
             if waited_in_vain := self._device_stall():
                 self._watch.find_fault(waited_in_vain, _IN_VAIN)
+
+    def settle(self) -> None:
+        """See ``Engine``."""
+        with self.collective("settle"):
+            self.agree(Agreement("settle"))
+        if self._network:
+            self._network.finish()
+
+    def has_finished(self) -> bool:
+        """See ``Engine``."""
+        with torch.cuda.stream(self._order.own):
+            return self._has_work_ended() and not self._device_stall() and not self._arena.is_broken()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """See ``Engine``."""
@@ -261,6 +281,26 @@ class CudaEngine:
         self._rounds.end("it is closed")
         self._resources.close()
 
+    def _let_go_of_memory(self) -> None:
+        if self._has_work_ended():
+            self._arena.close()
+            return
+        keep_for_good(self)
+        warnings.warn(
+            f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
+            f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",
+            stacklevel=2,
+        )
+
+    def _has_work_ended(self) -> bool:
+        try:
+            if self._last_work is None:
+                streams = [*self._launched_on, torch.cuda.current_stream(self._device)]
+                self._last_work = LastWork(streams, self._ending_s)
+            return self._last_work.ends()
+        except RuntimeError:  # of CUDA, which will not say more about this device
+            return False
+
     def _device_stall(self) -> Stall | None:
         if self._network and self._network.guard.stall:
             return self._network.guard.stall
@@ -273,6 +313,17 @@ class CudaEngine:
             self._watch.begin(self._rounds.number, name)
             with stream_with(self._streams, peer, name, segments, self._watch):
                 yield
+
+
+def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
+    """Raise ``ValueError`` if any rank has more experts than a block has room to count for; the same on all ranks."""
+    num_experts = max(map(len, placement.rank_to_experts))
+    needed, limit = plan_shared_bytes(num_experts), library.max_shared_bytes
+    if needed > limit:
+        raise ValueError(
+            f"num_experts={placement.num_experts} puts {num_experts} on one rank, for which planning takes {needed:,} "
+            f"bytes of shared memory in a block, but {library.device} has {limit:,}; have fewer, or more ranks"
+        )
 
 
 def _messages_of(exchange: ExchangeOrder) -> tuple[dict[int, Segments], dict[int, Segments]]:
@@ -296,8 +347,6 @@ def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> 
         memory = allocate_visible(num_bytes, device)
     except SharedMemoryError as failure:
         error = str(failure)
-    failed = [f"rank {rank}: {why}" for rank, why in enumerate(roll.gather("device memory", error)) if why]
-    if failed:
-        raise SharedMemoryError("; ".join(failed))
+    raise_if_any(roll.gather("device memory", error))
     assert memory is not None
     return memory

@@ -11,11 +11,11 @@ from fusco.kernels.cuda.arguments import Failure
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of wait, by its index in ``Phase`` of comm.cuh; ``is_for_peer`` unless it is among blocks of one rank."""
+    """A kind of wait, by its index in ``Phase`` of comm.cuh; for a peer, unless it is known beforehand what is seen."""
 
     name: str
     expected: str
-    is_for_peer: bool = True
+    seen: str = ""
 
 
 PHASES = (
@@ -25,12 +25,22 @@ PHASES = (
     Phase("reuse of partial sums", "its release of sums of epoch"),
     Phase("adding partial sums", "its partial sum of epoch"),
     Phase("leaving", "its release of rows in place of epoch"),
-    Phase("blocks of the own grid meeting", "blocks arrived", is_for_peer=False),
+    Phase(
+        "blocks of the own grid meeting",
+        "all blocks of a kernel on the own multiprocessors at once, which are",
+        "fewer, as other kernels occupy these",
+    ),
 )
+
+
+def own_backlog(expected: str) -> Stall:
+    """The words for a wait that needs no peer, but all that is queued before it on the stream."""
+    seen = "work queued before it on the stream, whoever queued it"
+    return Stall("waiting for the own device", (), expected, seen, is_for_own_device=True)
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
     """The words for a wait that ran out, on a device whose node has these ranks."""
     phase = PHASES[failure.phase]
-    on_ranks = (node_ranks[failure.peer],) if phase.is_for_peer else ()
-    return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", f"{failure.seen}")
+    on_ranks = () if phase.seen else (node_ranks[failure.peer],)
+    return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", phase.seen or f"{failure.seen}")

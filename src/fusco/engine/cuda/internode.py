@@ -19,12 +19,12 @@ import torch
 from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
-from fusco.errors import RejectedInputError, Stall
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.launch import Launch
@@ -44,7 +44,7 @@ class InternodeShuffle:
         device, rank = node.arena.device, node.arena.rank
         self._own_node = self._topology.rank_to_node[rank]
         self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)[:-1].int()
-        self._packing_stream = torch.cuda.Stream(device, priority=-1)
+        self.packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
         self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
         self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
@@ -54,7 +54,6 @@ class InternodeShuffle:
         self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
     ) -> tuple[InternodePlan | None, list[torch.Tensor], Exception | None]:
         """See ``NodeShuffle.dispatch``."""
-        self._refuse_capture()
         node, launch = self._node, _with_sms(order.launch)
         order = replace(order, launch=launch)
         routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
@@ -111,7 +110,6 @@ class InternodeShuffle:
         stream: torch.cuda.Stream,
     ) -> list[torch.Tensor]:
         """See ``NodeShuffle.dispatch_along``."""
-        self._refuse_capture()
         node, launch = self._node, _with_sms(launch)
         payloads = list(map(plain, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
@@ -133,7 +131,6 @@ class InternodeShuffle:
         is_weighted: bool,
     ) -> torch.Tensor:
         """Sum rows: first those of other nodes' tokens, as these have the network ahead of them."""
-        self._refuse_capture()
         node, crossing, hidden = self._node, plan.crossing, rows.shape[1]
         num_sms = _with_sms(launch).num_sms
         rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
@@ -190,12 +187,12 @@ class InternodeShuffle:
         num_coming = [crossing.num_rows[peer][self._own_node] for peer in peers]
         going = _room_for([len(of_node) * sum(sizes) for of_node in tokens], ids.device)
         coming = _room_for([num_rows * sum(sizes) for num_rows in num_coming], ids.device)
-        self._packing_stream.wait_stream(stream)
-        with node.timeline.span("gather", "routing", self._packing_stream):
+        self.packing_stream.wait_stream(stream)
+        with node.timeline.span("gather", "routing", self.packing_stream):
             for values, ends in zip(packed, itertools.accumulate(sizes), strict=True):
                 first = ends - row_bytes(values)
                 parts = [(of_node, to[len(of_node) * first :]) for of_node, to in zip(tokens, going, strict=True)]
-                node.kernels.gather(values, parts, self._packing_stream.cuda_stream)
+                node.kernels.gather(values, parts, self.packing_stream.cuda_stream)
         published = [(ids, weights)]
         for num_rows, message in zip(num_coming, coming, strict=True):
             theirs = None if weights is None else message[: num_rows * sizes[0]].view(weights.dtype)
@@ -227,21 +224,21 @@ class InternodeShuffle:
         starts = self._forwarded_starts(crossing, local, sizes)
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(stream)
-        self._packing_stream.wait_stream(stream)
+        self.packing_stream.wait_stream(stream)
         for number in range(crossing.num_slices(rows_per_slice)):
-            slot = self._free_slot(number, self._packing_stream)
+            slot = self._free_slot(number, self.packing_stream)
             free = self._ring[slot]
             sends: list[Message] = []
             going = self._going(crossing, number, rows_per_slice)
             places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
-            with node.timeline.span("gather", f"slice {number}", self._packing_stream):
+            with node.timeline.span("gather", f"slice {number}", self.packing_stream):
                 for payload, size in zip(payloads, sizes, strict=True):
                     messages = []
                     for of_node in places:
                         message, free = _take(free, len(of_node) * size)
                         messages.append(message)
                     parts = list(zip(places, messages, strict=True))
-                    node.kernels.gather(payload, parts, self._packing_stream.cuda_stream)
+                    node.kernels.gather(payload, parts, self.packing_stream.cuda_stream)
                     for (_, forwarder, _, _), message in zip(going, messages, strict=True):
                         sends += _messages(forwarder, message)
             receives = []
@@ -254,7 +251,7 @@ class InternodeShuffle:
             self._count_rows(sends)
             more = beside_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
-            yield self._exchange(sends, receives, f"slice {number}", slot, self._packing_stream)
+            yield self._exchange(sends, receives, f"slice {number}", slot, self.packing_stream)
 
     def _scatter_slices(
         self,
@@ -340,9 +337,7 @@ class InternodeShuffle:
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
-        others = tuple(rank for rank in range(self._topology.world_size) if rank != self._node.arena.rank)
-        stall = Stall("planning on the device", others, "the number of rows for each node", "none yet")
-        self._node.watch.wait_until(self._has_summary.query, lambda: stall)
+        self._node.watch.wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
         return [int(entry) for entry in self._summary.tolist()]
 
     def _rejection_of(self, routing: Routing, bad_pair: int, bad_id: int) -> ValueError | None:
@@ -350,13 +345,6 @@ class InternodeShuffle:
             return None
         token, k = divmod(bad_pair, routing.num_topk)
         return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
-
-    def _refuse_capture(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RejectedInputError(
-                "calls between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages when "
-                "they are launched, and these depend on the routing"
-            )
 
 
 @dataclass(frozen=True)

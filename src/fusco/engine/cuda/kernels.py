@@ -68,6 +68,11 @@ class PublishedRouting:
     topk_weights: torch.Tensor | None
 
 
+def plan_shared_bytes(num_local_experts: int) -> int:
+    """Shared memory of a block that plans: counts of each warp, and what is before, in all, and first."""
+    return 4 * ((_PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
+
+
 class Kernels:
     """Launches the kernels of one rank on the current stream."""
 
@@ -129,7 +134,6 @@ class Kernels:
             is_overflow_reported=int(is_overflow_reported),
             ticket=ticket,
         )
-        num_words = (_PLAN_THREADS // _WARP_SIZE + 3) * self._num_local + 1
         constants = {
             "NUM_NODES": self._num_nodes,
             "NUM_TOPK": plan.num_topk,
@@ -137,7 +141,8 @@ class Kernels:
             "WEIGHT_BYTES": 0 if plan.weights is None else plan.weights.element_size(),
             "CHUNK_PAIRS": CHUNK_PAIRS,
         }
-        self._launch("plan", constants, arguments, grid, _PLAN_THREADS, shared_bytes=4 * num_words)
+        shared_bytes = plan_shared_bytes(self._num_local)
+        self._launch("plan", constants, arguments, grid, _PLAN_THREADS, shared_bytes=shared_bytes)
 
     def stage(
         self, payloads: Sequence[Payload], pools: Sequence[int], num_tokens: int, num_sms: int | None, stream: int

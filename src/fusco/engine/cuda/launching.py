@@ -12,26 +12,38 @@ from fusco.launch import Launch
 
 
 class StreamOrder:
-    """Keeps all that a communicator launches in one order, whichever streams its callers use."""
+    """Keeps all that a communicator launches in one order, on whichever streams; replays of graphs are the caller's."""
 
-    def __init__(self, device: torch.device, kernels: Kernels) -> None:
-        self._device, self._kernels = device, kernels
-        self._own = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, kernels: Kernels, streams: list[torch.cuda.Stream]) -> None:
+        """Every stream that is launched on joins ``streams``."""
+        self._device, self._kernels, self._streams = device, kernels, streams
+        self.own = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
         self.latest: torch.cuda.Stream | None = None  # on which the latest call was launched
 
     @contextmanager
-    def on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[torch.cuda.Stream]:
-        """Launch on the caller's stream or the own one, after everything launched before."""
+    def on_stream(
+        self, launch: Launch, *inputs: torch.Tensor | None, held: Sequence[torch.Tensor] = ()
+    ) -> Iterator[torch.cuda.Stream]:
+        """Launch on the caller's stream or the own one, after everything launched before.
+
+        Args:
+            launch: which stream.
+            inputs: the caller's tensors, which it looks after on its own streams.
+            held: what only a handle holds, so that the caller cannot look after it on any stream.
+
+        """
         callers = torch.cuda.current_stream(self._device)
-        stream = self._own if launch.own_stream else callers
+        stream = self.own if launch.own_stream else callers
         if stream != callers:
             stream.wait_stream(callers)
-            for tensor in inputs:
-                if tensor is not None:
-                    tensor.record_stream(stream)  # the caller may let go of it before it is read
+            held = [*held, *(tensor for tensor in inputs if tensor is not None)]
+        for tensor in held:
+            tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
+        if stream != self.latest and stream not in self._streams:
+            self._streams.append(stream)
         self.latest = stream
         self._kernels.begin(stream.cuda_stream)
         if stream == callers and torch.cuda.current_device() == self._device.index:

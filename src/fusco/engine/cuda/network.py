@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fusco.engine.cuda.threads import enter_device
 from fusco.errors import Stall, TransportError
 from fusco.liveness.watch import Watch
+from fusco.transport.in_thread import within
 from fusco.transport.nccl import Message, NcclTransport
 from fusco.transport.roll_call import RollCall
 
 _BETWEEN_LOOKS_S = 0.02
+_ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class Network:
     def __init__(self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float) -> None:
         """Connect, together with all ranks."""
         self._watch, self._nccl = watch, NcclTransport(roll, device, watch.wait_until)
+        self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.guard = Guard(self._nccl, watch, timeout_s)
+        self.guard = Guard(self._nccl, watch, timeout_s, device)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
         """Launch messages that travel side by side; the event is recorded once they are through."""
@@ -56,17 +61,34 @@ class Network:
         self.guard.watch_over(done.query, stall)
         return done
 
+    def finish(self) -> None:
+        """Give everything back, together with all ranks, once nothing is under way on any."""
+        self.guard.close()
+        self._end(self._nccl.finish)
+
     def close(self) -> None:
         """Give everything back; what is still under way is ended."""
         self.guard.close()
-        self._nccl.abort()
+        self._end(self._nccl.abort)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        def in_thread() -> None:
+            enter_device(self._device)
+            end()
+
+        if not within(self._ending_s, in_thread):
+            warnings.warn(
+                f"NCCL has not given back what it has on {self._device} within {self._ending_s:.1f} s: a rank, or a "
+                f"kernel on the device, is in its way. A thread goes on waiting for it",
+                stacklevel=2,
+            )
 
 
 class Guard:
     """Watches over what is under way on the network."""
 
-    def __init__(self, nccl: NcclTransport, watch: Watch, timeout_s: float) -> None:
-        self._nccl, self._watch, self._timeout_s = nccl, watch, timeout_s
+    def __init__(self, nccl: NcclTransport, watch: Watch, timeout_s: float, device: torch.device) -> None:
+        self._nccl, self._watch, self._timeout_s, self._device = nccl, watch, timeout_s, device
         self._under_way: deque[_UnderWay] = deque()
         self._since_progress = time.monotonic()
         self._has_work, self._is_closed = threading.Event(), False
@@ -83,12 +105,20 @@ class Guard:
         self._has_work.set()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. One that ends NCCL is not waited for beyond a limit."""
         self._is_closed = True
         self._has_work.set()
-        self._thread.join()
+        self._thread.join(_ENDING * self._timeout_s)
 
     def _run(self) -> None:
+        try:
+            enter_device(self._device)
+            self._look_after_network()
+        except Exception as error:  # noqa: BLE001  nobody would look after the network any more
+            seen = f"{type(error).__name__}: {error}"
+            self._give_up(Stall("looking after the network", (), "its state", seen))
+
+    def _look_after_network(self) -> None:
         while not self._is_closed:
             if not self._under_way:
                 self._has_work.wait()
@@ -100,12 +130,15 @@ class Guard:
                 self._since_progress = time.monotonic()
                 continue
             if self._is_in_vain():
-                self.stall = oldest.stall
-                self._under_way.clear()
-                self.on_stall()
-                self._nccl.abort()
+                self._give_up(oldest.stall)
                 return
             time.sleep(_BETWEEN_LOOKS_S)
+
+    def _give_up(self, stall: Stall) -> None:
+        self.stall = stall
+        self._under_way.clear()
+        self.on_stall()
+        self._nccl.abort()
 
     def _is_in_vain(self) -> bool:
         is_late = time.monotonic() - self._since_progress > self._timeout_s

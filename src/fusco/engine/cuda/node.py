@@ -11,6 +11,7 @@ import torch
 
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.arena import Arena
+from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.kernels import Kernels, Payload, PublishedRouting
 from fusco.engine.cuda.plan import DevicePlan, HeldRows
 from fusco.engine.host.rounds import Rounds
@@ -24,6 +25,7 @@ from fusco.timeline import NO_TIMELINE, NoTimeline, Timeline
 
 _NO_LIMIT = 2**31 - 1
 STAGED = (-1, 0)  # where rows are that peers read in the pool
+_NARROWED = 2**31 - 1  # what the plan's kernel makes of a larger id, and less than none of a smaller one
 
 
 class NodeShuffle:
@@ -34,8 +36,9 @@ class NodeShuffle:
     ) -> None:
         self.arena, self.kernels, self.placement, self.rounds, self.watch = arena, kernels, placement, rounds, watch
         self.timeline: Timeline | NoTimeline = NO_TIMELINE
-        self._staging_stream = torch.cuda.Stream(arena.device)
+        self.staging_stream = torch.cuda.Stream(arena.device)
         self._may_stage, self._has_staged = torch.cuda.Event(), torch.cuda.Event()
+        self._has_come_to_plan = torch.cuda.Event()  # between nodes the host has waited so far anyway
         self._num_plans = 0
 
     def dispatch(
@@ -45,6 +48,8 @@ class NodeShuffle:
         payloads, routing = list(map(plain, order.payloads)), order.routing
         with self.spend("planning"):
             records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
+        if not order.static:
+            self._has_come_to_plan.record(stream)
         with self.staging(payloads, records, order.launch, stream):
             with self.spend("planning"):
                 plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
@@ -152,22 +157,31 @@ class NodeShuffle:
         """Wait until the plan is made, for the one number that the host needs."""
         report, ticket = self.arena.report, self._num_plans
         peers = tuple(rank for rank in self.arena.node_ranks if rank != self.arena.rank)
-        stall = Stall("planning on the device", peers, "the plan", "none yet")
-        self.watch.wait_until(lambda: report.ticket == ticket, lambda: stall)
+
+        def stall() -> Stall:
+            if not self._has_come_to_plan.query():
+                return own_backlog("the plan")
+            return Stall("planning on the device", peers, "the plan", "none yet")
+
+        self.watch.wait_until(lambda: report.ticket == ticket, stall)
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
-        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know."""
+        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know.
+
+        Of the latest plan, that is. What an earlier one found, into static slots, is told by ``Engine.pending_error``.
+        """
         report = self.arena.report
         src = report.bad_src
-        if src < 0:
+        if src < 0 or report.bad_ticket != self._num_plans:
             return None
         report.bad_src = -1
-        num_experts = self.placement.num_experts
-        token, k = report.bad_token, report.bad_k
+        token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
+        if src == self.arena.rank and abs(bad_id) == _NARROWED:
+            bad_id = int(routing.topk_idx[token, k])
+        reason = describe_stranger(token, k, bad_id, self.placement.num_experts)
         if src == self.arena.rank:
-            return ValueError(describe_stranger(token, k, int(routing.topk_idx[token, k]), num_experts))
-        reason = describe_stranger(token, k, report.bad_id, num_experts)
+            return ValueError(reason)
         return RejectedInputError(
             f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
         )
@@ -186,11 +200,11 @@ class NodeShuffle:
             offsets = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(moved))]
             pools = [self.arena.address(self.arena.local, 0, offset) for offset in offsets]
             self._may_stage.record(stream)
-            self._staging_stream.wait_event(self._may_stage)
-            with self.timeline.span("stage", "own rows", self._staging_stream):
-                self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self._staging_stream.cuda_stream)
+            self.staging_stream.wait_event(self._may_stage)
+            with self.timeline.span("stage", "own rows", self.staging_stream):
+                self.kernels.stage(moved, pools, num_tokens, launch.num_sms, self.staging_stream.cuda_stream)
         yield
-        self._has_staged.record(self._staging_stream)
+        self._has_staged.record(self.staging_stream)
         stream.wait_event(self._has_staged)
 
     def scatter_own(

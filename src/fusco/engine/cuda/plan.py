@@ -31,6 +31,11 @@ class HeldRows:
     token_to_ranks: torch.Tensor
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds on the device."""
+        return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
+
+    @property
     def longest(self) -> int:
         """Most rows that any rank holds."""
         return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))

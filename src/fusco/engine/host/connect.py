@@ -99,7 +99,7 @@ def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> l
         except SharedMemoryError as failure:
             error = str(failure)
         addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
-        _raise_if_any([entry["error"] for entry in addresses])
+        raise_if_any([entry["error"] for entry in addresses])
         assert own is not None
 
         segments = []
@@ -109,12 +109,13 @@ def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> l
                 segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
         except SharedMemoryError as failure:
             error = str(failure)
-        _raise_if_any(roll.gather("mapped", error))
+        raise_if_any(roll.gather("mapped", error))
         undo.pop_all()
     return segments
 
 
-def _raise_if_any(errors: Sequence[str]) -> None:
+def raise_if_any(errors: Sequence[str]) -> None:
+    """``SharedMemoryError`` if any rank told an error; all of them have told one, or ``""``."""
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failed:
         raise SharedMemoryError("; ".join(failed))

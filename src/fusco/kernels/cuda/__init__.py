@@ -1,5 +1,6 @@
-"""The CUDA kernels: C++ in ``source``, compiled at run time, and one wrapper for each.
+"""The CUDA kernels: C++ in ``source``, compiled at run time.
 
-A wrapper knows its kernel's arguments, compile-time constants and grid. ``compiler`` makes machine code and keeps it on
-disk, ``library`` loads and launches, ``arguments`` mirrors the structs that kernels take.
+``compiler`` makes machine code and keeps it on disk, ``library`` loads and launches, ``arguments`` mirrors the structs
+that kernels take. Compile-time constants and grids are chosen by ``fusco.engine.cuda.kernels``, which knows the
+communicator.
 """

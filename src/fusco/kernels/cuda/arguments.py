@@ -20,10 +20,9 @@ class Report(ctypes.Structure):
 
     _fields_ = [
         ("ticket", _U32),
-        *(
-            (name, _I32)
-            for name in ("num_slots", "bad_src", "bad_token", "bad_k", "bad_id", "overflow_needed", "overflow_limit")
-        ),
+        *((name, _I32) for name in ("num_slots", "bad_src", "bad_token", "bad_k", "bad_id")),
+        ("bad_ticket", _U32),
+        *((name, _I32) for name in ("overflow_needed", "overflow_limit")),
     ]
 
 

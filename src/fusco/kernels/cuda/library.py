@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusco.errors import CompileError
+from fusco.errors import LaunchError
 from fusco.kernels.cuda.compiler import Compiler
 
 _FREE_SHARED_BYTES = 48 << 10  # more than this must be asked for
@@ -22,8 +22,11 @@ class Kernel:
         from cuda.core import ObjectCode  # noqa: PLC0415
 
         self._driver, self.name = driver, name
-        self._code = ObjectCode.from_cubin(cubin)
-        self._function = driver.CUfunction(int(self._code.get_kernel(name).handle))
+        try:
+            self._code = ObjectCode.from_cubin(cubin)
+            self._function = driver.CUfunction(int(self._code.get_kernel(name).handle))
+        except Exception as error:  # cuda.core's errors have no common base that is public
+            raise self._error("loaded", str(error)) from error
         self._shared_bytes = _FREE_SHARED_BYTES
         self._early = driver.CUlaunchAttribute()
         self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -55,15 +58,23 @@ class Kernel:
 
     def _check(self, result: tuple[Any, ...]) -> None:
         if int(result[0]):
-            raise CompileError(f"kernel {self.name} could not be launched: {result[0].name}")
+            raise self._error("launched", result[0].name)
+
+    def _error(self, done: str, why: str) -> LaunchError:
+        return LaunchError(
+            f"kernel {self.name} could not be {done}: {why}. An earlier kernel on this device may be the cause, "
+            f"whoever launched it: its error shows in a later call (with CUDA_LAUNCH_BLOCKING=1, where it happens)"
+        )
 
 
 class Library:
     """The kernels of one device, each loaded when first used."""
 
     def __init__(self, device: torch.device) -> None:
-        properties = torch.cuda.get_device_properties(device)
-        self.device, self.num_sms = device, properties.multi_processor_count
+        properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not have all of them
+        self.device = device
+        self.num_sms: int = properties.multi_processor_count
+        self.max_shared_bytes: int = properties.shared_memory_per_block_optin
         self._compiler = Compiler(f"sm_{properties.major}{properties.minor}")
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 

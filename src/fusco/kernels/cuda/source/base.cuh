@@ -65,6 +65,23 @@ __device__ __forceinline__ void store_row(Vector<16>* at, const Vector<16>& v) {
 }
 template <int BYTES> __device__ __forceinline__ void store_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
 
+// Conversions of 16-bit elements, to the nearest, ties to even.
+__device__ __forceinline__ u16 round_to_bf16(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ u16 round_to_f16(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ float widen_f16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
 // Flags between ranks, and between blocks of one rank.
 __device__ __forceinline__ u32 load_acquire_system(const u32* at) {
     u32 value;

@@ -165,20 +165,29 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
     }
 }
 
+// Partial sums to send are dealt as warps ask for them, and whoever asks runs: so all of them go out even if most blocks of
+// this grid find no room yet, such as beside kernels of NCCL's that wait for ranks that wait for these sums.
+// The number is in lane 0 until `for_all_lanes` hands it on, later, as it takes a microsecond to come.
+__device__ __forceinline__ i32 take_send(const Comm& comm) {
+    return lane_index() == 0 ? static_cast<i32>(atomicAdd(comm.state + NEXT_SEND, 1u)) : 0;
+}
+__device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     combine_rows(const __grid_constant__ CombineArgs args) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
+    i32 taken = take_send(comm);
     if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
 
-    // Each warp has its partial sums to send and its own tokens to add up. It never waits for the latter while it can do
-    // the former: so no rank waits for one that waits. (As for `meet_grid`, all blocks must find room sooner or later.)
+    // Each warp has partial sums to send and its own tokens to add up. It never waits for the latter while it can do the
+    // former: so no rank waits for one that waits.
     const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
-    i32 send = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;  // neighbours go to different multiprocessors
-    i32 sum = send;
+    i32 sum = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;  // neighbours go to different multiprocessors
+    i32 send = for_all_lanes(taken);
     while (send < num_sends || sum < num_sums) {
         if (sum < num_sums) {
             const i32 token = sum / args.parts, part = sum % args.parts;
@@ -191,13 +200,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 continue;
             }
         }
+        taken = take_send(comm);
         const Item item = item_of(comm, send, max(1, NUM_RANKS - 1), args.parts, num_warps);
         if (item.token < args.first_row[item.rank + 1] - args.first_row[item.rank])
             send_partial_sum(args, item.rank, item.token, item.part, epoch);
-        send += num_warps;
+        send = for_all_lanes(taken);
     }
     if (block_is_last(comm.state + NUM_DONE)) {
         signal_peers(comm, comm.sums_released, epoch, threadIdx.x, NUM_THREADS);
-        if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch;
+        if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0;
     }
 }

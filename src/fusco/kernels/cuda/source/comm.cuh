@@ -17,6 +17,7 @@ enum State : u32 {
     FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
     NUM_STAGED,     // blocks that finished staging
     STAGED_EPOCH,   // dispatches whose rows were staged, all of them
+    NEXT_SEND,      // partial sums of this combine that warps have taken on
 };
 
 // What a wait is for, by index into PHASES of fusco/engine/cuda/failure.py.
@@ -82,12 +83,15 @@ class Vigil {
   private:
     static constexpr u32 POLLS_BETWEEN_CLOCKS = 64;
     static constexpr u64 BETWEEN_LOOKS = 10'000'000;  // ns
+    // A block that waits for a peer, instead of coming to the grid's barrier, gives up first: it has the better words.
+    static constexpr u64 BARRIER_GRACE = 1'000'000'000;  // ns
 
     __device__ __noinline__ bool look(const Comm& comm, Failure waiting_for) {
         next_look_ = nanoseconds() + BETWEEN_LOOKS;
         if (is_broken(comm)) return false;
+        const u64 limit = comm.timeout_ns + (waiting_for.phase == GRID_BARRIER ? BARRIER_GRACE : 0);
         if (*reinterpret_cast<const volatile u32*>(comm.abort)) waiting_for.is_set = 0;
-        else if (nanoseconds() - since_ < comm.timeout_ns) return true;
+        else if (nanoseconds() - since_ < limit) return true;
         break_off(comm, waiting_for);
         return false;
     }
@@ -100,8 +104,10 @@ class Vigil {
 // for the same word, which has to be written meanwhile.
 constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
-// Epochs wrap around.
-__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
+// Epochs wrap around. A flag is never further ahead of who waits for it than this, but may be any number of epochs behind:
+// that of a token or a chunk stays as it is while batches are too small to have it.
+constexpr u32 MOST_AHEAD = 1 << 16;
+__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return seen - epoch < MOST_AHEAD; }
 
 // Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which
 // would wait for this multiprocessor's stores.
@@ -161,8 +167,9 @@ __device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_tu
     return {token, static_cast<i32>((comm.rank + 1 + turn) % NUM_RANKS), number % parts};
 }
 
-// All blocks of a grid meet. There must be no more blocks than multiprocessors: then they are all resident sooner or later,
-// whatever else runs, as nothing else waits for them. (A cooperative launch would see to it at once, but costs 12 us.)
+// All blocks of a grid meet. There must be no more blocks than multiprocessors: then all find room, beside each other or
+// when what else runs is done. What runs for long beside them, waiting for kernels of other ranks as NCCL's do, must leave
+// them as many multiprocessors as that. (A cooperative launch would see to it at once, but costs 12 us.)
 __device__ __forceinline__ bool meet_grid(const Comm& comm) {
     bool is_ready = true;
     __syncthreads();
@@ -173,8 +180,9 @@ __device__ __forceinline__ bool meet_grid(const Comm& comm) {
             add_acquire_release_device(comm.state + GRID_GENERATION, 1);
         } else {
             Vigil vigil;
+            const u32 own_rank = comm.rank;
             while (is_ready && load_acquire_device(comm.state + GRID_GENERATION) == generation)
-                is_ready = vigil.may_go_on(comm, {1, GRID_BARRIER, static_cast<u32>(comm.rank), gridDim.x, 0});
+                is_ready = vigil.may_go_on(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
         }
     }
     return __syncthreads_and(is_ready);

@@ -5,31 +5,23 @@
 
 enum ElementType { BF16, F16, F32, F64 };
 
+// Rounded each for itself, never fused into one instruction: so sums are those of the CPU backend, bit for bit.
+__device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
+
 template <ElementType TYPE> struct Element;
 
 template <> struct Element<BF16> {
     using Bits = u16;
     using Sum = float;
     static __device__ __forceinline__ Sum widen(Bits bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
-    static __device__ __forceinline__ Bits round(Sum sum) {
-        Bits bits;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-        return bits;
-    }
+    static __device__ __forceinline__ Bits round(Sum sum) { return round_to_bf16(sum); }
 };
 template <> struct Element<F16> {
     using Bits = u16;
     using Sum = float;
-    static __device__ __forceinline__ Sum widen(Bits bits) {
-        Sum sum;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(sum) : "h"(bits));
-        return sum;
-    }
-    static __device__ __forceinline__ Bits round(Sum sum) {
-        Bits bits;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(sum));
-        return bits;
-    }
+    static __device__ __forceinline__ Sum widen(Bits bits) { return widen_f16(bits); }
+    static __device__ __forceinline__ Bits round(Sum sum) { return round_to_f16(sum); }
 };
 template <> struct Element<F32> {
     using Bits = float;
@@ -74,6 +66,6 @@ template <typename E, int NUM> struct Pack {
     }
     __device__ __forceinline__ void add_to(typename E::Sum (&sums)[NUM], typename E::Sum weight) const {
 #pragma unroll
-        for (int i = 0; i < NUM; ++i) sums[i] += weight * E::widen(bits[i]);
+        for (int i = 0; i < NUM; ++i) sums[i] += multiply(weight, E::widen(bits[i]));
     }
 };

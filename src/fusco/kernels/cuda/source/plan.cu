@@ -16,6 +16,7 @@ struct Report {
     u32 ticket;       // that of the plan, written last
     i32 num_slots;    // rows of the expert-major output, padding counted
     i32 bad_src, bad_token, bad_k, bad_id;  // the first id that is no expert; bad_src is -1 if there is none
+    u32 bad_ticket;                         // of the plan that found it
     i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all did
 };
 
@@ -52,9 +53,16 @@ constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
 struct RowPlace {
     i32 src, token;
 };
+__device__ constexpr i32 half_of_sources() {
+    i32 half = 1;
+    while (2 * half < NUM_SOURCES) half *= 2;
+    return half;
+}
 __device__ __forceinline__ RowPlace place_of(const PlanArgs& args, i32 row) {
-    i32 src = 0;
-    while (row >= args.first_row[src + 1]) ++src;
+    i32 src = 0;  // the last one that begins at or before the row, by halves
+#pragma unroll
+    for (i32 step = half_of_sources(); step > 0; step /= 2)
+        if (src + step < NUM_SOURCES && row >= args.first_row[src + step]) src += step;
     return {src, row - args.first_row[src]};
 }
 
@@ -64,6 +72,13 @@ __device__ __forceinline__ i32 num_pairs_of(const PlanArgs& args, i32 src) {
 
 __device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 src) {
     return static_cast<u64>(parity * NUM_SOURCES + src) * comm.max_tokens * comm.max_topk;
+}
+
+// The weight of a source's pair in the pool of some rank. A source's weights begin at the same place whatever their dtype:
+// else those of one plan would reach into the other side of the pool, where those of the plan before may still be read.
+template <typename T> __device__ __forceinline__ T* pooled_weight(const Comm& comm, u32 rank, u64 base, i32 pair) {
+    constexpr u64 MAX_WEIGHT_BYTES = 8;
+    return section<T>(comm, rank, comm.weights + base * MAX_WEIGHT_BYTES) + pair;
 }
 
 __device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
@@ -94,9 +109,9 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
                     const u32 dst = (comm.rank + step) % NUM_RANKS;
                     section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
 #if WEIGHT_BYTES == 4
-                    section<u32>(comm, dst, comm.weights)[base + pair] = weight;
+                    *pooled_weight<u32>(comm, dst, base, pair) = weight;
 #elif WEIGHT_BYTES == 8
-                    section<u64>(comm, dst, comm.weights)[base + pair] = weight;
+                    *pooled_weight<u64>(comm, dst, base, pair) = weight;
 #endif
                 }
             }
@@ -157,9 +172,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const i32* const pooled_ids = section<i32>(comm, comm.rank, comm.ids);
     i32* const own_counts = warp_counts + warp * num_experts;
 
-    auto pool_offset_of = [&](i32 pair) -> u64 {
+    struct PooledPair {
+        u64 base;  // of the source's pairs
+        i32 pair;  // among them
+    };
+    auto pooled_pair_of = [&](i32 pair) -> PooledPair {
         const RowPlace place = place_of(args, pair / NUM_TOPK);
-        return pooled_index(comm, parity, place.src) + place.token * NUM_TOPK + pair % NUM_TOPK;
+        return {pooled_index(comm, parity, place.src), place.token * NUM_TOPK + pair % NUM_TOPK};
+    };
+    auto pooled_id_of = [&](const PooledPair& place) -> i32 {
+        return *reinterpret_cast<const volatile i32*>(pooled_ids + place.base + place.pair);
     };
     auto local_expert_of = [&](i32 id) -> i32 {
         return id >= 0 && id < args.num_experts ? args.expert_to_local[id] : -1;
@@ -167,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     for (i32 round = 0; round < rounds; ++round) {
         const i32 pair = warp_first + round * WARP_SIZE + lane;
         if (pair >= block_end) continue;
-        const i32 id = *reinterpret_cast<const volatile i32*>(pooled_ids + pool_offset_of(pair));
+        const i32 id = pooled_id_of(pooled_pair_of(pair));
         if (id < -1 || id >= args.num_experts) atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
         const i32 expert = local_expert_of(id);
         if (expert >= 0) atomicAdd(own_counts + expert, 1);
@@ -217,12 +239,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     __syncthreads();
 
     // Step 4: give every pair its slot. Lanes with the same expert take consecutive ones.
-    const u8* const pooled_weights = section<u8>(comm, comm.rank, comm.weights);
     for (i32 round = 0; round < rounds; ++round) {
         const i32 pair = warp_first + round * WARP_SIZE + lane;
         const bool is_inside = pair < block_end;
-        const u64 offset = is_inside ? pool_offset_of(pair) : 0;
-        const i32 expert = is_inside ? local_expert_of(*reinterpret_cast<const volatile i32*>(pooled_ids + offset)) : -1;
+        const PooledPair place = is_inside ? pooled_pair_of(pair) : PooledPair{};
+        const i32 expert = is_inside ? local_expert_of(pooled_id_of(place)) : -1;
         const u32 same = __match_any_sync(ALL_LANES, expert);
         i32 slot = NOT_HERE;
         if (expert >= 0) {
@@ -236,10 +257,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         args.row_to_slots[pair] = slot;
 #if WEIGHT_BYTES == 4
         reinterpret_cast<u32*>(args.row_weights)[pair] =
-            *reinterpret_cast<const volatile u32*>(pooled_weights + offset * WEIGHT_BYTES);
+            *const_cast<const volatile u32*>(pooled_weight<u32>(comm, comm.rank, place.base, place.pair));
 #elif WEIGHT_BYTES == 8
         reinterpret_cast<u64*>(args.row_weights)[pair] =
-            *reinterpret_cast<const volatile u64*>(pooled_weights + offset * WEIGHT_BYTES);
+            *const_cast<const volatile u64*>(pooled_weight<u64>(comm, comm.rank, place.base, place.pair));
 #endif
     }
     i32 num_before_source = 0;
@@ -273,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 const i32 pair = static_cast<i32>(~bad);
                 const RowPlace place = place_of(args, pair / NUM_TOPK);
                 report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
-                report->bad_id = pooled_ids[pool_offset_of(pair)];
+                report->bad_id = pooled_id_of(pooled_pair_of(pair));
+                report->bad_ticket = args.ticket;
                 __threadfence_system();
                 report->bad_src = place.src;
                 comm.state[FIRST_BAD_PAIR] = 0;

@@ -1,0 +1,218 @@
+"""Weights in the files of transformers: read part by part into a parallelized model, and written from one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Part = tuple[slice, ...]
+
+
+@torch.no_grad()
+def load_hugging_face(path: str | Path, model: nn.Module) -> None:
+    """Read weights that ``save_pretrained`` wrote or a hub has, each rank its own part; no collective.
+
+    Names and layouts are converted as transformers does when it loads. Beside the model, a rank's main memory holds one
+    parameter at a time: its own part, or, where files have each expert by itself, the experts of its "ep" rank.
+
+    Args:
+        path: a folder with ``model.safetensors``, or with several files and their index.
+        model: a parallelized model of transformers, with memory (``materialize``). Values of parameters, and of buffers
+            that are in files, are overwritten.
+
+    Raises:
+        FileNotFoundError: for a folder without such files.
+        ValueError: for quantized weights, a model on the meta device, and weights that are not in the files or have
+            another shape there; values are undefined then.
+
+    """
+    targets = model.state_dict(keep_vars=True)
+    on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{on_meta[0]} has no memory: call fusco.fsdp.materialize first")
+    missing = set(targets)
+    with _Files(Path(path)) as files:
+        for source in _sources(model, files.keys(), targets):
+            for name, values in source.read(files, model, targets).items():
+                _own_values(targets[name]).copy_(values)
+                missing.discard(name)
+    loaded = {id(targets[name]) for name in targets.keys() - missing}
+    missing = {name for name in missing if id(targets[name]) not in loaded}  # tied to others
+    if missing:
+        raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
+
+
+def save_hugging_face(path: str | Path, model: nn.Module) -> None:
+    """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
+
+    Rank 0 gathers and writes all weights, so that its main memory must hold them.
+
+    Args:
+        path: the folder.
+        model: a parallelized model of transformers.
+
+    Raises:
+        TypeError: for another model.
+        OSError: if rank 0 cannot write, which raises what it met with.
+
+    """
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    if save_pretrained is None:
+        raise TypeError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers")
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            save_pretrained(path, state_dict=weights)
+        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
+            failure = error
+    outcome = [repr(failure) if failure else ""]
+    dist.broadcast_object_list(outcome, src=0)
+    if failure:
+        raise failure
+    if outcome[0]:
+        raise OSError(f"rank 0 could not write {path}: {outcome[0]}")
+
+
+class _Files:
+    """The tensors of a folder, by name. Files are opened when first asked for, and stay so: each has a long index."""
+
+    def __init__(self, path: Path) -> None:
+        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+        config = path / "config.json"
+        if config.exists() and "quantization_config" in json.loads(config.read_text()):
+            raise ValueError(f"{path} has quantized weights, which have no parts to read: write them in bfloat16 first")
+        self._opened: dict[Path, Any] = {}
+        if index.exists():
+            self._key_to_file = {key: path / name for key, name in json.loads(index.read_text())["weight_map"].items()}
+        elif single.exists():
+            self._key_to_file = dict.fromkeys(self._open(single).keys(), single)
+        else:
+            raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}")
+
+    def keys(self) -> list[str]:
+        return list(self._key_to_file)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._open(self._key_to_file[key]).get_slice(key).get_shape())
+
+    def read(self, key: str, part: Part | None = None) -> torch.Tensor:
+        opened = self._open(self._key_to_file[key])
+        tensor: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
+        return tensor
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for opened in self._opened.values():
+            opened.__exit__(None, None, None)
+        self._opened.clear()
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = importlib.import_module("safetensors").safe_open(path, framework="pt").__enter__()
+        return self._opened[path]
+
+
+@dataclass
+class _Source:
+    """Where values come from: tensors in files, by the pattern that their name matched, and what makes values of them.
+
+    Attributes:
+        name: of the parameter or buffer, the first one if there are several.
+        converter: of transformers; ``None`` if the tensor is taken as it is.
+        pattern_to_keys: for each pattern of the converter the names in the files, by number of expert.
+
+    """
+
+    name: str
+    converter: Any
+    pattern_to_keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part of everything that comes from here."""
+        target = targets[self.name]
+        part = _own_part(target)
+        if self.converter is None:
+            ((key,),) = self.pattern_to_keys.values()
+            _check_shape(self.name, target, files.shape(key))
+            return {self.name: files.read(key, part)}
+        # Experts in tensors of their own are stacked: those of others need not be read.
+        has_own_experts = self._stacks_experts() and all(
+            len(keys) == len(target) for keys in self.pattern_to_keys.values()
+        )
+        if has_own_experts and part[0].start == part[0].stop:
+            return {self.name: _own_values(target)}  # this rank has none
+        for pattern, keys in self.pattern_to_keys.items():
+            for key in keys[part[0]] if has_own_experts else keys:
+                self.converter.add_tensor(self.name, key, pattern, files.read(key))
+        name_to_part = {}
+        for name, converted in self.converter.convert(self.name, model=model, config=model.config).items():
+            values = converted[0] if isinstance(converted, list) else converted
+            shape = (len(targets[name]), *values.shape[1:]) if has_own_experts else values.shape
+            _check_shape(name, targets[name], shape)
+            part = _own_part(targets[name])
+            name_to_part[name] = values[(slice(None), *part[1:]) if has_own_experts else part]
+        return name_to_part
+
+    def _stacks_experts(self) -> bool:
+        first = self.converter.operations[0]
+        return type(first).__name__ == "MergeModulelist" and first.dim == 0
+
+
+def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Tensor]) -> list[_Source]:
+    """What transformers would make of the names in files."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, loading.WeightConverter)]
+    pattern_to_converter = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+    sources: dict[str, _Source] = {}
+    unknown = []
+    for key in sorted(keys, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = key, None
+        if name not in targets:
+            unknown.append(key)
+        elif pattern is None:
+            sources[name] = _Source(name, None, {key: [key]})
+        else:
+            source = sources.setdefault(name, _Source(name, deepcopy(pattern_to_converter[pattern])))
+            source.pattern_to_keys.setdefault(pattern, []).append(key)
+    if unknown:
+        warnings.warn(f"{len(unknown)} weights in files are none of the model's, such as {unknown[0]}", stacklevel=3)
+    return list(sources.values())
+
+
+def _own_part(tensor: torch.Tensor) -> Part:
+    """Which part of a parameter is this rank's."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_shape(name: str, target: torch.Tensor, shape: Iterable[int]) -> None:
+    if tuple(target.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(target.shape)} in the model and {tuple(shape)} in the files")

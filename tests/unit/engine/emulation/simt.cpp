@@ -1,0 +1,340 @@
+// Runs kernels on one thread of the host: every thread of every block is a context of its own, and a seed chooses which goes on.
+#include "simt.hpp"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr unsigned WARP_SIZE = 32;
+constexpr std::size_t STACK_BYTES = 64 << 10;
+constexpr std::uint64_t NS_PER_TURN = 50, NS_PER_IDLE_ROUND = 1'000'000;
+
+struct Block;
+struct Launch;
+
+struct Thread {
+    Block* block;
+    unsigned index;
+    std::unique_ptr<char[]> stack;
+    ucontext_t context;
+    bool is_done = false;
+};
+
+// Where threads meet; `arrived` ones stand by until the last has come.
+struct Meeting {
+    std::vector<Thread*> arrived;
+    bool all = true, result = true;
+};
+
+struct Block {
+    Launch* launch;
+    unsigned index;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<Thread*> ready, asleep;
+    Meeting meeting;
+    std::vector<Meeting> warp_meetings;
+    std::vector<std::uint64_t> slots;
+    std::map<const void*, std::vector<std::max_align_t>> shared;
+    std::vector<std::max_align_t> dynamic_shared;
+    unsigned num_done = 0;
+    unsigned favour = 1;
+    bool lets_next_come = false;
+};
+
+struct Launch {
+    unsigned number;
+    void (*entry)(const void*);
+    std::vector<char> arguments;
+    unsigned grid, num_threads, max_resident, favour;
+    std::size_t shared_bytes;
+    bool comes_early;
+    Launch* ahead;
+    unsigned num_begun = 0, num_done = 0, num_letting_next_come = 0;
+    bool is_done() const { return num_done == grid; }
+};
+
+struct Stream {
+    std::deque<Launch*> queue;
+    unsigned favour = 0;  // how much sooner its threads go on than others'
+};
+
+std::mt19937 generator;
+std::vector<std::unique_ptr<Launch>> launches;
+std::map<unsigned long long, Stream> streams;
+std::vector<std::unique_ptr<Block>> blocks;  // resident ones
+Thread* current = nullptr;
+ucontext_t scheduler;
+std::uint64_t now_ns = 1'000'000'000;
+bool has_gone_on = false;  // whether any thread did more than sleep
+std::string failure;
+
+unsigned draw(unsigned below) { return generator() % below; }
+
+void leave() { swapcontext(&current->context, &scheduler); }
+
+void run_thread() {
+    current->block->launch->entry(current->block->launch->arguments.data());
+    current->is_done = true;
+    has_gone_on = true;
+    leave();
+}
+
+// The others of a warp or block who are still there may have waited for this one only.
+void release_if_complete(Meeting& meeting, Block& block, unsigned first, unsigned end) {
+    unsigned num_there = 0;
+    for (unsigned i = first; i < end; ++i) num_there += !block.threads[i]->is_done;
+    if (meeting.arrived.empty() || meeting.arrived.size() < num_there) return;
+    for (Thread* thread : meeting.arrived) block.ready.push_back(thread);
+    meeting.arrived.clear();
+    meeting.result = meeting.all;
+    meeting.all = true;
+}
+
+void meet(Meeting& meeting, unsigned first, unsigned end) {
+    Block& block = *current->block;
+    has_gone_on = true;
+    meeting.arrived.push_back(current);
+    release_if_complete(meeting, block, first, end);
+    leave();
+}
+
+unsigned warp_end(const Block& block, unsigned warp) {
+    return std::min<unsigned>((warp + 1) * WARP_SIZE, block.threads.size());
+}
+
+void begin_block(Launch& launch) {
+    blocks.push_back(std::make_unique<Block>());
+    Block& block = *blocks.back();
+    block.launch = &launch;
+    block.index = launch.num_begun++;
+    block.favour = launch.favour << draw(3);
+    const unsigned num_warps = (launch.num_threads + WARP_SIZE - 1) / WARP_SIZE;
+    block.warp_meetings.resize(num_warps);
+    block.slots.resize(num_warps * WARP_SIZE);
+    block.dynamic_shared.resize(launch.shared_bytes / sizeof(std::max_align_t) + 1);
+    std::memset(block.dynamic_shared.data(), 0xa5, block.dynamic_shared.size() * sizeof(std::max_align_t));
+    for (unsigned i = 0; i < launch.num_threads; ++i) {
+        block.threads.push_back(std::make_unique<Thread>());
+        Thread& thread = *block.threads.back();
+        thread.block = &block;
+        thread.index = i;
+        thread.stack.reset(new char[STACK_BYTES]);
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = STACK_BYTES;
+        thread.context.uc_link = nullptr;
+        makecontext(&thread.context, run_thread, 0);
+        block.ready.push_back(&thread);
+    }
+}
+
+bool may_begin(const Launch& launch) {
+    return !launch.ahead || launch.ahead->is_done() ||
+           (launch.comes_early && launch.ahead->num_letting_next_come == launch.ahead->grid);
+}
+
+// Whether any block could begin.
+bool begin_blocks() {
+    bool has_begun = false;
+    for (auto& [handle, stream] : streams) {
+        while (!stream.queue.empty() && stream.queue.front()->is_done()) stream.queue.pop_front();
+        for (Launch* launch : stream.queue) {
+            if (!may_begin(*launch)) break;
+            while (launch->num_begun < launch->grid && launch->num_begun - launch->num_done < launch->max_resident) {
+                begin_block(*launch);
+                has_begun = true;
+            }
+        }
+    }
+    return has_begun;
+}
+
+void go_on(Block& block) {
+    const unsigned chosen = draw(block.ready.size());
+    current = block.ready[chosen];
+    block.ready[chosen] = block.ready.back();
+    block.ready.pop_back();
+    now_ns += NS_PER_TURN;
+    swapcontext(&scheduler, &current->context);
+    if (!current->is_done) return;
+    Launch& launch = *block.launch;
+    const unsigned warp = current->index / WARP_SIZE;
+    ++block.num_done;
+    release_if_complete(block.warp_meetings[warp], block, warp * WARP_SIZE, warp_end(block, warp));
+    release_if_complete(block.meeting, block, 0, block.threads.size());
+    if (block.num_done < block.threads.size()) return;
+    ++launch.num_done;
+    launch.num_letting_next_come += !block.lets_next_come;
+    blocks.erase(std::find_if(blocks.begin(), blocks.end(), [&](const auto& each) { return each.get() == &block; }));
+}
+
+Block* choose_block() {
+    unsigned sum = 0;
+    for (const auto& block : blocks)
+        if (!block->ready.empty()) sum += block->favour;
+    if (!sum) return nullptr;
+    unsigned left = draw(sum);
+    for (const auto& block : blocks)
+        if (!block->ready.empty()) {
+            if (left < block->favour) return block.get();
+            left -= block->favour;
+        }
+    return nullptr;
+}
+
+void wake_all() {
+    for (const auto& block : blocks) {
+        block->ready.insert(block->ready.end(), block->asleep.begin(), block->asleep.end());
+        block->asleep.clear();
+    }
+}
+
+}  // namespace
+
+namespace simt {
+
+Dim thread_index() { return {current->index}; }
+Dim block_index() { return {current->block->index}; }
+Dim grid_dim() { return {current->block->launch->grid}; }
+Dim block_dim() { return {current->block->launch->num_threads}; }
+
+void pass() {
+    if (draw(4)) return;
+    current->block->ready.push_back(current);
+    leave();
+}
+
+void has_written() {
+    has_gone_on = true;
+    pass();
+}
+
+void sleep() {
+    current->block->asleep.push_back(current);
+    leave();
+}
+
+void sync_warp() {
+    Block& block = *current->block;
+    const unsigned warp = current->index / WARP_SIZE;
+    meet(block.warp_meetings[warp], warp * WARP_SIZE, warp_end(block, warp));
+}
+
+void sync_block() { sync_block_and(true); }
+
+bool sync_block_and(bool value) {
+    Block& block = *current->block;
+    block.meeting.all &= value;
+    meet(block.meeting, 0, block.threads.size());
+    return block.meeting.result;
+}
+
+std::uint64_t* warp_slots() { return current->block->slots.data() + current->index / WARP_SIZE * WARP_SIZE; }
+std::uint64_t nanoseconds() { return now_ns; }
+
+void let_next_kernel_come() {
+    Block& block = *current->block;
+    if (block.lets_next_come) return;
+    block.lets_next_come = true;
+    ++block.launch->num_letting_next_come;
+}
+
+bool is_kernel_ahead_done() {
+    const Launch& launch = *current->block->launch;
+    return !launch.ahead || launch.ahead->is_done();
+}
+
+void* dynamic_shared() { return current->block->dynamic_shared.data(); }
+
+void* shared_at(const void* key, std::size_t num_bytes) {
+    auto& memory = current->block->shared[key];
+    if (memory.empty()) {
+        memory.resize(num_bytes / sizeof(std::max_align_t) + 1);
+        std::memset(memory.data(), 0xa5, memory.size() * sizeof(std::max_align_t));
+    }
+    return memory.data();
+}
+
+void fail(const char* what) {
+    failure = what;
+    current->is_done = true;  // never comes back
+    leave();
+    __builtin_unreachable();
+}
+
+}  // namespace simt
+
+extern "C" {
+
+void simt_reset(unsigned seed) {
+    generator.seed(seed);
+    blocks.clear();
+    streams.clear();
+    launches.clear();
+    failure.clear();
+}
+
+// Put a kernel into a stream; returns its number. At most `max_resident` of its blocks are there at once.
+unsigned simt_launch(void (*entry)(const void*), const void* arguments, std::size_t num_bytes, unsigned long long stream,
+                     unsigned grid, unsigned num_threads, std::size_t shared_bytes, bool comes_early,
+                     unsigned max_resident) {
+    auto launch = std::make_unique<Launch>();
+    launch->number = launches.size();
+    launch->entry = entry;
+    launch->arguments.assign(static_cast<const char*>(arguments), static_cast<const char*>(arguments) + num_bytes);
+    launch->grid = grid, launch->num_threads = num_threads, launch->max_resident = max_resident;
+    launch->shared_bytes = shared_bytes, launch->comes_early = comes_early;
+    auto& [queue, favour] = streams[stream];
+    if (!favour) favour = 1u << (4 * draw(3));
+    launch->favour = favour;
+    launch->ahead = queue.empty() ? nullptr : queue.back();
+    queue.push_back(launch.get());
+    launches.push_back(std::move(launch));
+    return launches.size() - 1;
+}
+
+unsigned simt_num_done() {
+    return std::count_if(launches.begin(), launches.end(), [](const auto& launch) { return launch->is_done(); });
+}
+
+bool simt_is_done(unsigned number) { return launches[number]->is_done(); }
+
+// Have threads go on for a while. Returns false if all wait for something that none of them will do.
+bool simt_go_on(unsigned num_turns) {
+    while (num_turns-- && failure.empty()) {
+        const bool has_begun = begin_blocks();
+        Block* const block = choose_block();
+        if (block) {
+            Launch& launch = *block->launch;
+            const unsigned num_done = launch.num_done;
+            for (unsigned turns = 1 + draw(64); turns && failure.empty(); --turns) {
+                go_on(*block);
+                if (launch.num_done != num_done || block->ready.empty()) break;
+            }
+            if (launch.num_done != num_done && launch.is_done()) return true;
+            if (!draw(16)) wake_all();
+            continue;
+        }
+        if (blocks.empty() || !(has_begun || has_gone_on)) {
+            wake_all();
+            has_gone_on = true;  // until somebody looks again
+            now_ns += NS_PER_IDLE_ROUND;
+            return false;
+        }
+        has_gone_on = false;
+        wake_all();
+        now_ns += NS_PER_IDLE_ROUND;
+    }
+    return true;
+}
+
+const char* simt_failure() { return failure.c_str(); }
+}

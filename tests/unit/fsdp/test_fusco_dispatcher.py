@@ -1,0 +1,41 @@
+"""What can be said of dispatchers without ranks."""
+
+import pytest
+
+from fusco import Launch, TransportError
+from fusco.fsdp import FuscoDispatcher
+
+
+class Group:
+    """Of two ranks that are not there."""
+
+    def size(self):
+        return 2
+
+
+class Communicating:
+    """Notes that it was waited for, and may fail then."""
+
+    def __init__(self, error=None):
+        self.num_waits, self.error = 0, error
+
+    def synchronize(self):
+        self.num_waits += 1
+        if self.error:
+            raise self.error
+
+
+def test_results_are_used_at_once_so_that_the_stream_must_be_the_callers():
+    assert FuscoDispatcher(Group(), 1, launch=Launch(num_sms=7)).launch == Launch(num_sms=7)
+    with pytest.raises(ValueError, match="must not have own_stream"):
+        FuscoDispatcher(Group(), 1, launch=Launch(own_stream=True))
+
+
+def test_synchronize_waits_for_all_communicators_and_raises_what_went_wrong():
+    dispatcher = FuscoDispatcher(Group(), 1)
+    dispatcher.synchronize()
+    fine, broken = Communicating(), Communicating(TransportError("the network is gone"))
+    dispatcher._communicators.update({(8, 2, 64): fine, (8, 2, 128): broken})
+    with pytest.raises(TransportError, match="the network is gone"):
+        dispatcher.synchronize()
+    assert (fine.num_waits, broken.num_waits) == (1, 1)

@@ -1,0 +1,42 @@
+"""What a run's record says it was made with."""
+
+import pytest
+import torch
+from test_job import make_job
+
+from fusco.train.records import Run, StepRecord, summarize
+
+pytest.importorskip("transformers", reason="its version is in the record")
+
+TIMES = ("dispatch_ms", "combine_ms", "dispatch_backward_ms", "combine_backward_ms")
+
+
+def make_run(num_steps):
+    steps = [
+        StepRecord(
+            dispatcher="fusco",
+            step=step,
+            loss=3.0 - step,
+            gradient_norm=1.0,
+            step_ms=10.0,
+            tokens_per_s=100,
+            shuffle_share=0.4,
+            expert_imbalance=1.0,
+            **dict.fromkeys(TIMES, 1.0),
+        )
+        for step in range(num_steps)
+    ]
+    return Run(steps, num_parameters=5, peak_memory_bytes=0, routing=None)
+
+
+def test_a_run_names_its_gpu_and_transformers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
+    (record,) = summarize(make_job(device="cuda"), [make_run(2)])
+    assert record.hardware["gpu"] == "some GPU"
+    assert record.versions["transformers"]
+
+
+def test_a_run_on_the_cpu_names_no_gpu():
+    (record,) = summarize(make_job(), [make_run(2)])
+    assert "gpu" not in record.hardware
