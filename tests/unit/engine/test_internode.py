@@ -333,8 +333,7 @@ class Profiled(Play):
         order = replace(self._order(at.rank, self._payloads(at)), launch=Launch(num_sms=20))
         others = [made_on(at, rows) for rows in self.x["other x"][at.rank]]
         seen: list[tuple[CallProfile, float, int]] = []
-        node = at.node
-        kernels, shuffle = node.kernels, at.internode if self.scene.num_nodes > 1 else node
+        node, shuffle, kernels = at.node, at.internode, at.node.kernels
 
         def profiled(call: Callable[[], Any]) -> Any:
             kernels.begin(at.stream.cuda_stream)

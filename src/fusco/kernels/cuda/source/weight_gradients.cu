@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) weight_gradients(const
 #pragma unroll
                     for (u32 n = 0; n < N; ++n) {
                         const Sum value = Row::widen(grad[u].bits[n]);
-                        if constexpr (HAS_DOTS) dot += value * Row::widen(other[u].bits[n]);
+                        if constexpr (HAS_DOTS) dot += multiply(value, Row::widen(other[u].bits[n]));
                         grad[u].bits[n] = Row::round(static_cast<Sum>(value * weight));
                     }
                     grad[u].store(grads + i * RowPack::BYTES);
