@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Annotated
 
@@ -54,10 +56,9 @@ def _fusco(
 
 def run() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
     try:
-        app()
+        with _interruptible():
+            app()
     except Interrupted as interrupt:
         Console(stderr=True).print(f"[bold red]interrupted[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
         sys.exit(130)
@@ -72,6 +73,18 @@ def run() -> None:
     except (RuntimeError, MemoryError) as error:
         _tell("failed", in_words(error) or "there is not enough memory")
         sys.exit(1)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises ``Interrupted``, unless somebody has chosen otherwise."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _tell(what: str, text: str) -> None:
