@@ -134,16 +134,21 @@ def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
 def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
-    from fusco.bench.alltoall import num_steps, run_rank
+    from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
     from fusco.bench.emulation import emulated_network
+    from fusco.bench.room import check_room
     from fusco.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
-    run = runs[0]
+    run, num_ranks = runs[0], runs[0].topology.world_size
+    if run.device == "cpu":
+        largest = max(int(each.rank_bytes.sum()) for each in runs)
+        # What is sent, and what is received by each variant.
+        check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
     return run_on_ranks(
         run_rank,
         (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, run.device, num_iterations),
-        run.topology.world_size,
+        num_ranks,
         num_steps(len(runs), num_iterations),
         console,
         device=run.device,

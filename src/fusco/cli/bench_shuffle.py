@@ -170,12 +170,15 @@ def _check_timeline(run: ShuffleRun) -> None:
 
 
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
+    from fusco.bench.law import world_bytes
     from fusco.bench.results import summarize
+    from fusco.bench.room import check_room
     from fusco.bench.shuffle import num_steps, run_rank
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.kernels.warm_up import warm_up_cpu
 
     num_ranks = run.topology.world_size
+    check_room("all ranks' rows (--tokens, --hidden), which each rank verifies by,", world_bytes(run.shape), num_ranks)
     ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
     return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
 

@@ -1,6 +1,7 @@
 """The command line without ranks: help at once, errors as sentences, plan and doctor."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -73,6 +74,26 @@ def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch)
     done = run("bench", "alltoall", "--matrix", "zipf,uniform", "--num-experts", "4")
     assert done.exit_code == 0, done.output
     assert [each.matrix for each in asked] == ["zipf", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["shuffle", "--tokens", "4096", "--hidden", "100000000"],
+            r"all ranks' rows .* need 19,660,800,000,000 bytes on 4 ranks of this machine, but [\d,]+ are free",
+        ),
+        (
+            ["alltoall", "--bytes-per-rank", str(10**12)],
+            r"buffers .* need 1\d,\d{3},\d{3},\d{3},\d{3} bytes on 4 ranks",
+        ),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_refused_before_ranks_start(arguments, message, monkeypatch):
+    monkeypatch.setattr("fusco.bench.local_world.LocalWorld", None)
+    done = run("bench", *arguments, "--iterations", "1")
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))
 
 
 def test_plan_says_what_does_not_fit():
