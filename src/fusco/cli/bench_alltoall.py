@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, num_devices, run_on_ranks
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from fusco.placement import ExpertPlacement
 
 
-class ExchangedMatrix(str, Enum):
-    """The names of ``fusco.bench.rank_matrix.ExchangeMatrix``, here for help without torch; a test compares."""
-
-    UNIFORM = "uniform"
-    RANDOM = "random"
-    ZIPF = "zipf"
-    TRACE = "trace"
-
-
 def alltoall(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
@@ -40,7 +31,7 @@ def alltoall(
     matrix: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[" + "|".join(ExchangedMatrix) + "],...",
+            metavar="[" + "|".join(ExchangeMatrix) + "],...",
             help="What ranks send; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
@@ -68,15 +59,15 @@ def alltoall(
     """
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.joined_world import launched
-    from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
+    from fusco.bench.rank_matrix import make_rank_bytes
     from fusco.bench.results import write_json_lines
-    from fusco.bench.traffic import Pattern, Trace, Workload
+    from fusco.bench.traffic import Trace, Workload
     from fusco.settings import Settings
     from fusco.topology import Topology
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangedMatrix), "matrix")]
+    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangeMatrix), "matrix")]
     workload = None
     if ExchangeMatrix.TRACE in kinds:
         workload = Workload(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusco.bench.variants import choose_variants
+from fusco.bench import names
+from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
@@ -58,7 +59,7 @@ def shuffle(
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
     dtype: options.Dtype = options.RowDtype.BFLOAT16,
-    traffic: options.Patterns = (options.Traffic.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
@@ -109,7 +110,7 @@ def shuffle(
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     workloads = options.make_workloads(
-        options.choose_names(traffic, list(options.Traffic), "traffic"),
+        options.choose_names(traffic, list(names.Pattern), "traffic"),
         nodes=shape[0],
         ranks_per_node=shape[1],
         tokens=tokens,
@@ -159,8 +160,6 @@ def shuffle(
 
 
 def _check_timeline(run: ShuffleRun) -> None:
-    from fusco.bench.variants import recorded_variant
-
     if not run.has_timeline:
         return
     if run.device != "cuda":
@@ -209,7 +208,6 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
-    from fusco.bench.variants import recorded_variant
     from fusco.timeline import write_chrome_trace
 
     for i, workload in enumerate(run.workloads):

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fusco.bench import names
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fusco.bench.traffic import Workload
-
-
-class Traffic(str, Enum):
-    """The names of ``fusco.bench.traffic.Pattern``, here so that help need not load torch; a test compares them."""
-
-    TRACE = "trace"
-    UNIFORM = "uniform"
-    SINGLE_NODE = "single-node"
-    IMBALANCED = "imbalanced"
-    ZIPF = "zipf"
-    ONE_RANK = "one-rank"
-    ONE_EXPERT = "one-expert"
 
 
 class BalancerName(str, Enum):
@@ -88,12 +78,12 @@ Hidden = Annotated[int, typer.Option(min=1, max=_MOST_HIDDEN, help="Elements of 
 NumExperts = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of all ranks together.")]
 NumTopk = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of a token.")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
-Pattern = Annotated[Traffic, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
+Pattern = Annotated[names.Pattern, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
 Patterns = Annotated[
     list[str],
     typer.Option(
         "--traffic",
-        metavar="[" + "|".join(traffic.value for traffic in Traffic) + "],...",
+        metavar="[" + "|".join(names.Pattern) + "],...",
         help="Where tokens go (FUSCO, section 5.2); several with commas, or repeated, share one start of the ranks.",
     ),
 ]
@@ -145,11 +135,13 @@ def make_workloads(traffic: Sequence[str], **shape: Any) -> tuple[Workload, ...]
     ``ValueError`` where options do not go together.
     """
     of_trace = {name: shape.pop(name) for name in ("trace", "trace_key", "layer")}
-    if Traffic.TRACE.value not in traffic:
+    if names.Pattern.TRACE not in traffic:
         check_no_trace("--traffic", traffic, **of_trace)
     return tuple(
         make_workload(
-            traffic=Traffic(name), **(of_trace if name == Traffic.TRACE.value else dict.fromkeys(of_trace)), **shape
+            traffic=names.Pattern(name),
+            **(of_trace if name == names.Pattern.TRACE else dict.fromkeys(of_trace)),
+            **shape,
         )
         for name in traffic
     )
@@ -157,7 +149,7 @@ def make_workloads(traffic: Sequence[str], **shape: Any) -> tuple[Workload, ...]
 
 def make_workload(  # the options of a command, as they are
     *,
-    traffic: Traffic,
+    traffic: names.Pattern,
     nodes: int,
     ranks_per_node: int,
     tokens: int,
@@ -173,13 +165,11 @@ def make_workload(  # the options of a command, as they are
     """The workload that options describe; ``ValueError`` where they do not go together."""
     import torch
 
-    from fusco.bench.traffic import Pattern as TrafficPattern
     from fusco.bench.traffic import Trace, Workload
     from fusco.placement import ExpertPlacement
     from fusco.topology import Topology
 
-    pattern = TrafficPattern(traffic.value)
-    if pattern is not TrafficPattern.TRACE:
+    if traffic is not names.Pattern.TRACE:
         check_no_trace("--traffic", [traffic.value], trace=trace, trace_key=trace_key, layer=layer)
     world_size = nodes * ranks_per_node
     if num_experts % world_size:
@@ -188,7 +178,7 @@ def make_workload(  # the options of a command, as they are
             f"{world_size}, such as {-(-num_experts // world_size) * world_size}"
         )
     return Workload(
-        pattern=pattern,
+        pattern=traffic,
         topology=Topology.of_equal_nodes(world_size, ranks_per_node),
         placement=ExpertPlacement.contiguous(num_experts, world_size),
         tokens=tokens,
@@ -196,5 +186,5 @@ def make_workload(  # the options of a command, as they are
         num_topk=num_topk,
         dtype=getattr(torch, dtype.value),
         seed=seed,
-        trace=Trace.load(trace, trace_key, layer or 0) if pattern is TrafficPattern.TRACE else None,
+        trace=Trace.load(trace, trace_key, layer or 0) if traffic is names.Pattern.TRACE else None,
     )

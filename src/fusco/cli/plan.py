@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench import names
 from fusco.cli import options
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def plan(
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
     dtype: options.Dtype = options.RowDtype.BFLOAT16,
-    traffic: options.Pattern = options.Traffic.IMBALANCED,
+    traffic: options.Pattern = names.Pattern.IMBALANCED,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
