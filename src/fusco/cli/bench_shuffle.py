@@ -109,8 +109,8 @@ def shuffle(
     from fusco.settings import Settings
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
-    workloads = options.make_workloads(
-        options.choose_names(traffic, list(names.Pattern), "traffic"),
+    patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
+    workloads = options.WorkloadOptions(
         nodes=shape[0],
         ranks_per_node=shape[1],
         tokens=tokens,
@@ -122,7 +122,7 @@ def shuffle(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
-    )
+    ).workloads(patterns)
     if num_sms is not None and device is not Device.CUDA:
         raise ValueError("--num-sms is about GPUs: it goes with --device cuda")
     settings = Settings(

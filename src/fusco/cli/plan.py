@@ -37,8 +37,7 @@ def plan(
     from fusco.bench.explain import explain
     from fusco.bench.results import write_json_lines
 
-    workload = options.make_workload(
-        traffic=traffic,
+    (workload,) = options.WorkloadOptions(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         tokens=tokens,
@@ -50,7 +49,7 @@ def plan(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
-    )
+    ).workloads([traffic])
     record = explain(workload, balancer.value)
     _print(record, Console())
     if json:
