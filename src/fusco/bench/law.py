@@ -34,6 +34,12 @@ class WorldInput:
         )
 
 
+def world_bytes(workload: Workload) -> int:
+    """Memory that the rows of a ``WorldInput`` take while they are made, the last rank's still in float32."""
+    num_elements = workload.tokens * workload.hidden
+    return num_elements * (workload.topology.world_size * workload.dtype.itemsize + torch.float32.itemsize)
+
+
 def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
     """Rows that a rank with these experts must get: by expert, then source rank, then token; and how many each gets."""
     blocks = []

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
 
 from fusco.bench.arrays import load_array, load_integers_of_csv
+from fusco.bench.names import MatrixKind
 from fusco.schedule.matrix import as_matrix
 from fusco.schedule.stages import IntArray
-
-
-class MatrixKind(str, Enum):
-    """How the off-diagonal entries are drawn; ``fusco.cli.schedule`` has the same names, a test compares them."""
-
-    UNIFORM = "uniform"  # all alike
-    RANDOM = "random"  # uniformly distributed from 1 to the largest
-    ZIPF = "zipf"  # the k-th largest is proportional to k ** -skew, in random places
 
 
 def make_matrix(

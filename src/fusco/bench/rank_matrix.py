@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import numpy as np
 
-from fusco.bench.matrices import MatrixKind, make_matrix
+from fusco.bench.matrices import make_matrix
+from fusco.bench.names import ExchangeMatrix, MatrixKind
 from fusco.bench.traffic import Workload
 from fusco.schedule.stages import IntArray
 
 _LARGEST = 1 << 30  # before scaling: fine enough that rounding does not show
-
-
-class ExchangeMatrix(str, Enum):
-    """How a matrix is made; ``fusco.cli.bench_alltoall`` has the same names, a test compares them."""
-
-    UNIFORM = "uniform"
-    RANDOM = "random"
-    ZIPF = "zipf"
-    TRACE = "trace"  # tokens of captured routing, one copy for each expert, as in an all-to-all of a MoE layer
 
 
 def make_rank_bytes(

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from fusco.bench.environment import commit, hardware, versions
-from fusco.bench.matrices import MatrixKind, make_matrix
+from fusco.bench.matrices import make_matrix
+from fusco.bench.names import MatrixKind
 from fusco.schedule import Stages, decompose, lower_bound_bytes, spread_out, warm_up
 from fusco.schedule.stages import IntArray
 

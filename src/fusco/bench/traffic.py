@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,13 @@ import numpy.typing as npt
 import torch
 
 from fusco.bench.arrays import load_arrays
+from fusco.bench.names import Pattern
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.topology import Topology
 
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2), most ranks with almost no or almost only remote traffic, as in FUSCO's Fig. 10
-
-
-class Pattern(str, Enum):
-    """Where tokens go."""
-
-    TRACE = "trace"
-    UNIFORM = "uniform"
-    SINGLE_NODE = "single-node"
-    IMBALANCED = "imbalanced"
-    ZIPF = "zipf"
-    ONE_RANK = "one-rank"
-    ONE_EXPERT = "one-expert"
 
 
 @dataclass(frozen=True)

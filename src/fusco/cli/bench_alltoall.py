@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.origin import describe_origin
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from fusco.placement import ExpertPlacement
 
 
-class ExchangedMatrix(str, Enum):
-    """The names of ``fusco.bench.rank_matrix.ExchangeMatrix``, here for help without torch; a test compares."""
-
-    UNIFORM = "uniform"
-    RANDOM = "random"
-    ZIPF = "zipf"
-    TRACE = "trace"
-
-
 def alltoall(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
@@ -41,7 +32,7 @@ def alltoall(
     matrix: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[" + "|".join(ExchangedMatrix) + "],...",
+            metavar="[" + "|".join(ExchangeMatrix) + "],...",
             help="What ranks send; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
@@ -69,9 +60,9 @@ def alltoall(
     """
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.joined_world import launched
-    from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes
+    from fusco.bench.rank_matrix import make_rank_bytes
     from fusco.bench.results import write_json_lines
-    from fusco.bench.traffic import Pattern, Trace, Workload
+    from fusco.bench.traffic import Trace, Workload
     from fusco.checks import check_cuda_core
     from fusco.settings import Settings
     from fusco.topology import Topology
@@ -80,7 +71,7 @@ def alltoall(
     if device is Device.CUDA:
         check_cuda_core()  # here, before any process starts
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangedMatrix), "matrix")]
+    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangeMatrix), "matrix")]
     workload = None
     if ExchangeMatrix.TRACE in kinds:
         workload = Workload(
@@ -138,16 +129,21 @@ def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
 def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
-    from fusco.bench.alltoall import num_steps, run_rank
+    from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
     from fusco.bench.emulation import emulated_network
+    from fusco.bench.room import check_room
     from fusco.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
-    run = runs[0]
+    run, num_ranks = runs[0], runs[0].topology.world_size
+    if run.device == "cpu":
+        largest = max(int(each.rank_bytes.sum()) for each in runs)
+        # What is sent, and what is received by each variant.
+        check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
     return run_on_ranks(
         run_rank,
         (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, run.device, num_iterations),
-        run.topology.world_size,
+        num_ranks,
         num_steps(len(runs), num_iterations),
         console,
         device=run.device,

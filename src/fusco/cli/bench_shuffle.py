@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusco.bench.variants import choose_variants
+from fusco.bench import names
+from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
@@ -58,7 +59,7 @@ def shuffle(
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
     dtype: options.Dtype = options.RowDtype.BFLOAT16,
-    traffic: options.Patterns = (options.Traffic.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
@@ -108,8 +109,8 @@ def shuffle(
     from fusco.settings import Settings
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
-    workloads = options.make_workloads(
-        options.choose_names(traffic, list(options.Traffic), "traffic"),
+    patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
+    workloads = options.WorkloadOptions(
         nodes=shape[0],
         ranks_per_node=shape[1],
         tokens=tokens,
@@ -121,7 +122,7 @@ def shuffle(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
-    )
+    ).workloads(patterns)
     if num_sms is not None and device is not Device.CUDA:
         raise ValueError("--num-sms is about GPUs: it goes with --device cuda")
     settings = Settings(
@@ -159,8 +160,6 @@ def shuffle(
 
 
 def _check_timeline(run: ShuffleRun) -> None:
-    from fusco.bench.variants import recorded_variant
-
     if not run.has_timeline:
         return
     if run.device != "cuda":
@@ -170,12 +169,15 @@ def _check_timeline(run: ShuffleRun) -> None:
 
 
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
+    from fusco.bench.law import world_bytes
     from fusco.bench.results import summarize
+    from fusco.bench.room import check_room
     from fusco.bench.shuffle import num_steps, run_rank
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.kernels.warm_up import warm_up_cpu
 
     num_ranks = run.topology.world_size
+    check_room("all ranks' rows (--tokens, --hidden), which each rank verifies by,", world_bytes(run.shape), num_ranks)
     ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
     return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
 
@@ -209,7 +211,6 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
-    from fusco.bench.variants import recorded_variant
     from fusco.timeline import write_chrome_trace
 
     for i, workload in enumerate(run.workloads):

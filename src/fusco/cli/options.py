@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from fusco.bench import names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fusco.bench.traffic import Workload
-
-
-class Traffic(str, Enum):
-    """The names of ``fusco.bench.traffic.Pattern``, here so that help need not load torch; a test compares them."""
-
-    TRACE = "trace"
-    UNIFORM = "uniform"
-    SINGLE_NODE = "single-node"
-    IMBALANCED = "imbalanced"
-    ZIPF = "zipf"
-    ONE_RANK = "one-rank"
-    ONE_EXPERT = "one-expert"
 
 
 class BalancerName(str, Enum):
@@ -88,12 +79,12 @@ Hidden = Annotated[int, typer.Option(min=1, max=_MOST_HIDDEN, help="Elements of 
 NumExperts = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of all ranks together.")]
 NumTopk = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of a token.")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
-Pattern = Annotated[Traffic, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
+Pattern = Annotated[names.Pattern, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
 Patterns = Annotated[
     list[str],
     typer.Option(
         "--traffic",
-        metavar="[" + "|".join(traffic.value for traffic in Traffic) + "],...",
+        metavar="[" + "|".join(names.Pattern) + "],...",
         help="Where tokens go (FUSCO, section 5.2); several with commas, or repeated, share one start of the ranks.",
     ),
 ]
@@ -139,62 +130,53 @@ def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> Non
             raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
 
 
-def make_workloads(traffic: Sequence[str], **shape: Any) -> tuple[Workload, ...]:
-    """A workload for each kind of traffic; for ``shape`` see ``make_workload``.
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """The options of a command that describe a workload, as they are, but for ``--traffic``."""
 
-    ``ValueError`` where options do not go together.
-    """
-    of_trace = {name: shape.pop(name) for name in ("trace", "trace_key", "layer")}
-    if Traffic.TRACE.value not in traffic:
-        check_no_trace("--traffic", traffic, **of_trace)
-    return tuple(
-        make_workload(
-            traffic=Traffic(name), **(of_trace if name == Traffic.TRACE.value else dict.fromkeys(of_trace)), **shape
+    nodes: int
+    ranks_per_node: int
+    tokens: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    dtype: RowDtype
+    trace: Path | None
+    trace_key: str | None
+    layer: int | None
+    seed: int
+
+    def workloads(self, patterns: Sequence[names.Pattern]) -> tuple[Workload, ...]:
+        """One for each pattern; ``ValueError`` where options do not go together."""
+        import torch
+
+        from fusco.bench.traffic import Trace, Workload
+        from fusco.placement import ExpertPlacement
+        from fusco.topology import Topology
+
+        replayed = None
+        if names.Pattern.TRACE in patterns:
+            replayed = Trace.load(self.trace, self.trace_key, self.layer or 0)
+        else:
+            of_trace = {"trace": self.trace, "trace_key": self.trace_key, "layer": self.layer}
+            check_no_trace("--traffic", [pattern.value for pattern in patterns], **of_trace)
+        world_size = self.nodes * self.ranks_per_node
+        if self.num_experts % world_size:
+            raise ValueError(
+                f"{self.num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a "
+                f"multiple of {world_size}, such as {-(-self.num_experts // world_size) * world_size}"
+            )
+        return tuple(
+            Workload(
+                pattern=pattern,
+                topology=Topology.of_equal_nodes(world_size, self.ranks_per_node),
+                placement=ExpertPlacement.contiguous(self.num_experts, world_size),
+                tokens=self.tokens,
+                hidden=self.hidden,
+                num_topk=self.num_topk,
+                dtype=getattr(torch, self.dtype.value),
+                seed=self.seed,
+                trace=replayed if pattern is names.Pattern.TRACE else None,
+            )
+            for pattern in patterns
         )
-        for name in traffic
-    )
-
-
-def make_workload(  # the options of a command, as they are
-    *,
-    traffic: Traffic,
-    nodes: int,
-    ranks_per_node: int,
-    tokens: int,
-    hidden: int,
-    num_experts: int,
-    num_topk: int,
-    dtype: RowDtype,
-    trace: Path | None,
-    trace_key: str | None,
-    layer: int | None,
-    seed: int,
-) -> Workload:
-    """The workload that options describe; ``ValueError`` where they do not go together."""
-    import torch
-
-    from fusco.bench.traffic import Pattern as TrafficPattern
-    from fusco.bench.traffic import Trace, Workload
-    from fusco.placement import ExpertPlacement
-    from fusco.topology import Topology
-
-    pattern = TrafficPattern(traffic.value)
-    if pattern is not TrafficPattern.TRACE:
-        check_no_trace("--traffic", [traffic.value], trace=trace, trace_key=trace_key, layer=layer)
-    world_size = nodes * ranks_per_node
-    if num_experts % world_size:
-        raise ValueError(
-            f"{num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a multiple of "
-            f"{world_size}, such as {-(-num_experts // world_size) * world_size}"
-        )
-    return Workload(
-        pattern=pattern,
-        topology=Topology.of_equal_nodes(world_size, ranks_per_node),
-        placement=ExpertPlacement.contiguous(num_experts, world_size),
-        tokens=tokens,
-        hidden=hidden,
-        num_topk=num_topk,
-        dtype=getattr(torch, dtype.value),
-        seed=seed,
-        trace=Trace.load(trace, trace_key, layer or 0) if pattern is TrafficPattern.TRACE else None,
-    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench import names
 from fusco.cli import options
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def plan(
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
     dtype: options.Dtype = options.RowDtype.BFLOAT16,
-    traffic: options.Pattern = options.Traffic.IMBALANCED,
+    traffic: options.Pattern = names.Pattern.IMBALANCED,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
@@ -36,8 +37,7 @@ def plan(
     from fusco.bench.explain import explain
     from fusco.bench.results import write_json_lines
 
-    workload = options.make_workload(
-        traffic=traffic,
+    (workload,) = options.WorkloadOptions(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         tokens=tokens,
@@ -49,7 +49,7 @@ def plan(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
-    )
+    ).workloads([traffic])
     record = explain(workload, balancer.value)
     _print(record, Console())
     if json:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.gantt import NUM_LETTERS, draw_gantt, node_letter
 
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 _MOST_ROWS = 24  # of a table; a screenful
 _SKEW = 0.8
 _MOST_NODES = 256  # whose exact stages, up to 65,026 of 256 pairs each, still fit into memory
-
-
-class Matrix(str, Enum):
-    """The names of ``fusco.bench.matrices.MatrixKind``, here so that help need not load numpy; a test compares them."""
-
-    UNIFORM = "uniform"
-    RANDOM = "random"
-    ZIPF = "zipf"
 
 
 class ShownMode(str, Enum):
@@ -45,7 +38,7 @@ def schedule(
     nodes: Annotated[
         int | None, typer.Option(min=1, max=_MOST_NODES, help="Nodes of a matrix that is made. Default: 4.")
     ] = None,
-    matrix: Annotated[Matrix | None, typer.Option(help="How the matrix is made. Default: random.")] = None,
+    matrix: Annotated[MatrixKind | None, typer.Option(help="How the matrix is made. Default: random.")] = None,
     skew: Annotated[float | None, typer.Option(min=0, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
     largest: Annotated[
         int | None,
@@ -68,7 +61,7 @@ def schedule(
 
     Pure computation: nothing is sent. JSON lines hold the stages of all modes.
     """
-    from fusco.bench.matrices import MatrixKind, load_matrix, make_matrix
+    from fusco.bench.matrices import load_matrix, make_matrix
     from fusco.bench.results import write_json_lines
     from fusco.bench.schedule_modes import compare_modes
     from fusco.schedule import Links
@@ -80,7 +73,7 @@ def schedule(
     if file:
         name, node_bytes = str(file), load_matrix(file)
     else:
-        kind = MatrixKind((matrix or Matrix.RANDOM).value)
+        kind = matrix or MatrixKind.RANDOM
         skew = _SKEW if skew is None else skew
         name = kind.value + (f" {skew:g}" if kind is MatrixKind.ZIPF else "")
         node_bytes = make_matrix(kind, nodes or 4, largest=largest or 100_000_000, skew=skew, seed=seed or 0)

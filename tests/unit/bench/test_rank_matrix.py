@@ -6,7 +6,6 @@ import pytest
 from fusco import ExpertPlacement, Topology
 from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes, rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload
-from fusco.cli.bench_alltoall import ExchangedMatrix
 
 
 def workload(topk_idx, num_ranks=4, tokens=2):
@@ -19,10 +18,6 @@ def workload(topk_idx, num_ranks=4, tokens=2):
         num_topk=len(topk_idx[0]),
         trace=Trace(np.array(topk_idx), "by hand"),
     )
-
-
-def test_option_names_are_those_of_the_library():
-    assert [name.value for name in ExchangedMatrix] == [matrix.value for matrix in ExchangeMatrix]
 
 
 def test_a_token_goes_once_for_each_of_its_experts():

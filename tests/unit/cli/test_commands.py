@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from fusco.bench.traffic import Pattern
 from fusco.bench.variants import choose_variants
 from fusco.cli import checkup
 from fusco.cli.main import app
-from fusco.cli.options import BalancerName, Traffic, choose_names
+from fusco.cli.options import BalancerName, choose_names
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,11 +37,10 @@ def test_help_answers_within_a_second():
 
 
 def test_option_names_are_those_of_the_library():
-    assert [name.value for name in Traffic] == [pattern.value for pattern in Pattern]
     assert [name.value for name in BalancerName] == list(BALANCERS)
 
 
-@pytest.mark.parametrize("traffic", [traffic.value for traffic in Traffic])
+@pytest.mark.parametrize("traffic", [pattern.value for pattern in Pattern])
 def test_plan_explains_every_pattern(traffic, tmp_path):
     out = tmp_path / "plan.jsonl"
     done = run("plan", "--traffic", traffic, "--tokens", "64", "--json", str(out))
@@ -74,6 +74,26 @@ def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch)
     done = run("bench", "alltoall", "--matrix", "zipf,uniform", "--num-experts", "4")
     assert done.exit_code == 0, done.output
     assert [each.matrix for each in asked] == ["zipf", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["shuffle", "--tokens", "4096", "--hidden", "100000000"],
+            r"all ranks' rows .* need 19,660,800,000,000 bytes on 4 ranks of this machine, but [\d,]+ are free",
+        ),
+        (
+            ["alltoall", "--bytes-per-rank", str(10**12)],
+            r"buffers .* need 1\d,\d{3},\d{3},\d{3},\d{3} bytes on 4 ranks",
+        ),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_refused_before_ranks_start(arguments, message, monkeypatch):
+    monkeypatch.setattr("fusco.bench.local_world.LocalWorld", None)
+    done = run("bench", *arguments, "--iterations", "1")
+    assert isinstance(done.exception, ValueError)
+    assert re.search(message, str(done.exception))
 
 
 def test_plan_says_what_does_not_fit():
