@@ -12,7 +12,7 @@ import fusco
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.combine_rows import combine_rows
-from fusco.kernels.reference.plan_slots import PlannedSlots, mark_ranks, plan_slots
+from fusco.kernels.reference.plan import PlannedSlots, mark_ranks, plan_slots
 from fusco.kernels.reference.scatter_rows import scatter_rows
 from generator import Case
 from law import Law

@@ -4,22 +4,21 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
+from fusco.kernels.cuda.plan_forwarding import plan_forwarding as plan_on_device
 from fusco.kernels.reference.plan_forwarding import plan_forwarding
 from generator import KINDS, Case
 
 
 def compare(one, topk_idx, expert_to_node, num_nodes, own_node):
-    kernels = one.comm._engine._kernels
+    launcher = one.comm._engine._kernels._on()
     summary = torch.full((num_nodes + 2,), -7, dtype=torch.int64).pin_memory()
-    made = kernels.forwarding(
-        topk_idx.to(one.device), expert_to_node.int().to(one.device), num_nodes, own_node, summary
-    )
+    made = plan_on_device(launcher, topk_idx.to(one.device), expert_to_node.int().to(one.device), own_node, summary)
     torch.cuda.synchronize()
     table = torch.cat([expert_to_node, torch.tensor([-1])])
-    expected = plan_forwarding(topk_idx, table, num_nodes, own_node)
-    assert_same_bits(summary.clone(), expected.summary, "summary")
+    expected, expected_summary = plan_forwarding(topk_idx, table, num_nodes, own_node)
+    assert_same_bits(summary.clone(), expected_summary, "summary")
     assert_same_bits(made.token_to_place.cpu(), expected.token_to_place, "token_to_place")
-    for node, num_tokens in enumerate(expected.summary[:num_nodes].tolist()):
+    for node, num_tokens in enumerate(expected_summary[:num_nodes].tolist()):
         seen, twin = made.node_to_tokens.cpu()[node, :num_tokens], expected.node_to_tokens[node, :num_tokens]
         assert_same_bits(seen.contiguous(), twin.contiguous(), f"tokens for node {node}")
 

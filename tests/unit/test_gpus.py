@@ -10,7 +10,7 @@ import torch
 from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.checks import check_device
 from fusco.engine.cuda.engine import CudaEngine
-from fusco.engine.cuda.kernels import plan_shared_bytes
+from fusco.kernels.cuda.plan import plan_shared_bytes
 from fusco.memory.layout import ArenaLayout
 
 pytest.importorskip("cuda.core", reason="without cuda-core every GPU is refused")

@@ -169,8 +169,8 @@ def _cuda_kernels() -> Finding:
     if not has_cuda_core():
         return Finding(check, "optional", "not tried without cuda.core", "pip install 'fusco[cuda]'")
     from fusco.errors import CompileError
-    from fusco.kernels.cuda.arguments import CopyArgs
     from fusco.kernels.cuda.compiler import Compiler, default_cache_dir
+    from fusco.kernels.cuda.copy_segments import CopyArgs
 
     constants = {"ARGUMENT_BYTES": ctypes.sizeof(CopyArgs), "NUM_THREADS": 256}
     try:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from fusco.kernels.cuda.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.memory.layout import Capacity, MemorySize
 from fusco.settings import Settings
 from fusco.topology import Topology
 
-CHUNK_PAIRS = 512  # expert ids that are pushed and announced together while planning
-CHUNK_ROWS = 16  # rows that are staged and announced together; any number of them begins on a multiple of 16 bytes
-MAX_PARTS = 4  # warps that may share a row, if there are few rows
 MAX_PAYLOADS = 8
 # Settings.slice_bytes says why, and who may choose otherwise.
 _STREAM_SLICE_BYTES, _NETWORK_SLICE_BYTES = 1 << 20, 16 << 20

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from simulated_device import Machine, Stream
 
-from fusco.kernels.cuda.arguments import Report
+from fusco.kernels.cuda.comm import Report
 from fusco.kernels.cuda.widths import vector_bytes
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.add_returned import add_returned
 from fusco.kernels.reference.combine_rows import combine_rows, sum_partially
+from fusco.kernels.reference.plan import mark_ranks, plan_slots
 from fusco.kernels.reference.plan_forwarding import plan_forwarding
-from fusco.kernels.reference.plan_slots import mark_ranks, plan_slots
 from fusco.kernels.reference.scatter_rows import scatter_rows
 
 _ELEMENT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -257,10 +257,10 @@ class SimulatedKernel:
             id_dtype = _IDS[self._constants["ID_BYTES"]]
             ids = self._at(args.topk_idx, id_dtype, (num_tokens, self._constants["NUM_TOPK"]))
             table = torch.cat([self._at(args.expert_to_node, _I32, (args.num_experts,)).long(), torch.tensor([-1])])
-            made = plan_forwarding(ids, table, num_nodes, args.own_node)
+            made, summary = plan_forwarding(ids, table, num_nodes, args.own_node)
             self._at(args.node_to_tokens, _I32, made.node_to_tokens.shape).copy_(made.node_to_tokens)
             self._at(args.token_to_place, _I32, made.token_to_place.shape).copy_(made.token_to_place)
-            self._at(args.summary, torch.int64, made.summary.shape).copy_(made.summary)
+            self._at(args.summary, torch.int64, summary.shape).copy_(summary)
 
         stream.launch("counting rows for each node", plan)
 

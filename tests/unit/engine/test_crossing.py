@@ -16,8 +16,8 @@ from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.plan import _picked
+from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 from fusco.kernels.reference import plan_forwarding as twin
-from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.planner.forwarding import plan_forwarding
 from generator import KINDS, Case, number_of
 
@@ -30,18 +30,20 @@ def placement_of(case: Case) -> ExpertPlacement:
     return ExpertPlacement.explicit(owners, case.world_size)
 
 
-def forwarding_of(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> DeviceForwarding:
+def forwarding_of(
+    ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int
+) -> tuple[DeviceForwarding, torch.Tensor]:
     table = placement.membership_table(topology.rank_to_node, CPU)
     return twin.plan_forwarding(ids, table, topology.num_nodes, node)
 
 
 def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:
-    forwarding = forwarding_of(ids, placement, topology, node)
+    forwarding, summary = forwarding_of(ids, placement, topology, node)
     planned = plan_forwarding(ids, placement, topology).node_to_tokens
     expected = [tokens[:0] if n == node else tokens for n, tokens in enumerate(planned)]
     assert forwarding.node_to_tokens.dtype == forwarding.token_to_place.dtype == torch.int32
-    assert forwarding.summary.dtype == torch.int64
-    assert forwarding.summary.tolist() == [*map(len, expected), ids.numel(), 0]
+    assert summary.dtype == torch.int64
+    assert summary.tolist() == [*map(len, expected), ids.numel(), 0]
     assert forwarding.token_to_place.shape == (topology.num_nodes, len(ids))
     for n, tokens in enumerate(expected):
         assert forwarding.node_to_tokens[n, : len(tokens)].tolist() == tokens.tolist()
@@ -67,16 +69,16 @@ def test_the_first_id_that_is_no_expert_is_told_and_counts_as_none(stranger):
     placement, topology = ExpertPlacement.contiguous(4, 2), Topology((0, 1))
     ids = torch.tensor([[3, 0], [-1, stranger], [7, 2]])
     for dtype in (torch.int32, torch.int64):
-        forwarding = forwarding_of(ids.to(dtype), placement, topology, node=0)
-        assert forwarding.summary.tolist() == [0, 2, 3, stranger]
+        forwarding, summary = forwarding_of(ids.to(dtype), placement, topology, node=0)
+        assert summary.tolist() == [0, 2, 3, stranger]
         assert forwarding.node_to_tokens[1, :2].tolist() == [0, 2]
         assert forwarding.token_to_place.tolist() == [[-1, -1, -1], [0, -1, 1]]
 
 
 def test_an_id_beyond_32_bits_is_told_as_it_is():
     ids = torch.tensor([[0], [1 << 40]])
-    forwarding = forwarding_of(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
-    assert forwarding.summary.tolist() == [1, 0, 1, 1 << 40]
+    _, summary = forwarding_of(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
+    assert summary.tolist() == [1, 0, 1, 1 << 40]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0)])
@@ -205,7 +207,7 @@ def plan_of(crossing: Crossing, num_tokens: list[int], num_topk: int) -> Interno
         block_to_first_slot=none,
         token_to_ranks=torch.arange(num_held, dtype=torch.int32) + 1000,
         crossing=crossing,
-        forwarding=DeviceForwarding(none, none, none),
+        forwarding=DeviceForwarding(none, none),
     )
 
 

@@ -9,7 +9,9 @@ import torch
 from simulated_device import Machine, OnDevice
 from simulated_kernels import NodeWords, SimulatedLibrary
 
-from fusco.engine.cuda.kernels import Kernels
+from fusco.kernels.cuda.comm import comm_type
+from fusco.kernels.cuda.copy_segments import copy_segments as copy_on_device
+from fusco.kernels.cuda.launcher import Launcher
 from fusco.kernels.reference.copy_segments import copy_segments
 from generator import any_bits
 
@@ -29,16 +31,15 @@ class Counted(SimulatedLibrary):
 def copied(*segments: tuple[int, int, int]) -> tuple[torch.Tensor, int]:
     """What the destination is after a copy of (source offset, destination offset, size), and how many launches."""
     machine = Machine(0)
-    library, kernels = Counted(machine, NodeWords(1)), object.__new__(Kernels)
-    kernels._library, kernels._num_ranks = library, 1
+    library = Counted(machine, NodeWords(1))
 
     def program(rank: int) -> torch.Tensor:
         stream = machine.new_stream()
-        kernels.stream = stream.cuda_stream
+        launcher = Launcher(library, comm_type(1)(), stream.cuda_stream)
         table = torch.tensor(segments, dtype=torch.int64).view(-1, 3)
         with OnDevice(machine, stream):
             src, dst = SRC.clone(), torch.zeros(4000, dtype=torch.uint8)
-            kernels.copy_segments(src, table[:, 0], dst, table[:, 1], table[:, 2])
+            copy_on_device(launcher, src, table[:, 0], dst, table[:, 1], table[:, 2])
         machine.wait(lambda: stream.is_idle)
         return dst
 

@@ -17,12 +17,12 @@ from test_internode import PAYLOADS, Play, Scene
 
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
 from fusco.engine.base import DispatchOrder
-from fusco.engine.cuda import kernels
 from fusco.engine.cuda.arena import Arena
 from fusco.engine.cuda.failure import stall_of
 from fusco.engine.cuda.node import STAGED
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
+from fusco.kernels.cuda import combine_rows, held_rows
 from fusco.memory.device_layout import DeviceLayout
 from fusco.planner.routing import Routing
 from generator import KINDS
@@ -101,7 +101,7 @@ def test_dtypes_widths_and_ways_to_have_rows(changes, num_nodes, ranks_per_node,
 
 def test_many_rows_for_each_warp(folder, monkeypatch):
     """Rows are not shared among warps then."""
-    monkeypatch.setattr(kernels, "_ROWS_FOR_ALL_WARPS", 1)
+    monkeypatch.setattr(held_rows, "_ROWS_FOR_ALL_WARPS", 1)
     for order in range(3):
         play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
 
@@ -109,7 +109,7 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
 @pytest.mark.parametrize("order", range(6))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
     """As beside kernels on other streams that wait for other ranks themselves: one of combine's blocks finds room."""
-    monkeypatch.setattr(kernels, "_COMBINE_ON_FEW_SMS", (512, 3, 2))
+    monkeypatch.setattr(combine_rows, "_ON_FEW_SMS", (512, 3, 2))
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
 
 

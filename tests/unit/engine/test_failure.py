@@ -6,7 +6,7 @@ import re
 
 from fusco.engine.cuda.failure import PHASES, stall_of
 from fusco.errors import PeerFailureError, Stall
-from fusco.kernels.cuda.arguments import Failure
+from fusco.kernels.cuda.comm import Failure
 from fusco.kernels.cuda.compiler import SOURCE_DIR
 
 NODE_RANKS = (4, 5, 6, 7)

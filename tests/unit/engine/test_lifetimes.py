@@ -18,7 +18,7 @@ from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
-from fusco.kernels.reference.plan_forwarding import DeviceForwarding
+from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
 NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))
@@ -46,7 +46,7 @@ def plan_of_rank_0() -> InternodePlan:
         block_to_first_slot=ints(2),
         token_to_ranks=ints(NUM_TOKENS + 4),
         crossing=crossing,
-        forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS), torch.zeros(5, dtype=torch.int64)),
+        forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS)),
     )
 
 

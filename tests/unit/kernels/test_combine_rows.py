@@ -10,7 +10,7 @@ import torch
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.kernels.reference.combine_rows import combine_rows, sum_partially
-from fusco.kernels.reference.plan_slots import PlannedSlots, mark_ranks, plan_slots
+from fusco.kernels.reference.plan import PlannedSlots, mark_ranks, plan_slots
 from fusco.placement import ExpertPlacement
 from generator import KINDS, Case
 from law import Law

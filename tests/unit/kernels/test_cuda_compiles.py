@@ -14,22 +14,20 @@ import pytest
 
 from fusco.errors import CompileError
 from fusco.kernels.cuda import compiler
-from fusco.kernels.cuda.arguments import (
-    CopyArgs,
-    Failure,
-    ForwardingArgs,
-    Report,
-    WeightArgs,
-    combine_type,
-    gather_type,
-    plan_type,
-    returned_type,
-    scatter_type,
-    stage_type,
-)
+from fusco.kernels.cuda.add_returned import returned_type
+from fusco.kernels.cuda.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.kernels.cuda.combine_rows import combine_type
+from fusco.kernels.cuda.comm import Failure, Report
 from fusco.kernels.cuda.compiler import SOURCE_DIR, Compiler
+from fusco.kernels.cuda.copy_segments import CopyArgs
+from fusco.kernels.cuda.gather_rows import gather_type
+from fusco.kernels.cuda.plan import plan_type
+from fusco.kernels.cuda.plan_forwarding import ForwardingArgs
+from fusco.kernels.cuda.scatter_rows import scatter_type
+from fusco.kernels.cuda.stage_rows import stage_type
+from fusco.kernels.cuda.weight_gradients import WeightArgs
 from fusco.kernels.cuda.widths import vector_bytes
-from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS
+from fusco.memory.device_layout import MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
 from cuda.bindings import nvrtc

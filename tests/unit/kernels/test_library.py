@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from fusco.errors import CompileError, LaunchError
-from fusco.kernels.cuda.arguments import CopyArgs
+from fusco.kernels.cuda.copy_segments import CopyArgs
 from fusco.kernels.cuda.library import Kernel
 
 core = pytest.importorskip("cuda.core", reason="launching kernels needs cuda-core")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.kernels.reference.plan_slots import plan_slots
+from fusco.kernels.reference.plan import plan_slots
 from fusco.kernels.reference.scatter_rows import scatter_rows
 from fusco.placement import ExpertPlacement
 from generator import KINDS, Case, any_bits

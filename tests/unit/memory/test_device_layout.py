@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.engine.cuda.internode import _take
-from fusco.memory.device_layout import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, MAX_PAYLOADS, DeviceLayout
+from fusco.kernels.cuda.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.memory.device_layout import MAX_PAYLOADS, DeviceLayout
 
 CACHE_LINE = 128
 SECTIONS = (

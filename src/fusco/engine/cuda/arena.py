@@ -11,7 +11,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from fusco.engine.cuda.rendezvous import rendezvous
 from fusco.errors import SharedMemoryError
-from fusco.kernels.cuda.arguments import Failure, Report, comm_type
+from fusco.kernels.cuda.comm import Failure, Report, comm_type
 from fusco.memory.device_layout import DeviceLayout
 from fusco.transport.roll_call import RollCall
 

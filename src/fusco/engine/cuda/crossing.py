@@ -9,9 +9,10 @@ from functools import cached_property
 
 import torch
 
-from fusco.engine.cuda.plan import DevicePlan, HeldRows
+from fusco.engine.cuda.plan import DevicePlan
 from fusco.groups import Groups
-from fusco.kernels.reference.plan_forwarding import DeviceForwarding
+from fusco.kernels.cuda.held_rows import HeldRows
+from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 
 
 @dataclass(frozen=True)

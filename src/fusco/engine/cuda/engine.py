@@ -16,7 +16,7 @@ from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
 from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
-from fusco.engine.cuda.kernels import Kernels, plan_shared_bytes
+from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.last_work import LastWork, keep_for_good
 from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
@@ -31,6 +31,7 @@ from fusco.engine.stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.tasks import run
 from fusco.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.kernels.cuda.library import Library
+from fusco.kernels.cuda.plan import plan_shared_bytes
 from fusco.launch import Launch
 from fusco.memory.device_layout import DeviceLayout
 from fusco.memory.layout import ArenaLayout

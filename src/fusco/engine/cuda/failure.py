@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusco.errors import Stall
-from fusco.kernels.cuda.arguments import Failure
+from fusco.kernels.cuda.comm import Failure
 
 
 @dataclass(frozen=True)

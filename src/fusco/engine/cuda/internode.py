@@ -20,13 +20,13 @@ from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.failure import own_backlog
-from fusco.engine.cuda.kernels import Payload
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
+from fusco.kernels.cuda.payload import Payload
+from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 from fusco.kernels.reduce_rows import accumulation_dtype
-from fusco.kernels.reference.plan_forwarding import DeviceForwarding
 from fusco.launch import Launch
 from fusco.planner.routing import Routing, describe_stranger
 from fusco.transport.nccl import Message
@@ -43,7 +43,6 @@ class InternodeShuffle:
         self._layout, self._topology = layout, layout.topology
         device, rank = node.arena.device, node.arena.rank
         self._own_node = self._topology.rank_to_node[rank]
-        self._expert_to_node = node.placement.membership_table(self._topology.rank_to_node, device)[:-1].int()
         self.packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
         self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
@@ -60,13 +59,7 @@ class InternodeShuffle:
         payloads = list(map(plain, order.payloads))
         with node.spend("planning"):
             with node.timeline.span("plan", "rows for each node"):
-                forwarding = node.kernels.forwarding(
-                    routing.topk_idx,
-                    self._expert_to_node,
-                    self._topology.num_nodes,
-                    self._own_node,
-                    self._summary,
-                )
+                forwarding = node.kernels.forwarding(routing.topk_idx, self._summary)
             *counts, bad_pair, bad_id = self._read_summary(stream)
             rejection = self._rejection_of(routing, bad_pair, bad_id)
             if rejection:

@@ -12,11 +12,14 @@ import torch
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.arena import Arena
 from fusco.engine.cuda.failure import own_backlog
-from fusco.engine.cuda.kernels import Kernels, Payload, PublishedRouting
-from fusco.engine.cuda.plan import DevicePlan, HeldRows
+from fusco.engine.cuda.kernels import Kernels
+from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.record import Agreement, Record
 from fusco.errors import RejectedInputError, Stall
+from fusco.kernels.cuda.held_rows import HeldRows
+from fusco.kernels.cuda.payload import Payload
+from fusco.kernels.cuda.plan import PlanTerms, PublishedRouting
 from fusco.launch import Launch
 from fusco.liveness.watch import Watch
 from fusco.placement import ExpertPlacement
@@ -145,11 +148,13 @@ class NodeShuffle:
                     PublishedRouting(source=source, topk_idx=ids, topk_weights=of_source)
                     for source, (ids, of_source) in zip((rank, *counterparts), routing, strict=True)
                 ],
-                expert_alignment=order.expert_alignment,
-                is_overflow_reported=order.static is not None and order.static.on_overflow == "raise",
-                max_slots=order.static.num_slots if order.static else _NO_LIMIT,
-                ticket=0 if order.static else self._num_plans,
-                num_sms=order.launch.num_sms,
+                PlanTerms(
+                    expert_alignment=order.expert_alignment,
+                    max_slots=order.static.num_slots if order.static else _NO_LIMIT,
+                    is_overflow_reported=order.static is not None and order.static.on_overflow == "raise",
+                    ticket=0 if order.static else self._num_plans,
+                ),
+                order.launch.num_sms,
             )
         return plan
 

@@ -8,67 +8,25 @@ from functools import cached_property
 
 import torch
 
+from fusco.kernels.cuda.held_rows import HeldRows
+from fusco.kernels.cuda.plan import PlannedRows
 from fusco.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldRows:
-    """Rows that stand in the pools of a node's ranks, and where they go on this one: what one launch moves.
-
-    Attributes:
-        first_row: ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to
-            ``first_row[r + 1]``.
-        row_to_slots: int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped.
-        weights: float32 or float64 (num_rows, num_topk), or ``None``.
-        token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
-            expert of it.
-
-    """
-
-    first_row: tuple[int, ...]
-    row_to_slots: torch.Tensor
-    weights: torch.Tensor | None
-    token_to_ranks: torch.Tensor
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on the device."""
-        return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
-
-    @property
-    def longest(self) -> int:
-        """Most rows that any rank holds."""
-        return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DevicePlan:
-    """See ``fusco.engine.base.Plan``. A *source* is a rank of any node; its rows are those of its tokens on this node.
+class DevicePlan(PlannedRows):
+    """See ``fusco.engine.base.Plan``.
 
     Attributes:
         rank: the rank whose plan it is.
         placement: which rank owns which expert.
-        first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
-            tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources whose rows stand in this rank's pool; itself first.
         num_slots: rows of the expert-major output.
-        row_to_slots, weights: see ``HeldRows``; in order of source.
-        token_to_ranks: see ``HeldRows``; in order of ``held``.
-        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
-        block_to_first_slot: int32 (num_local_experts + 1,).
 
     """
 
     rank: int
     placement: ExpertPlacement
-    first_row: tuple[int, ...]
-    held: tuple[int, ...]
     num_slots: int
-    row_to_slots: torch.Tensor
-    weights: torch.Tensor | None
-    num_rows_per_expert: torch.Tensor
-    block_to_first_slot: torch.Tensor
-    token_to_ranks: torch.Tensor
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -85,11 +43,6 @@ class DevicePlan:
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.num_rows_of(self.rank)
-
-    @property
-    def num_topk(self) -> int:
-        """Expert slots of a token."""
-        return self.row_to_slots.shape[1]
 
     @cached_property
     def rows(self) -> HeldRows:

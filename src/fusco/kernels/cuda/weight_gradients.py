@@ -7,12 +7,18 @@ from functools import cache
 
 import torch
 
-from fusco.kernels.cuda.arguments import WeightArgs
+from fusco.kernels.cuda.fields import I64, POINTER, address
 from fusco.kernels.cuda.library import Library
 from fusco.kernels.cuda.widths import ELEMENT_TYPES, vector_bytes
 
 _NUM_THREADS, _BLOCKS_PER_SM = 256, 8
 _ROWS_OF_A_BLOCK = _NUM_THREADS // 32
+
+
+class WeightArgs(ctypes.Structure):
+    """``WeightArgs`` of weight_gradients.cu."""
+
+    _fields_ = [*((name, POINTER) for name in ("grads", "rows", "weights", "dots")), ("num_rows", I64)]
 
 
 def weight_gradients_on_cuda(
@@ -41,9 +47,9 @@ def launch(
     assert rows is None or (rows.dtype, rows.shape) == (grads.dtype, grads.shape), (rows.dtype, rows.shape)
     arguments = WeightArgs(
         grads=grads.data_ptr(),
-        rows=0 if rows is None else rows.data_ptr(),
+        rows=address(rows),
         weights=weights.data_ptr(),
-        dots=0 if dots is None else dots.data_ptr(),
+        dots=address(dots),
         num_rows=num_rows,
     )
     constants = {

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 from fusco.planner.forwarding import mark_destinations
-
-
-@dataclass(frozen=True)
-class DeviceForwarding:
-    """What one rank sends to each other node, as ``fusco.planner.NodeForwarding``, without the host knowing how much.
-
-    Attributes:
-        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; what follows them means
-            nothing.
-        token_to_place: int32 (num_nodes, num_tokens): where a token stands among those for a node; -1 if not at all.
-        summary: int64 (num_nodes + 2,): how many tokens go to each node; the first pair whose id is no expert, or the
-            number of pairs if there is none; and that id. The kernel writes it to host memory.
-
-    """
-
-    node_to_tokens: torch.Tensor
-    token_to_place: torch.Tensor
-    summary: torch.Tensor
 
 
 def plan_forwarding(
     topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int
-) -> DeviceForwarding:
+) -> tuple[DeviceForwarding, torch.Tensor]:
     """Plan what a rank sends to each other node.
 
     Args:
@@ -38,11 +19,13 @@ def plan_forwarding(
         num_nodes: how many nodes there are.
         own_node: nothing crosses to it.
 
+    Returns the plan, and the summary that the kernel writes to host memory.
+
     Two nodes with two experts each; the rank is on node 0.
 
     >>> table = torch.tensor([0, 0, 1, 1, -1])
-    >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), table, num_nodes=2, own_node=0)
-    >>> plan.node_to_tokens[1, :2].tolist(), plan.token_to_place[1].tolist(), plan.summary.tolist()
+    >>> plan, summary = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), table, num_nodes=2, own_node=0)
+    >>> plan.node_to_tokens[1, :2].tolist(), plan.token_to_place[1].tolist(), summary.tolist()
     ([1, 2], [-1, 0, 1], [0, 2, 6, 0])
 
     """
@@ -60,8 +43,5 @@ def plan_forwarding(
     is_stranger = torch.cat([~is_fine, torch.ones(1, dtype=torch.bool, device=device)])
     first = is_stranger.int().argmax()
     stranger = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
-    return DeviceForwarding(
-        node_to_tokens=node_to_tokens,
-        token_to_place=torch.where(marks, places, -1).int(),
-        summary=torch.cat([marks.sum(1), torch.stack([first, stranger])]),
-    )
+    plan = DeviceForwarding(node_to_tokens=node_to_tokens, token_to_place=torch.where(marks, places, -1).int())
+    return plan, torch.cat([marks.sum(1), torch.stack([first, stranger])])

@@ -13,7 +13,7 @@ struct ReturnedArgs {
     u8* out;                         // [token]
     i32 num_tokens;
 };
-static_assert(sizeof(ReturnedArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(ReturnedArgs) == ARGUMENT_BYTES, "add_returned.py mirrors this struct");
 
 using Row = Element<ROW_TYPE>;
 using Wire = Element<WIRE_TYPE>;

@@ -20,7 +20,7 @@ struct CombineArgs {
     i32 longest;  // most rows of any rank
     i32 parts;    // warps that share a row
 };
-static_assert(sizeof(CombineArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(CombineArgs) == ARGUMENT_BYTES, "combine_rows.py mirrors this struct");
 
 using Row = Element<ROW_TYPE>;
 using Wire = Element<WIRE_TYPE>;

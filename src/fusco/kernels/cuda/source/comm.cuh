@@ -1,6 +1,6 @@
 // What every kernel knows of its communicator, and the waits and signals between ranks of a node, which are numbered from 0.
 //
-// Compile-time constants: NUM_RANKS, those of the node. The structs mirror those of fusco/kernels/cuda/arguments.py, field by field.
+// Compile-time constants: NUM_RANKS, those of the node. The structs mirror those of fusco/kernels/cuda/comm.py, field by field.
 #pragma once
 
 #include "base.cuh"

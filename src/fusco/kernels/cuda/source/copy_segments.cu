@@ -14,7 +14,7 @@ struct CopyArgs {
     i64 num_segments;
     i64 piece_bytes;
 };
-static_assert(sizeof(CopyArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(CopyArgs) == ARGUMENT_BYTES, "copy_segments.py mirrors this struct");
 
 template <int BYTES> __device__ __forceinline__ void copy_as(const u8* src, u8* dst, i64 num_bytes) {
     const auto* from = reinterpret_cast<const Vector<BYTES>*>(src);

@@ -11,7 +11,7 @@ struct GatherArgs {
     const i32* places[NUM_MESSAGES];  // which row comes first, second, ... in a message
     i32 first_row[NUM_MESSAGES + 1];  // of each message, if all were one; then the number of all rows
 };
-static_assert(sizeof(GatherArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(GatherArgs) == ARGUMENT_BYTES, "gather_rows.py mirrors this struct");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) gather_rows(const __grid_constant__ GatherArgs args) {
     using V = Vector<VECTOR_BYTES>;

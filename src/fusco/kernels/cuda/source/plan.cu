@@ -5,7 +5,7 @@
 //
 // A stable counting sort over pairs (row, k), rows in order of (source, token). Each block takes an equal run of rows,
 // each warp an equal run of the block's pairs: counts of all runs, summed over the runs before, say where a run begins in
-// every expert's block. Twin: fusco.kernels.reference.plan_slots.
+// every expert's block. Twin: fusco.kernels.reference.plan.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_NODES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8),
 // NUM_THREADS, CHUNK_PAIRS.
@@ -44,7 +44,7 @@ struct PlanArgs {
     i32 is_overflow_reported;
     u32 ticket;  // 0: nobody waits for the report
 };
-static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;

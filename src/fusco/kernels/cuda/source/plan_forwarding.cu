@@ -13,7 +13,7 @@ struct ForwardingArgs {
     i64* summary;         // in host memory: [node] tokens for each node; the first pair that is no expert; its id
     i32 num_tokens, num_experts, num_nodes, own_node;
 };
-static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "plan_forwarding.py mirrors this struct");
 
 constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
 

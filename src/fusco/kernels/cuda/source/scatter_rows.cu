@@ -20,7 +20,7 @@ struct ScatterArgs {
     i32 parts;            // warps that share a row
     u32 in_place_ranks;   // bit r is set if peers read rank r's rows where the caller has them
 };
-static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
 
 constexpr u64 ROW_BYTES[NUM_PAYLOADS] = {PAYLOAD_BYTES};
 constexpr u32 WIDTHS[NUM_PAYLOADS] = {VECTOR_BYTES};

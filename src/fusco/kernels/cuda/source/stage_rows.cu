@@ -12,7 +12,7 @@ struct StageArgs {
     u64 row_bytes[NUM_PAYLOADS];
     i32 num_tokens;
 };
-static_assert(sizeof(StageArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(StageArgs) == ARGUMENT_BYTES, "stage_rows.py mirrors this struct");
 
 __device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, u64 num_bytes) {
     constexpr u32 UNROLL = 4;

@@ -14,7 +14,7 @@ struct WeightArgs {
     u8* dots;           // [row], as accumulated
     i64 num_rows;
 };
-static_assert(sizeof(WeightArgs) == ARGUMENT_BYTES, "arguments.py mirrors this struct");
+static_assert(sizeof(WeightArgs) == ARGUMENT_BYTES, "weight_gradients.py mirrors this struct");
 
 template <int BYTES> struct WeightType { using Type = float; };
 template <> struct WeightType<8> { using Type = double; };

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comparison import assert_same_bits
-from fusco.kernels.reference.plan_slots import DROPPED, NOT_HERE, mark_ranks, plan_slots
+from fusco.kernels.reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
 from fusco.placement import ExpertPlacement
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
 from fusco.topology import Topology
