@@ -9,7 +9,7 @@ from fusco.schedule.itinerary import Course
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class CourseSlice:
     """At most a slice of a course, sent at once.
 
     Attributes:
@@ -24,7 +24,7 @@ class Message:
     spans: list[tuple[int, int, int, int]]
 
 
-def cut(course: Course, slice_bytes: int) -> Iterator[Message]:
+def cut(course: Course, slice_bytes: int) -> Iterator[CourseSlice]:
     """Cut a course into messages of ``slice_bytes``, the last one shorter, and join pieces that touch.
 
     Both ends cut at the same bytes, wherever these stand.
@@ -47,7 +47,7 @@ def cut(course: Course, slice_bytes: int) -> Iterator[Message]:
                 spans.append((memory, offset, size, region))
             offset, num_bytes, room = offset + size, num_bytes - size, room - size  # noqa: PLW2901  the rest
             if not room:
-                yield Message(course.peer, slice_bytes, spans)
+                yield CourseSlice(course.peer, slice_bytes, spans)
                 spans, room = [], slice_bytes
     if spans:
-        yield Message(course.peer, slice_bytes - room, spans)
+        yield CourseSlice(course.peer, slice_bytes - room, spans)

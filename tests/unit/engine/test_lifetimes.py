@@ -14,8 +14,8 @@ from fusco import BALANCERS, ExpertPlacement, Launch, Topology
 from fusco.balancer import Traffic
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.engine import CudaEngine
-from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.plan import DevicePlan
+from fusco.engine.cuda.stream_order import StreamOrder
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.kernels.cuda.plan_forwarding import DeviceForwarding

@@ -14,7 +14,7 @@ import torch
 from fusco.engine.cpu.channel import RingIn, RingOut
 from fusco.engine.cpu.staging import Staging
 from fusco.engine.host.node_memory import NodeMemory
-from fusco.engine.messages import Message, cut
+from fusco.engine.messages import CourseSlice, cut
 from fusco.engine.profile import CallProfile
 from fusco.engine.tasks import Task
 from fusco.errors import Stall
@@ -34,7 +34,7 @@ class Agenda:
         self.peers = tuple(dict.fromkeys(course.peer for course in courses))
         self.num_messages = sum(-(-course.total_bytes // slice_bytes) for course in courses)
         self.num_taken = 0
-        self._messages: Iterator[Message] = (message for course in courses for message in cut(course, slice_bytes))
+        self._messages: Iterator[CourseSlice] = (message for course in courses for message in cut(course, slice_bytes))
         self.next = next(self._messages, None)
 
     def take(self) -> None:
@@ -161,7 +161,7 @@ class ReceiveAcross:
         """As many messages as there are ``slots`` are waited for at once."""
         self._agenda, self._staging, self._transport = Agenda(courses, len(slots[0])), staging, transport
         self._free = list(slots)
-        self._coming: list[tuple[Ticket, Message, torch.Tensor]] = []
+        self._coming: list[tuple[Ticket, CourseSlice, torch.Tensor]] = []
         self._post()
 
     def step(self) -> bool:

@@ -13,8 +13,7 @@ import torch
 
 from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.network import Network
-from fusco.engine.messages import Message as Spans
-from fusco.engine.messages import cut
+from fusco.engine.messages import CourseSlice, cut
 from fusco.engine.profile import CallProfile
 from fusco.schedule.cost import Links
 from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
@@ -63,45 +62,47 @@ class RoundsOfMessages:
         self._memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]].copy_(own)
 
     def _exchange(self, sends: Sequence[Course], receives: Sequence[Course], what: str) -> None:
-        outgoing = [(course.peer, self._gathered(spans)) for course in sends for spans in _whole(course)]
-        incoming = [(course.peer, spans, self._room_for(spans)) for course in receives for spans in _whole(course)]
+        outgoing = [(course.peer, self._gathered(message)) for course in sends for message in _whole(course)]
+        incoming = [
+            (course.peer, message, self._room_for(message)) for course in receives for message in _whole(course)
+        ]
         self._network.exchange(
             [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in outgoing],
             [Message(peer, memory.data_ptr(), memory.nbytes) for peer, _, memory in incoming],
             what,
         )
-        for _, spans, memory in incoming:
-            self._scatter(memory, spans)
+        for _, message, memory in incoming:
+            self._scatter(memory, message)
 
-    def _gathered(self, spans: Spans) -> torch.Tensor:
+    def _gathered(self, message: CourseSlice) -> torch.Tensor:
         """The bytes of a message in one piece; where they stand, if they do."""
-        memory = self._room_for(spans)
-        if len(spans.spans) > 1:
-            for i, offset, first, num_bytes in _by_memory(spans):
+        memory = self._room_for(message)
+        if len(message.spans) > 1:
+            for i, offset, first, num_bytes in _by_memory(message):
                 self._kernels.copy_segments(self._memories[i], offset, memory, first, num_bytes)
         return memory
 
-    def _scatter(self, memory: torch.Tensor, spans: Spans) -> None:
-        if len(spans.spans) > 1:
-            for i, offset, first, num_bytes in _by_memory(spans):
+    def _scatter(self, memory: torch.Tensor, message: CourseSlice) -> None:
+        if len(message.spans) > 1:
+            for i, offset, first, num_bytes in _by_memory(message):
                 self._kernels.copy_segments(memory, first, self._memories[i], offset, num_bytes)
 
-    def _room_for(self, spans: Spans) -> torch.Tensor:
+    def _room_for(self, message: CourseSlice) -> torch.Tensor:
         """Where a message stands or shall stand, if in one piece; else memory for it."""
-        if len(spans.spans) == 1:
-            i, offset, num_bytes, _ = spans.spans[0]
+        if len(message.spans) == 1:
+            i, offset, num_bytes, _ = message.spans[0]
             return self._memories[i][offset : offset + num_bytes]
-        return self._memories[INPUT].new_empty(spans.num_bytes)
+        return self._memories[INPUT].new_empty(message.num_bytes)
 
 
-def _whole(course: Course) -> list[Spans]:
+def _whole(course: Course) -> list[CourseSlice]:
     """A course as one message, or as none if it is empty."""
     return list(cut(course, course.total_bytes)) if course.total_bytes else []
 
 
-def _by_memory(spans: Spans) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _by_memory(message: CourseSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The spans of each memory: where they stand there, where in the message, and their sizes."""
-    table = torch.tensor(spans.spans, dtype=torch.int64)
+    table = torch.tensor(message.spans, dtype=torch.int64)
     memory, offset, num_bytes = table[:, 0], table[:, 1], table[:, 2]
     first = num_bytes.cumsum(0) - num_bytes
     return [

@@ -14,14 +14,14 @@ import torch
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.engine.cuda.arena import Arena, allocate_visible
+from fusco.engine.cuda.byte_streams import DeviceStreams
 from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
 from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.last_work import LastWork, keep_for_good
-from fusco.engine.cuda.launching import StreamOrder
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
-from fusco.engine.cuda.streams import DeviceStreams
+from fusco.engine.cuda.stream_order import StreamOrder
 from fusco.engine.host.connect import connect, raise_if_any
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
