@@ -16,6 +16,7 @@ from fusco.handle import Handle
 from fusco.integers import MAX_INT32, check_integer
 from fusco.launch import Launch, StaticSlots
 from fusco.planner.routing import Routing
+from fusco.rows import describe_rows
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 
@@ -65,7 +66,7 @@ class CheckedEngine:
 
         def terms() -> Terms:
             return {
-                "payloads": list(map(_describe, payloads)),
+                "payloads": list(map(describe_rows, payloads)),
                 "num_topk": topk_idx.shape[1],
                 "topk_weights": "none" if topk_weights is None else str(topk_weights.dtype),
                 "requires_grad": str([wants_grad(payloads[0]), wants_grad(topk_weights), options.with_weights]),
@@ -99,7 +100,7 @@ class CheckedEngine:
 
         def terms() -> Terms:
             grad = str(wants_grad(payloads[0]))
-            return {"payloads": list(map(_describe, payloads)), "handle": handle.number, "requires_grad": grad}
+            return {"payloads": list(map(describe_rows, payloads)), "handle": handle.number, "requires_grad": grad}
 
         def work(agreement: Agreement, _: None) -> list[torch.Tensor] | None:
             plan = None if agreement.rejection else handle.plan
@@ -116,7 +117,7 @@ class CheckedEngine:
 
         def terms() -> Terms:
             return {
-                "row": _describe(y),
+                "row": describe_rows(y),
                 "handle": handle.number,
                 "is_weighted": str(handle.is_weighted),
                 "requires_grad": str([wants_grad(y), wants_grad(handle.topk_weights)]),
@@ -155,7 +156,7 @@ class CheckedEngine:
             return self.checks.exchange(output, input_, splits, mode)
 
         def terms() -> Terms:
-            return {"rows": _describe(input_), "schedule": str(mode)}
+            return {"rows": describe_rows(input_), "schedule": str(mode)}
 
         self.collective("all_to_all", check, terms, self.engine.all_to_all)
 
@@ -198,7 +199,3 @@ def attempt(check: Callable[[], _Checked]) -> tuple[_Checked | None, Exception |
         return check(), None
     except (TypeError, ValueError, RuntimeError) as error:
         return None, error
-
-
-def _describe(rows: torch.Tensor) -> str:
-    return f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape[1:])}"

@@ -15,13 +15,15 @@ from fusco.handle import Handle
 from fusco.integers import MAX_INT64
 from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.launch import StaticSlots
+from fusco.memory.device_layout import MAX_PAYLOADS
 from fusco.memory.layout import Capacity
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
+from fusco.rows import describe_rows, plain, row_bytes
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 
-_MAX_PAYLOADS, _MAX_DIMS = 8, 6  # as many as fit into a record's text, whatever the sizes
+_MAX_DIMS = 6  # as many as fit into a record's text with MAX_PAYLOADS, whatever the sizes
 _LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
@@ -75,8 +77,8 @@ class Checks:
 
     def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
         """The rows of a dispatch."""
-        if not 1 <= len(payloads) <= _MAX_PAYLOADS:
-            raise ValueError(f"dispatch takes 1 to {_MAX_PAYLOADS} payloads, got {len(payloads)}")
+        if not 1 <= len(payloads) <= MAX_PAYLOADS:
+            raise ValueError(f"dispatch takes 1 to {MAX_PAYLOADS} payloads, got {len(payloads)}")
         for i, payload in enumerate(payloads):
             self._tensor(f"payload {i}", payload)
             if payload.ndim < 1 or len(payload) != num_tokens:
@@ -90,7 +92,7 @@ class Checks:
                 f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
                 f"{self.capacity.max_tokens_per_rank}"
             )
-        self._row_bytes(sum(row_bytes(payload) for payload in payloads))
+        self._row_bytes(sum(map(row_bytes, payloads)))
 
     def rows(self, y: torch.Tensor, handle: Handle) -> None:
         """The expert-major rows of a combine."""
@@ -164,20 +166,20 @@ class Checks:
                 raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
         if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
             raise ValueError(
-                f"output has rows of {_describe(output)}, input of {_describe(input_)}; they must be the same"
+                f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
             )
         if not output.is_contiguous() or output.is_conj() or output.is_neg():
             raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
         if wants_grad(input_) or wants_grad(output):
             raise ValueError("all_to_all gives no gradients: detach input and output, or call it in torch.no_grad()")
-        plain = input_.detach().resolve_conj().resolve_neg().contiguous()
-        _refuse_overlap(output, plain)
+        source = plain(input_)
+        _refuse_overlap(output, source)
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
         return ExchangeOrder(
-            input=plain,
+            input=source,
             output=output,
-            send_rows=self._splits("input", len(plain), splits[1]),
+            send_rows=self._splits("input", len(source), splits[1]),
             receive_rows=self._splits("output", len(output), splits[0]),
             mode=mode,
         )
@@ -225,21 +227,12 @@ class Checks:
             )
 
 
-def _describe(rows: torch.Tensor) -> str:
-    return f"{str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape[1:])}"
-
-
 def _refuse_overlap(output: torch.Tensor, input_: torch.Tensor) -> None:
     begin, other = output.data_ptr(), input_.data_ptr()
     if begin < other + input_.nbytes and other < begin + output.nbytes:
         raise ValueError(
             f"input and output overlap in memory: {input_.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
         )
-
-
-def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of one row of (num_rows, ...)."""
-    return rows.shape[1:].numel() * rows.dtype.itemsize
 
 
 def wants_grad(tensor: torch.Tensor | None) -> bool:

@@ -54,7 +54,7 @@ MISTAKES = [
     (jobs.no_tensor, "TypeError", "RejectedInputError", ["input must be a tensor, got list"]),
     (jobs.on_another_device, "ValueError", "RejectedInputError", ["input is on meta, the communicator on cpu"]),
     (jobs.without_dimension, "ValueError", "RejectedInputError", ["input has 0 dimensions"]),
-    (jobs.rows_of_two_kinds, "ValueError", "RejectedInputError", ["rows of float32 (3,), input of float16 (3,)"]),
+    (jobs.rows_of_two_kinds, "ValueError", "RejectedInputError", ["rows of float32[3], input of float16[3]"]),
     (jobs.output_with_gaps, "ValueError", "RejectedInputError", ["output must be contiguous", "(6, 2)"]),
     (jobs.with_gradient, "ValueError", "RejectedInputError", ["no gradients"]),
     (jobs.in_place, "ValueError", "RejectedInputError", ["overlap in memory: 96 bytes"]),

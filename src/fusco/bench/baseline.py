@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fusco.engine.profile import CallProfile
 from fusco.placement import ExpertPlacement
+from fusco.rows import row_bytes
 from fusco.topology import Topology
 
 
@@ -98,10 +99,10 @@ class BaselineShuffle:
         return torch.bmm(weights, by_token.view(num_tokens, num_topk, -1).to(wide)).squeeze(1).to(y.dtype)
 
     def _count_bytes(self, rank_to_rows: list[int], rows: torch.Tensor) -> None:
-        row_bytes = rows.shape[1:].numel() * rows.dtype.itemsize
+        size = row_bytes(rows)
         leaving = sum(self._leaving(rank_to_rows))
-        self.profile.internode_row_bytes = leaving * row_bytes
-        self.profile.intranode_row_bytes = (sum(rank_to_rows) - leaving - rank_to_rows[self._rank]) * row_bytes
+        self.profile.internode_row_bytes = leaving * size
+        self.profile.intranode_row_bytes = (sum(rank_to_rows) - leaving - rank_to_rows[self._rank]) * size
 
     def _leaving(self, rank_to_count: list[int]) -> list[int]:
         own = self._rank_to_node[self._rank]

@@ -15,6 +15,7 @@ from fusco.engine.record import Agreement
 from fusco.launch import Launch, StaticSlots
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
+from fusco.rows import row_bytes
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
@@ -112,7 +113,7 @@ class ExchangeOrder:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, the same on all ranks."""
-        return self.input.shape[1:].numel() * self.input.element_size()
+        return row_bytes(self.input)
 
     @property
     def memories(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from fusco.memory.layout import Capacity, MemorySize
 from fusco.settings import Settings
 from fusco.topology import Topology
 
-MAX_PAYLOADS = 8
+MAX_PAYLOADS = 8  # of a dispatch
 # Settings.slice_bytes says why, and who may choose otherwise.
 _STREAM_SLICE_BYTES, _NETWORK_SLICE_BYTES = 1 << 20, 16 << 20
 _ALIGNMENT = 128  # a cache line, and the largest access of a warp's lane many times over

@@ -32,6 +32,7 @@ from fusco.memory.recycler import OutputRecycler
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.rows import plain, row_bytes
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
@@ -146,13 +147,12 @@ class CpuEngine:
 
     def _move_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
-        sizes = [shape.numel() * payload.dtype.itemsize for payload, shape in zip(payloads, shapes, strict=True)]
-        row_bytes, num_tokens = sum(sizes), len(payloads[0])
+        sizes = list(map(row_bytes, payloads))
+        bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
         with self.profile.spend("staging"):
-            rows = memory.pool(memory.local, memory.node, (num_tokens, row_bytes), torch.uint8)
+            rows = memory.pool(memory.local, memory.node, (num_tokens, bytes_per_token), torch.uint8)
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                plain = payload.detach().resolve_conj().resolve_neg().contiguous()
-                as_bytes = plain.view(-1).view(torch.uint8)
+                as_bytes = plain(payload).view(-1).view(torch.uint8)
                 rows[:, end - size : end].copy_(as_bytes.view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, self._rounds.number)
         with self.profile.spend("wire"):
@@ -170,9 +170,11 @@ class CpuEngine:
             forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
             run(
                 [
-                    SendRows(plan, memory, self._send_ring(), row_bytes, self.profile),
-                    self._receive_rows({src: plan.num_rows_from(src) for src in forwarded}, row_bytes, row_bytes),
-                    ScatterRows(plan, memory, self._rounds.number, as_bytes_out, row_bytes, self.profile),
+                    SendRows(plan, memory, self._send_ring(), bytes_per_token, self.profile),
+                    self._receive_rows(
+                        {src: plan.num_rows_from(src) for src in forwarded}, bytes_per_token, bytes_per_token
+                    ),
+                    ScatterRows(plan, memory, self._rounds.number, as_bytes_out, bytes_per_token, self.profile),
                 ],
                 self._watch,
             )
@@ -180,7 +182,7 @@ class CpuEngine:
 
     def _sum_rows(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> torch.Tensor:
         with self.profile.spend("wire"):
-            partials = PartialSums(plan, rows.detach().resolve_neg().contiguous(), pair_weights)
+            partials = PartialSums(plan, plain(rows), pair_weights)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
             sum_bytes = partials.hidden * partials.dtype.itemsize
             rows_per_chunk = self._layout.rows_per_slot(sum_bytes)

@@ -20,7 +20,7 @@ from fusco.engine.cuda.internode import InternodeShuffle
 from fusco.engine.cuda.kernels import Kernels
 from fusco.engine.cuda.last_work import LastWork, keep_for_good
 from fusco.engine.cuda.network import Network
-from fusco.engine.cuda.node import STAGED, NodeShuffle, plain
+from fusco.engine.cuda.node import STAGED, NodeShuffle
 from fusco.engine.cuda.stream_order import StreamOrder
 from fusco.engine.host.connect import connect, raise_if_any
 from fusco.engine.host.exchange_plan import agree_on_exchange
@@ -37,6 +37,7 @@ from fusco.memory.device_layout import DeviceLayout
 from fusco.memory.layout import ArenaLayout
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import describe_stranger
+from fusco.rows import aligned, row_bytes
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
@@ -179,7 +180,7 @@ class CudaEngine:
             return None
         is_weighted = weights is not None
         with self._order.on_stream(launch, rows, held=plan.tensors) as stream, self.profile.spend("wire"):
-            same = plain(rows)
+            same = aligned(rows)
             wire_dtype = torch.promote_types(same.dtype, self._wire_dtype or same.dtype)
             out = (self._internode or self._node).combine(
                 plan, same, wire_dtype, launch, stream, is_weighted=is_weighted
@@ -204,7 +205,9 @@ class CudaEngine:
             return
         with self.profile.spend("wire"), self._order.on_stream(Launch(), exchange.input, exchange.output) as stream:
             if self._network is None:
-                run(self._streams.tasks(*_messages_of(exchange)), self._watch)
+                send = _by_peer(exchange.input, exchange.send_rows)
+                receive = _by_peer(exchange.output, exchange.receive_rows)
+                run(self._streams.tasks(send, receive), self._watch)
                 num_rows = sum(exchange.receive_rows) - exchange.receive_rows[self._rank]
                 self.profile.intranode_row_bytes += num_rows * exchange.row_bytes
                 return
@@ -327,18 +330,13 @@ def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
         )
 
 
-def _messages_of(exchange: ExchangeOrder) -> tuple[dict[int, Segments], dict[int, Segments]]:
-    """What goes to each rank and what comes from each, where all are of one node."""
-    return tuple(  # type: ignore[return-value]
-        {
-            peer: Segments(tensor, torch.tensor([(end - rows) * size]), torch.tensor([rows * size]))
-            for peer, (rows, end) in enumerate(zip(of_peer, itertools.accumulate(of_peer), strict=True))
-        }
-        for tensor, of_peer, size in (
-            (exchange.input, exchange.send_rows, exchange.row_bytes),
-            (exchange.output, exchange.receive_rows, exchange.row_bytes),
-        )
-    )
+def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]:
+    """Rows in order of the ranks that they go to or come from, where all are of one node."""
+    size = row_bytes(rows)
+    return {
+        peer: Segments(rows, torch.tensor([(end - of_peer) * size]), torch.tensor([of_peer * size]))
+        for peer, (of_peer, end) in enumerate(zip(num_rows, itertools.accumulate(num_rows), strict=True))
+    }
 
 
 def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:

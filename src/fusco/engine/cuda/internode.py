@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -21,14 +22,14 @@ from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.failure import own_backlog
 from fusco.engine.cuda.network import Network
-from fusco.engine.cuda.node import NodeShuffle, plain, row_bytes
-from fusco.engine.cuda.plan import DevicePlan
+from fusco.engine.cuda.node import NodeShuffle
 from fusco.engine.record import Agreement
 from fusco.kernels.cuda.payload import Payload
 from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
 from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.launch import Launch
 from fusco.planner.routing import Routing, describe_stranger
+from fusco.rows import aligned, row_bytes
 from fusco.transport.nccl import Message
 
 # Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
@@ -56,7 +57,7 @@ class InternodeShuffle:
         node, launch = self._node, _with_sms(order.launch)
         order = replace(order, launch=launch)
         routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
-        payloads = list(map(plain, order.payloads))
+        payloads = list(map(aligned, order.payloads))
         with node.spend("planning"):
             with node.timeline.span("plan", "rows for each node"):
                 forwarding = node.kernels.forwarding(routing.topk_idx, self._summary)
@@ -80,14 +81,14 @@ class InternodeShuffle:
             if arrivals:
                 stream.wait_event(arrivals[0])
             on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
+            plan_type = partial(InternodePlan, crossing=crossing, forwarding=forwarding)
             with node.spend("planning"):
-                made = node.make_plan(order, told.published, records, on_node, crossing.sources)
+                plan = node.make_plan(plan_type, order, told.published, on_node, crossing.sources)
             with node.spend("wire"):
                 arrivals += sending
             if not order.static:
                 with node.spend("planning"):
-                    made = node.size_exactly(made)
-            plan = _between_nodes(made, crossing, forwarding)
+                    plan = node.size_exactly(plan)
             with node.spend("wire"):
                 rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
         with node.spend("wire"):
@@ -104,7 +105,7 @@ class InternodeShuffle:
     ) -> list[torch.Tensor]:
         """See ``NodeShuffle.dispatch_along``."""
         node, launch = self._node, _with_sms(launch)
-        payloads = list(map(plain, payloads))
+        payloads = list(map(aligned, payloads))
         records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
         with node.staging(payloads, records, launch, stream), node.spend("wire"):
             arrivals = list(self._send(payloads, plan.forwarding, plan.crossing, stream))
@@ -169,8 +170,8 @@ class InternodeShuffle:
     ) -> _RoutingMessages:
         """What the counterparts on other nodes are told, and tell this rank: one message each, packed ahead of rows."""
         node, topology, rank = self._node, self._topology, self._node.arena.rank
-        weights = None if routing.topk_weights is None else plain(routing.topk_weights)
-        ids = plain(routing.topk_idx.int())
+        weights = None if routing.topk_weights is None else aligned(routing.topk_weights)
+        ids = aligned(routing.topk_idx.int())
         # Ids come last, as they are no wider than weights: so both are aligned without a gap.
         packed = [ids] if weights is None else [weights, ids]
         sizes = list(map(row_bytes, packed))
@@ -348,11 +349,6 @@ class _RoutingMessages:
     sends: list[Message]
     receives: list[Message]
     going: list[torch.Tensor]
-
-
-def _between_nodes(plan: DevicePlan, crossing: Crossing, forwarding: DeviceForwarding) -> InternodePlan:
-    same = {each.name: getattr(plan, each.name) for each in fields(plan)}
-    return InternodePlan(**same, crossing=crossing, forwarding=forwarding)
 
 
 def _with_sms(launch: Launch) -> Launch:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +25,10 @@ from fusco.launch import Launch
 from fusco.liveness.watch import Watch
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing, describe_stranger
+from fusco.rows import aligned, row_bytes
 from fusco.timeline import NO_TIMELINE, NoTimeline, Timeline
+
+_Plan = TypeVar("_Plan", bound=DevicePlan)
 
 _NO_LIMIT = 2**31 - 1
 STAGED = (-1, 0)  # where rows are that peers read in the pool
@@ -48,14 +52,16 @@ class NodeShuffle:
         self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
     ) -> tuple[DevicePlan, list[torch.Tensor], Exception | None]:
         """Plan and move rows, where there is one node only; the last is what was wrong with somebody's routing."""
-        payloads, routing = list(map(plain, order.payloads)), order.routing
+        payloads, routing = list(map(aligned, order.payloads)), order.routing
         with self.spend("planning"):
             records = self.rounds.publish(agreement, [routing.num_tokens, *self.place_of(payloads)])
         if not order.static:
             self._has_come_to_plan.record(stream)
         with self.staging(payloads, records, order.launch, stream):
             with self.spend("planning"):
-                plan = self.make_plan(order, [(routing.topk_idx.contiguous(), travelling_weights(routing))], records)
+                published = [(routing.topk_idx.contiguous(), travelling_weights(routing))]
+                num_rows = [record.counts[0] for record in records]
+                plan = self.make_plan(DevicePlan, order, published, num_rows)
                 if not order.static:
                     plan = self.size_exactly(plan)
             with self.spend("wire"):
@@ -71,7 +77,7 @@ class NodeShuffle:
         stream: torch.cuda.Stream,
     ) -> list[torch.Tensor]:
         """Move rows along an earlier plan."""
-        payloads = list(map(plain, payloads))
+        payloads = list(map(aligned, payloads))
         records = self.rounds.publish(agreement, [plan.num_tokens, *self.place_of(payloads)])
         with self.staging(payloads, records, launch, stream), self.spend("wire"):
             return self.scatter_own(plan, plan.rows, payloads, records, launch)
@@ -102,31 +108,29 @@ class NodeShuffle:
 
     def make_plan(
         self,
+        plan_type: Callable[..., _Plan],
         order: DispatchOrder,
         routing: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-        records: Sequence[Record],
-        num_rows: Sequence[int] | None = None,
+        num_rows: Sequence[int],
         held: Sequence[int] = (),
-    ) -> DevicePlan:
+    ) -> _Plan:
         """Plan on the device.
 
         Args:
+            plan_type: takes the fields of ``DevicePlan``.
             order: what is dispatched.
             routing: ids and weights that this rank publishes: its own, then those of its counterparts on other nodes.
-            records: of all ranks; the first count is their number of tokens.
-            num_rows: of each source on this node; ``None`` means all its tokens.
+            num_rows: of each source on this node.
             held: sources whose rows this rank forwards.
 
         """
         arena, device, rank = self.arena, self.arena.device, self.arena.rank
         topology = arena.layout.topology
-        if num_rows is None:
-            num_rows = [record.counts[0] for record in records]
         first_row = (0, *itertools.accumulate(num_rows))
         counterparts = [topology.node_to_ranks[node][arena.local] for node in topology.remote_nodes(rank)]
         weights = order.routing.topk_weights
         num_local, shape = len(self.placement.rank_to_experts[rank]), (first_row[-1], order.routing.num_topk)
-        plan = DevicePlan(
+        plan = plan_type(
             rank=rank,
             placement=self.placement,
             first_row=first_row,
@@ -158,7 +162,7 @@ class NodeShuffle:
             )
         return plan
 
-    def size_exactly(self, plan: DevicePlan) -> DevicePlan:
+    def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait until the plan is made, for the one number that the host needs."""
         report, ticket = self.arena.report, self._num_plans
         peers = tuple(rank for rank in self.arena.node_ranks if rank != self.arena.rank)
@@ -249,17 +253,6 @@ class NodeShuffle:
                 num_sms=launch.num_sms,
             )
         return outputs
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous and aligned for 16-byte accesses."""
-    same = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return same if same.data_ptr() % 16 == 0 else same.clone()
-
-
-def row_bytes(rows: torch.Tensor) -> int:
-    """Bytes of one row."""
-    return rows.shape[1:].numel() * rows.element_size()
 
 
 def travelling_weights(routing: Routing) -> torch.Tensor | None:

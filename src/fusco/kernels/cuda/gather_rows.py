@@ -12,6 +12,7 @@ import torch
 from fusco.kernels.cuda.fields import I32, POINTER
 from fusco.kernels.cuda.launcher import Launcher
 from fusco.kernels.cuda.widths import vector_bytes
+from fusco.rows import row_bytes
 
 # Enough to pack rows several times as fast as any network takes them.
 _NUM_THREADS, _NUM_SMS = 512, 8
@@ -37,9 +38,9 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
         parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
 
     """
-    row_bytes = rows.shape[1:].numel() * rows.element_size()
+    size = row_bytes(rows)
     first_row = (0, *itertools.accumulate(len(places) for places, _ in parts))
-    if not (first_row[-1] and row_bytes):
+    if not (first_row[-1] and size):
         return
     arguments = gather_type(len(parts))(
         rows=rows.data_ptr(),
@@ -47,6 +48,6 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
         places=tuple(places.data_ptr() for places, _ in parts),
         first_row=first_row,
     )
-    constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": row_bytes, "VECTOR_BYTES": vector_bytes(row_bytes)}
+    constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
     grid = min(first_row[-1], _NUM_SMS)
     launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS)

@@ -10,6 +10,7 @@ import torch
 from fusco.kernels.cuda.fields import I64, POINTER, address
 from fusco.kernels.cuda.library import Library
 from fusco.kernels.cuda.widths import ELEMENT_TYPES, vector_bytes
+from fusco.rows import aligned
 
 _NUM_THREADS, _BLOCKS_PER_SM = 256, 8
 _ROWS_OF_A_BLOCK = _NUM_THREADS // 32
@@ -38,7 +39,7 @@ def launch(
     dots = None
     if rows is not None:
         dots = grads.new_empty(num_rows, dtype=torch.promote_types(grads.dtype, torch.float32))
-        rows = _aligned(rows)
+        rows = aligned(rows)
     if not grads.numel():
         return None if dots is None else dots.zero_()
     assert grads.is_contiguous(), grads.stride()
@@ -70,8 +71,3 @@ def launch(
 def _library_of(device: torch.device) -> Library:
     """Loaded for as long as the process lives: backward passes may outlive their communicator's other kernels."""
     return Library(device)
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    same = rows.contiguous()
-    return same if same.data_ptr() % 16 == 0 else same.clone()

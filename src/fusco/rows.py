@@ -1,0 +1,36 @@
+"""Tensors as rows that are moved."""
+
+from __future__ import annotations
+
+import torch
+
+_ALIGNMENT = 16  # bytes of the widest access of a kernel's
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """Bytes of one row of (num_rows, ...).
+
+    >>> row_bytes(torch.empty(0, 3, 2, dtype=torch.int16))
+    12
+    """
+    return rows.shape[1:].numel() * rows.dtype.itemsize
+
+
+def describe_rows(rows: torch.Tensor) -> str:
+    """Their dtype and the shape of each.
+
+    >>> describe_rows(torch.empty(5, 4, dtype=torch.int16))
+    'int16[4]'
+    """
+    return f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape[1:])}"
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and as they are in memory; without a gradient."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, on a multiple of 16 bytes."""
+    same = plain(tensor)
+    return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
