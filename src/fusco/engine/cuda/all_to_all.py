@@ -12,12 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from fusco.engine.cuda.kernels import Kernels
-from fusco.engine.cuda.network import Network
+from fusco.engine.cuda.network import Network, messages_of
 from fusco.engine.messages import CourseSlice, cut
 from fusco.engine.profile import CallProfile
 from fusco.schedule.cost import Links
 from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
-from fusco.transport.nccl import Message
 
 # By which links a schedule is chosen unless it is given: what a round of messages costs to launch and to connect, a NIC
 # of 200 Gbit/s for each rank, NVLink.
@@ -66,11 +65,7 @@ class RoundsOfMessages:
         incoming = [
             (course.peer, message, self._room_for(message)) for course in receives for message in _whole(course)
         ]
-        self._network.exchange(
-            [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in outgoing],
-            [Message(peer, memory.data_ptr(), memory.nbytes) for peer, _, memory in incoming],
-            what,
-        )
+        self._network.exchange(messages_of(outgoing), messages_of((peer, memory) for peer, _, memory in incoming), what)
         for _, message, memory in incoming:
             self._scatter(memory, message)
 

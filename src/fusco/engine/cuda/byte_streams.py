@@ -9,13 +9,12 @@ import torch
 
 from fusco.engine.cuda.arena import Arena
 from fusco.engine.cuda.kernels import Kernels
-from fusco.engine.cuda.network import Network
+from fusco.engine.cuda.network import Network, messages_of
 from fusco.engine.host.node_memory import NodeMemory
 from fusco.engine.stream import StreamIn, StreamOut, in_turn
 from fusco.engine.tasks import Task
 from fusco.errors import Stall
 from fusco.segments import Segments
-from fusco.transport.nccl import Message
 
 
 class DeviceRingOut:
@@ -104,7 +103,9 @@ class NetworkExchange:
         self._incoming = {src: _room_for(segments) for src, segments in receive.items()}
         self._messages = [*outgoing.values(), *self._incoming.values()]  # they must live until they have travelled
         network.stream.wait_stream(caller)
-        self._has_arrived = network.exchange(_messages(outgoing), _messages(self._incoming), "segments")
+        self._has_arrived = network.exchange(
+            messages_of(outgoing.items()), messages_of(self._incoming.items()), "segments"
+        )
         self._has_unpacked: torch.cuda.Event | None = None
 
     def step(self) -> bool:
@@ -166,10 +167,6 @@ class DeviceStreams:
 
 def _room_for(segments: Segments) -> torch.Tensor:
     return torch.empty(segments.total_bytes, dtype=torch.uint8, device=segments.base.device)
-
-
-def _messages(packed: Mapping[int, torch.Tensor]) -> list[Message]:
-    return [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in packed.items() if memory.nbytes]
 
 
 def _event_after_copy() -> torch.cuda.Event:

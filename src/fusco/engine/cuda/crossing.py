@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -79,6 +79,20 @@ class Crossing:
         """The first and the end of a slice's rows, among those that ``src`` sends to ``node``."""
         num_rows = self.num_rows[src][node]
         return min(num_rows, number * rows_per_slice), min(num_rows, (number + 1) * rows_per_slice)
+
+    def going(self, number: int, rows_per_slice: int) -> list[tuple[int, int, int, int]]:
+        """What this rank sends in a slice: node, forwarder, first and end among the rows for that node."""
+        return [
+            (remote, forwarder, *self.cut(self.rank, remote, number, rows_per_slice))
+            for remote, forwarder in self.destinations
+        ]
+
+    def coming(self, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int]]:
+        """What it receives: source, first and end among that source's rows for this node."""
+        for src in self.sources:
+            first, end = self.cut(src, self.node, number, rows_per_slice)
+            if first < end:
+                yield src, first, end
 
     def first_in_pool(self, local: int, number: int, rows_per_slice: int) -> int:
         """Where a slice begins among the rows that a rank of the own node forwards: they stand slice by slice."""

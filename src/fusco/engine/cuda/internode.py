@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,8 +21,10 @@ from fusco.balancer import Traffic
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.crossing import Crossing, InternodePlan
 from fusco.engine.cuda.failure import own_backlog
-from fusco.engine.cuda.network import Network
+from fusco.engine.cuda.network import Network, messages_of
 from fusco.engine.cuda.node import NodeShuffle
+from fusco.engine.cuda.routing_messages import RoutingMessages
+from fusco.engine.cuda.slice_ring import SliceRing
 from fusco.engine.record import Agreement
 from fusco.kernels.cuda.payload import Payload
 from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
@@ -42,11 +44,9 @@ class InternodeShuffle:
     def __init__(self, node: NodeShuffle, network: Network) -> None:
         self._node, self._network, layout = node, network, node.arena.layout
         self._layout, self._topology = layout, layout.topology
-        device, rank = node.arena.device, node.arena.rank
-        self._own_node = self._topology.rank_to_node[rank]
+        device = node.arena.device
         self.packing_stream = torch.cuda.Stream(device, priority=-1)
-        self._ring = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
-        self._slot_is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
+        self._ring = SliceRing(network, layout, device)
         self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
         self._has_summary = torch.cuda.Event()
 
@@ -72,7 +72,8 @@ class InternodeShuffle:
             num_rows = tuple(record.counts[3:] for record in records)
             groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
             crossing = Crossing(node.arena.rank, groups, num_rows)
-            told = self._routing_messages(routing, forwarding, crossing, stream)
+            told = RoutingMessages(routing, forwarding, crossing)
+            self._pack_routing(told, stream)
         with node.staging(payloads, records, launch, stream):
             # Routing travels beside the first slice: by itself it would cost the network's latency once more.
             sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
@@ -133,22 +134,21 @@ class InternodeShuffle:
         arrival = None
         self._network.stream.wait_stream(stream)
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            slot = self._free_slot(number, stream)
-            num_rows = sum(end - first for _, first, end in self._coming(crossing, number, rows_per_slice))
-            sums = self._ring[slot][: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
+            num_rows = sum(end - first for _, first, end in crossing.coming(number, rows_per_slice))
+            slot = self._ring.slot(number, stream)
+            sums = slot[: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
             with node.timeline.span("sum", f"slice {number}", stream):
                 node.kernels.combine(held, rows, wire_dtype, sums, is_weighted=is_weighted, num_sms=num_sms)
             sends, first_row = [], 0
-            for src, first, end in self._coming(crossing, number, rows_per_slice):
-                sends += _messages(src, sums[first_row : first_row + end - first])
+            for src, first, end in crossing.coming(number, rows_per_slice):
+                sends += messages_of([(src, sums[first_row : first_row + end - first])])
                 first_row += end - first
-            receives = [
-                message
-                for remote, forwarder, first, end in self._going(crossing, number, rows_per_slice)
-                for message in _messages(forwarder, returned[remote][first:end])
-            ]
+            receives = messages_of(
+                (forwarder, returned[remote][first:end])
+                for remote, forwarder, first, end in crossing.going(number, rows_per_slice)
+            )
             self._count_rows(sends)
-            arrival = self._exchange(sends, receives, f"sums of slice {number}", slot, stream)
+            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, node.timeline)
         own = rows.new_empty(plan.num_tokens, hidden, dtype=accumulation_dtype(rows.dtype))
         with node.timeline.span("sum", "own tokens", stream):
             node.kernels.combine(plan.own_rows, rows, wire_dtype, own, is_weighted=is_weighted, num_sms=num_sms)
@@ -165,40 +165,13 @@ class InternodeShuffle:
             )
         return out
 
-    def _routing_messages(
-        self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing, stream: torch.cuda.Stream
-    ) -> _RoutingMessages:
-        """What the counterparts on other nodes are told, and tell this rank: one message each, packed ahead of rows."""
-        node, topology, rank = self._node, self._topology, self._node.arena.rank
-        weights = None if routing.topk_weights is None else aligned(routing.topk_weights)
-        ids = aligned(routing.topk_idx.int())
-        # Ids come last, as they are no wider than weights: so both are aligned without a gap.
-        packed = [ids] if weights is None else [weights, ids]
-        sizes = list(map(row_bytes, packed))
-        remotes = topology.remote_nodes(rank)
-        peers = [topology.node_to_ranks[remote][node.arena.local] for remote in remotes]
-        tokens = [forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]] for remote in remotes]
-        num_coming = [crossing.num_rows[peer][self._own_node] for peer in peers]
-        going = _room_for([len(of_node) * sum(sizes) for of_node in tokens], ids.device)
-        coming = _room_for([num_rows * sum(sizes) for num_rows in num_coming], ids.device)
+    def _pack_routing(self, told: RoutingMessages, stream: torch.cuda.Stream) -> None:
+        """Ahead of rows."""
+        node = self._node
         self.packing_stream.wait_stream(stream)
         with node.timeline.span("gather", "routing", self.packing_stream):
-            for values, ends in zip(packed, itertools.accumulate(sizes), strict=True):
-                first = ends - row_bytes(values)
-                parts = [(of_node, to[len(of_node) * first :]) for of_node, to in zip(tokens, going, strict=True)]
-                node.kernels.gather(values, parts, self.packing_stream.cuda_stream)
-        published = [(ids, weights)]
-        for num_rows, message in zip(num_coming, coming, strict=True):
-            theirs = None if weights is None else message[: num_rows * sizes[0]].view(weights.dtype)
-            their_ids = message[num_rows * (sum(sizes) - sizes[-1]) :].view(ids.dtype)
-            shape = (num_rows, routing.num_topk)
-            published.append((their_ids.view(shape), None if theirs is None else theirs.view(shape)))
-        sends, receives = (
-            [message for peer, memory in zip(peers, memories, strict=True) for message in _messages(peer, memory)]
-            for memories in (going, coming)
-        )
-        node.rounds.profile.internode_metadata_bytes += sum(message.num_bytes for message in sends)
-        return _RoutingMessages(published, sends, receives, going)
+            told.pack(node.kernels, self.packing_stream)
+        node.rounds.profile.internode_metadata_bytes += sum(message.num_bytes for message in told.sends)
 
     def _send(
         self,
@@ -220,10 +193,9 @@ class InternodeShuffle:
         self._network.stream.wait_stream(stream)
         self.packing_stream.wait_stream(stream)
         for number in range(crossing.num_slices(rows_per_slice)):
-            slot = self._free_slot(number, self.packing_stream)
-            free = self._ring[slot]
+            free = self._ring.slot(number, self.packing_stream)
             sends: list[Message] = []
-            going = self._going(crossing, number, rows_per_slice)
+            going = crossing.going(number, rows_per_slice)
             places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
             with node.timeline.span("gather", f"slice {number}", self.packing_stream):
                 for payload, size in zip(payloads, sizes, strict=True):
@@ -233,19 +205,20 @@ class InternodeShuffle:
                         messages.append(message)
                     parts = list(zip(places, messages, strict=True))
                     node.kernels.gather(payload, parts, self.packing_stream.cuda_stream)
-                    for (_, forwarder, _, _), message in zip(going, messages, strict=True):
-                        sends += _messages(forwarder, message)
-            receives = []
+                    forwarders = (forwarder for _, forwarder, _, _ in going)
+                    sends += messages_of(zip(forwarders, messages, strict=True))
+            receives: list[Message] = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
-            for src, first, end in self._coming(crossing, number, rows_per_slice):
+            for src, first, end in crossing.coming(number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
                     arriving = node.arena.bytes_at(start + first_row * size, (end - first) * size)
-                    receives += _messages(src, arriving)
+                    receives += messages_of([(src, arriving)])
                 first_row += end - first
             self._count_rows(sends)
             more = beside_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
-            yield self._exchange(sends, receives, f"slice {number}", slot, self.packing_stream)
+            what = f"slice {number}"
+            yield self._ring.exchange(number, sends, receives, what, self.packing_stream, node.timeline)
 
     def _scatter_slices(
         self,
@@ -286,43 +259,8 @@ class InternodeShuffle:
                     num_sms=launch.num_sms,
                 )
 
-    def _exchange(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        what: str,
-        slot: int,
-        producer: torch.cuda.Stream,
-    ) -> torch.cuda.Event:
-        self._network.stream.wait_stream(producer)
-        with self._node.timeline.span("network", what, self._network.stream):
-            done = self._network.exchange(sends, receives, what)
-        self._slot_is_free[slot] = done
-        return done
-
     def _count_rows(self, sends: Sequence[Message]) -> None:
         self._node.rounds.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
-
-    def _free_slot(self, number: int, stream: torch.cuda.Stream) -> int:
-        """A slot of the ring, which the stream waits for."""
-        slot = number % len(self._slot_is_free)
-        if is_free := self._slot_is_free[slot]:
-            stream.wait_event(is_free)
-        return slot
-
-    def _going(self, crossing: Crossing, number: int, rows_per_slice: int) -> list[tuple[int, int, int, int]]:
-        """What this rank sends in a slice: node, forwarder, first and end among the rows for that node."""
-        return [
-            (remote, forwarder, *crossing.cut(crossing.rank, remote, number, rows_per_slice))
-            for remote, forwarder in crossing.destinations
-        ]
-
-    def _coming(self, crossing: Crossing, number: int, rows_per_slice: int) -> Iterator[tuple[int, int, int]]:
-        """What it receives: source, first and end among that source's rows for this node."""
-        for src in crossing.sources:
-            first, end = crossing.cut(src, self._own_node, number, rows_per_slice)
-            if first < end:
-                yield src, first, end
 
     def _forwarded_starts(self, crossing: Crossing, local: int, sizes: list[int]) -> list[int]:
         """Where each payload of what a rank of the node forwards begins in its arena."""
@@ -341,30 +279,8 @@ class InternodeShuffle:
         return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
 
 
-@dataclass(frozen=True)
-class _RoutingMessages:
-    """Routing on its way: ids and weights of the own tokens, then those that come; ``going`` must live until sent."""
-
-    published: list[tuple[torch.Tensor, torch.Tensor | None]]
-    sends: list[Message]
-    receives: list[Message]
-    going: list[torch.Tensor]
-
-
 def _with_sms(launch: Launch) -> Launch:
     return launch if launch.num_sms else replace(launch, num_sms=_NUM_SMS)
-
-
-def _messages(peer: int, memory: torch.Tensor) -> list[Message]:
-    """One, or none if there is nothing to send."""
-    return [Message(peer, memory.data_ptr(), memory.nbytes)] if memory.nbytes else []
-
-
-def _room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Bytes for some messages, each aligned, allocated together."""
-    aligned = [-(-size // 16) * 16 for size in sizes]
-    memory = torch.empty(sum(aligned), dtype=torch.uint8, device=device)
-    return [part[:size] for part, size in zip(memory.split_with_sizes(aligned), sizes, strict=True)]
 
 
 def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,11 @@ from fusco.transport.roll_call import RollCall
 
 _BETWEEN_LOOKS_S = 0.02
 _ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels
+
+
+def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
+    """One for each rank and its memory, none where there is nothing to send."""
+    return [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in memories if memory.nbytes]
 
 
 @dataclass(frozen=True)
