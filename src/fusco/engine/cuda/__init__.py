@@ -4,4 +4,7 @@ Every rank's arena is visible to all peers of its node. A plan is made on the de
 ``dispatch`` pulls each row once, from wherever it is, into all its slots; ``combine`` pushes one partial sum for each
 token and rank to the token's owner, which adds them up. Words in the arenas tell peers how far each one is. Between
 nodes (``internode``) one copy of a row goes to each node that it concerns, into the arena of a rank there.
+
+``engine`` has the verbs, ``node`` and ``internode`` dispatch and combine, ``byte_streams`` and ``all_to_all`` the rest.
+``kernels`` launches, in the order that ``stream_order`` keeps; ``network`` sends, and looks after what is under way.
 """
