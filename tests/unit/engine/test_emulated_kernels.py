@@ -39,6 +39,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("emulated")
 
 
+@pytest.fixture(autouse=True)
+def as_many_blocks_as_for_many_tokens(monkeypatch):
+    monkeypatch.setattr(kernels, "_PAIRS_PER_PLAN_BLOCK", 8)
+
+
 class Emulated:
     """Worlds whose kernels are emulated."""
 
@@ -142,10 +147,10 @@ class Repeated:
         self.machine = (emulated := Emulated(folder, order, patience)).machine
         self.world = emulated.world(self.layout, self.placement, num_sms=2)
 
-    def order(self, rank: int, number: int, dtype: torch.dtype) -> DispatchOrder:
+    def order(self, rank: int, number: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> DispatchOrder:
         """Rows that are like their weights, which are in ``dtype``: the number of the token, and of the dispatch."""
         generator = torch.Generator().manual_seed(100 * number + rank)
-        token = torch.arange(1, NUM_TOKENS + 1, dtype=torch.float64) + 1000 * number
+        token = torch.arange(1, num_tokens + 1, dtype=torch.float64) + 1000 * number
         weights = token[:, None].expand(-1, NUM_TOPK).to(dtype).contiguous()
         return DispatchOrder(
             routing=Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
@@ -165,12 +170,14 @@ def dispatch(at: Rank, order: DispatchOrder) -> tuple[torch.Tensor, DevicePlan]:
 
 
 @pytest.mark.parametrize("order", range(8))
-def test_weights_of_one_plan_are_not_overwritten_by_those_of_the_next(folder, order):
+@pytest.mark.parametrize("tokens_of_rank_0", [NUM_TOKENS, 0])
+def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, order, tokens_of_rank_0):
     repeated = Repeated(folder, order)
 
     def on_rank(at: Rank) -> None:
         dtypes = (torch.float32, torch.float64) * 3
-        orders = [repeated.order(at.rank, number, dtype) for number, dtype in enumerate(dtypes)]
+        num_tokens = NUM_TOKENS if at.rank else tokens_of_rank_0
+        orders = [repeated.order(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
         sent = [dispatch(at, order) for order in orders]
         for number, (rows, plan) in enumerate(sent):
             end = int(plan.block_to_first_slot[-1])
