@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test test-gpu lint
 
 setup: .venv/.installed
 
@@ -21,6 +21,12 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# On a machine with GPUs: each kernel on one of them, then as many ranks as there are, on one node and on several.
+test-gpu: setup
+	$(BIN)/pytest tests/cuda
+	$(BIN)/pytest tests/multirank --device cuda
+	$(BIN)/pytest tests/multirank --device cuda-nodes
 
 lint: setup
 	$(BIN)/ruff check src tests examples

@@ -273,4 +273,4 @@ def has_cuda_core() -> bool:
 def check_cuda_core() -> None:
     """Raise ``ValueError`` where it is not."""
     if not has_cuda_core():
-        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'")
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'")

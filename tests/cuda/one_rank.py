@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.kernels.reduce_rows import accumulation_dtype
 from fusco.kernels.reference.combine_rows import combine_rows
 from fusco.kernels.reference.plan import PlannedSlots, mark_ranks, plan_slots
 from fusco.kernels.reference.scatter_rows import scatter_rows
@@ -31,17 +30,6 @@ def taken(output: torch.Tensor) -> torch.Tensor:
     copy = output.detach().to("cpu", copy=True)
     output.detach().view(-1).view(torch.uint8).fill_(0xFF)
     return copy
-
-
-def twin_bound(law: Law, size: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Within what ``combine_rows`` and its twin agree on one rank, as the twin says."""
-    dtype, accumulation = expected.dtype, accumulation_dtype(expected.dtype)
-    num_roundings = len(law.topk_idx[0][0]) + 2 if law.topk_idx[0] else 0
-    bound = 2 * num_roundings * torch.finfo(accumulation).eps / 2 * size
-    if dtype != accumulation:
-        info = torch.finfo(dtype)
-        bound = bound + info.eps * (expected.double().abs() + bound) + info.smallest_normal * info.eps
-    return bound
 
 
 class OneRank:
@@ -138,12 +126,12 @@ class OneRank:
         out = taken(out)
         expected = self.twin_of_combine(case, y, self.plan(case, alignment), weights)
         sums = law.sums(0, [y], None if weights is None else [weights], (0,))
-        assert_within(out, expected.double(), twin_bound(law, sums.size, expected), "combine and its twin")
+        assert_same_bits(out, expected, "combine and its twin")
         assert_within(out, sums.exact, law.error_bound(sums, dtype, None), "combine and the law")
 
     def twin_of_combine(
         self, case: Case, y: torch.Tensor, plan: PlannedSlots, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """What combine must give, but for rounding."""
+        """What combine must give."""
         marks = mark_ranks(case.topk_idx(0), self._expert_to_rank)
         return combine_rows(y, plan.row_to_slots, weights, {}, marks, rank=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
 import fsdp_jobs as jobs
 from fsdp_jobs import Run

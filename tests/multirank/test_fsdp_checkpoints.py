@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
 import fsdp_checkpoint_jobs as jobs
 import transformers

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'fusco[fsdp]'")
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
 import fsdp_ops_jobs as jobs
 from fsdp_jobs import Run

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'fusco[fsdp]'")
+pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'transformers>=5.9'")
 
 from train_jobs import train_until_rows_do_not_arrive, train_with_slow_reports
 
@@ -211,4 +211,4 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(arguments, text, 
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["train"])
-    assert str(done.exception) == "fusco train needs transformers: pip install 'fusco[fsdp]'"
+    assert str(done.exception) == "fusco train needs transformers: pip install 'transformers>=5.9'"

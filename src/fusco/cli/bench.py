@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
+from fusco.cli.running import new_console
 
 app = typer.Typer(help="Measure, after verifying.", no_args_is_help=True)
 app.command()(shuffle)
@@ -48,6 +48,6 @@ def balancers(
             f"{record.microseconds:.0f} us",
             end_section=is_last,
         )
-    Console().print(table)
+    new_console().print(table)
     if json:
         write_json_lines(records, json)

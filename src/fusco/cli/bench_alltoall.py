@@ -13,7 +13,7 @@ from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.origin import describe_origin
-from fusco.cli.running import choose_shape, num_devices, run_on_ranks
+from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def alltoall(
         )
         for kind in kinds
     ]
-    console = Console()
+    console = new_console()
     ranks = _run(runs, iterations, console)
     if ranks is None:
         return

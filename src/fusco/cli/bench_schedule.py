@@ -6,12 +6,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.origin import describe_origin
+from fusco.cli.running import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def schedule(
     from fusco.bench.results import write_json_lines
     from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
 
-    console, sizes = Console(), nodes or NUM_NODES
+    console, sizes = new_console(), nodes or NUM_NODES
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Refreshed between measurements only: a thread that draws would be measured as well.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:

@@ -167,7 +167,7 @@ def _cuda_kernels() -> Finding:
 
     check = "CUDA kernels"
     if not has_cuda_core():
-        return Finding(check, "optional", "not tried without cuda.core", "pip install 'fusco[cuda]'")
+        return Finding(check, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
     from fusco.errors import CompileError
     from fusco.kernels.cuda.compiler import Compiler, default_cache_dir
     from fusco.kernels.cuda.copy_segments import CopyArgs
@@ -184,7 +184,7 @@ def _cuda_kernels() -> Finding:
 def _cuda_core() -> Finding:
     if has_cuda_core():
         return Finding("cuda.core (compiles CUDA kernels)", "ok", "installed")
-    return Finding("cuda.core (compiles CUDA kernels)", "optional", "not installed", "pip install 'fusco[cuda]'")
+    return Finding("cuda.core (compiles CUDA kernels)", "optional", "not installed", "pip install 'cuda-core[cu13]'")
 
 
 def _nccl() -> Finding:

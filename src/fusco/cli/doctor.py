@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fusco.cli.options import check_writable
+from fusco.cli.running import new_console
 
 _STDOUT = Path("-")
 
@@ -41,7 +41,7 @@ def doctor(
             colour = {"ok": "green", "missing": "red", "optional": "yellow"}[finding.state]
             # Escaped: a remedy may name an extra in brackets, which is no markup.
             table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
-        Console().print(table)
+        new_console().print(table)
         if json:
             json.write_text(lines, encoding="utf-8")
     if any(finding.state == "missing" for finding in findings):

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fusco.bench import names
 from fusco.cli import options
+from fusco.cli.running import new_console
 
 if TYPE_CHECKING:
     from fusco.bench.explain import PlanRecord
@@ -51,7 +52,7 @@ def plan(
         seed=seed,
     ).workloads([traffic])
     record = explain(workload, balancer.value)
-    _print(record, Console())
+    _print(record, new_console())
     if json:
         write_json_lines([record], json)
 

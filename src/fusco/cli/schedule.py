@@ -13,6 +13,7 @@ from rich.table import Table
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.gantt import NUM_LETTERS, draw_gantt, node_letter
+from fusco.cli.running import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +82,7 @@ def schedule(
         raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MOST_NODES} are scheduled here")
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
     records = compare_modes(node_bytes, name, ranks_per_node, links)
-    console = Console()
+    console = new_console()
     _print_matrix(node_bytes, name, console)
     if records[0].lower_bound_bytes:
         _print_modes(records, console)

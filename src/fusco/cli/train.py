@@ -82,7 +82,7 @@ def train(
     On 4 GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("fusco train needs transformers: pip install 'fusco[fsdp]'")
+        raise ValueError("fusco train needs transformers: pip install 'transformers>=5.9'")
     from fusco.bench.results import write_json_lines
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize

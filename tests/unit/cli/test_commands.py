@@ -169,7 +169,7 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     if arguments == ["train"]:
         pytest.importorskip("transformers", reason="fusco train needs it")
     done = run(*arguments, "--device", "cuda")
-    assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'fusco[cuda]'"
+    assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'"
 
 
 @pytest.mark.parametrize(

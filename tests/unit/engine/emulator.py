@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulated_device import Machine
+from simulated_device import END_OF_KERNEL, Machine
 
 from fusco.kernels.cuda.compiler import SOURCE_DIR
 
@@ -197,5 +197,6 @@ class EmulatedKernel:
             numbers.append(number)
 
         queue = self._machine.stream_of(stream)
-        queue.launch(f"the beginning of {self._name}", begin)
-        queue.launch(f"the end of {self._name}", lambda: None, lambda: self._emulator.is_done(numbers[0]))
+        launch = queue.launch_early if comes_early else queue.launch
+        launch(f"the beginning of {self._name}", begin)
+        queue.launch(END_OF_KERNEL + self._name, lambda: None, lambda: self._emulator.is_done(numbers[0]))

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RUBBISH = 0xA5
+END_OF_KERNEL = "the end of "
 _FAVOURS = (1, 8, 64)
 
 
@@ -64,6 +65,11 @@ class Stream:
 
     def launch(self, what: str, act: Callable[[], None], is_ready: Callable[[], bool] = always) -> None:
         self.queue.append((what, is_ready, act))
+
+    def launch_early(self, what: str, act: Callable[[], None]) -> None:
+        """Before the end of the kernel that was launched last, if nothing was launched since."""
+        is_behind_kernel = self.queue and self.queue[-1][0].startswith(END_OF_KERNEL)
+        self.queue.insert(len(self.queue) - bool(is_behind_kernel), (what, always, act))
 
     def wait_event(self, event: Event) -> None:
         self.launch("waiting for an event", lambda: None, event.mark)

@@ -168,6 +168,7 @@ class Rank:
     internode: InternodeShuffle | NodeShuffle  # the former, unless there is one node only
     stream: Stream
     profile: CallProfile
+    library: Any
 
 
 class World:
@@ -220,6 +221,6 @@ class World:
         rounds = SimulatedRounds(self._records, rank)
         node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
         if layout.topology.num_nodes == 1:
-            return Rank(rank, arena, node, node, stream, rounds.profile)
+            return Rank(rank, arena, node, node, stream, rounds.profile, library)
         network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile)
+        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile, library)

@@ -15,6 +15,7 @@ from simulated_device import Machine
 from simulated_nodes import Rank, World
 from test_internode import PAYLOADS, Play, Scene
 
+from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
 from fusco.engine.base import DispatchOrder
 from fusco.engine.cuda.arena import Arena
@@ -23,9 +24,13 @@ from fusco.engine.cuda.node import STAGED
 from fusco.engine.cuda.plan import DevicePlan
 from fusco.engine.record import Agreement
 from fusco.kernels.cuda import combine_rows, held_rows
+from fusco.kernels.cuda import plan as plan_kernel
+from fusco.kernels.cuda.weight_gradients import launch as launch_weight_gradients
+from fusco.kernels.reference.copy_segments import copy_segments
+from fusco.kernels.reference.weight_gradients import weight_gradients
 from fusco.memory.device_layout import DeviceLayout
 from fusco.planner.routing import Routing
-from generator import KINDS
+from generator import KINDS, random_of
 
 pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 
@@ -33,6 +38,11 @@ pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def as_many_blocks_as_for_many_tokens(monkeypatch):
+    monkeypatch.setattr(plan_kernel, "_PAIRS_PER_BLOCK", 8)
 
 
 class Emulated:
@@ -106,6 +116,16 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
         play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
 
 
+@pytest.mark.parametrize("kind", ["balanced", "ragged with holes", "repeated experts"])
+def test_sums_have_the_bits_of_the_twins(kind, folder):
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
+        scene = Scene(num_nodes=2, ranks_per_node=2, kind=kind, seed=seed, dtype=dtype, hidden=17)
+        emulated, twins = EmulatedPlay(scene, folder).run(seed), Play(scene).run(seed)
+        for rank, (ours, theirs) in enumerate(zip(emulated, twins, strict=True)):
+            for one, other in zip(ours.sums, theirs.sums, strict=True):
+                assert_same_bits(one, other, f"sums of rank {rank} in {dtype}")
+
+
 @pytest.mark.parametrize("order", range(6))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
     """As beside kernels on other streams that wait for other ranks themselves: one of combine's blocks finds room."""
@@ -128,10 +148,10 @@ class Repeated:
         self.machine = (emulated := Emulated(folder, order, patience)).machine
         self.world = emulated.world(self.layout, self.placement, num_sms=2)
 
-    def order(self, rank: int, number: int, dtype: torch.dtype) -> DispatchOrder:
+    def order(self, rank: int, number: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> DispatchOrder:
         """Rows that are like their weights, which are in ``dtype``: the number of the token, and of the dispatch."""
         generator = torch.Generator().manual_seed(100 * number + rank)
-        token = torch.arange(1, NUM_TOKENS + 1, dtype=torch.float64) + 1000 * number
+        token = torch.arange(1, num_tokens + 1, dtype=torch.float64) + 1000 * number
         weights = token[:, None].expand(-1, NUM_TOPK).to(dtype).contiguous()
         return DispatchOrder(
             routing=Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
@@ -151,12 +171,14 @@ def dispatch(at: Rank, order: DispatchOrder) -> tuple[torch.Tensor, DevicePlan]:
 
 
 @pytest.mark.parametrize("order", range(8))
-def test_weights_of_one_plan_are_not_overwritten_by_those_of_the_next(folder, order):
+@pytest.mark.parametrize("tokens_of_rank_0", [NUM_TOKENS, 0])
+def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, order, tokens_of_rank_0):
     repeated = Repeated(folder, order)
 
     def on_rank(at: Rank) -> None:
         dtypes = (torch.float32, torch.float64) * 3
-        orders = [repeated.order(at.rank, number, dtype) for number, dtype in enumerate(dtypes)]
+        num_tokens = NUM_TOKENS if at.rank else tokens_of_rank_0
+        orders = [repeated.order(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
         sent = [dispatch(at, order) for order in orders]
         for number, (rows, plan) in enumerate(sent):
             end = int(plan.block_to_first_slot[-1])
@@ -206,3 +228,49 @@ def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
         assert stall.phase == "exchanging routing on the device"
         assert stall.on_ranks == (1,)
     assert not arenas[1].failure.is_set
+
+
+def alone(folder, program) -> Any:
+    """What a program gives on the only rank of a world, with whatever kernels it launches."""
+    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
+    layout = DeviceLayout(Topology((0,)), capacity, Settings())
+    return Emulated(folder, order=2).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
+
+
+@pytest.mark.parametrize("num_segments", [2, 3, 40])
+def test_scattered_segments_are_copied(num_segments, folder):
+    random = random_of("segments", num_segments)
+    sizes = torch.randint(0, 70_000 // num_segments, (num_segments,), generator=random)
+    src = torch.randint(0, 256, (int(sizes.sum()) + 5,), generator=random, dtype=torch.uint8)
+    order = torch.randperm(num_segments, generator=random)
+    starts = sizes.cumsum(0) - sizes
+    dst_starts = torch.empty_like(starts)
+    dst_starts[order] = sizes[order].cumsum(0) - sizes[order] + 3
+    expected = torch.zeros_like(src)
+    copy_segments(src, starts, expected, dst_starts, sizes)
+
+    def program(at: Rank) -> torch.Tensor:
+        dst = torch.zeros_like(src)
+        at.node.kernels.copy_segments(src, starts, dst, dst_starts, sizes)
+        return dst
+
+    assert torch.equal(alone(folder, program), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 1), (30, 33), (9, 520)])
+def test_gradients_of_weights(num_rows, hidden, dtype, folder):
+    random = random_of(num_rows, hidden)
+    grads, rows = (torch.randn(num_rows, hidden, generator=random).to(dtype) for _ in range(2))
+    weights = torch.rand(num_rows, generator=random)
+    expected, _ = weight_gradients(grads, rows, weights)
+
+    def program(at: Rank) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weighted = grads.clone()
+        return weighted, launch_weight_gradients(at.library, at.stream.cuda_stream, weighted, rows, weights)
+
+    weighted, dots = alone(folder, program)
+    assert_same_bits(weighted, expected, "weighted rows")
+    products = grads.double() * rows.double()
+    bound = (hidden + 2) * torch.finfo(dots.dtype).eps * products.abs().sum(1)
+    assert bool(((dots.double() - products.sum(1)).abs() <= bound).all())

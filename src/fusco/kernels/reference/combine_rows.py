@@ -1,11 +1,7 @@
 """PyTorch twin of the CUDA kernel ``combine_rows``: combine's sums, both where the rows are and at the tokens' owners.
 
-Kernel and twin add the same terms in the same order, in float32 (float64 for float64 rows), but the kernel fuses each
-product with its addition where the twin rounds both. With ``u`` half the machine epsilon of that dtype, and ``size``
-the sum over a token's terms of ``abs(weight * y)``, each is off from the exact sum by no more than
-``(num_topk + num_ranks + 1) * u * size`` (to first order in ``u``), so they agree within twice that. Where a sum is
-rounded to a narrower dtype, for the wire or for the output, both round what lies within that bound: each such rounding
-adds at most one unit in the last place.
+Kernel and twin multiply and add the same terms in the same order, in float32 (float64 for float64 rows), and round each
+product, each sum and each journey alike: so they agree bit for bit.
 """
 
 from __future__ import annotations

@@ -57,6 +57,10 @@ template <typename T> T __shfl_up_sync(u32, T value, u32 step) {
     const u32 lane = lane_index();
     return simt::with_all_lanes(value, [=](auto of_lane) { return of_lane(lane < step ? lane : lane - step); });
 }
+template <typename T> T __shfl_xor_sync(u32, T value, u32 mask) {
+    const u32 lane = lane_index() ^ mask;
+    return simt::with_all_lanes(value, [lane](auto of_lane) { return of_lane(lane); });
+}
 template <typename F> u32 lanes_for_which(F&& holds) {
     u32 lanes = 0;
     for (u32 lane = 0; lane < WARP_SIZE; ++lane) lanes |= static_cast<u32>(bool(holds(lane))) << lane;
