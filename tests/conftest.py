@@ -1,5 +1,7 @@
 """What all tests share: reproducible hypothesis, one compute thread, helper modules that rank processes can import."""
 
+import signal
+
 import hypothesis
 import pytest
 import torch
@@ -7,6 +9,9 @@ import torch
 hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As shells start what runs in the background; processes of tests would inherit it and never hear of Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Not looked through for doctests: as modules they all have the same name.
 collect_ignore_glob = ["*/conftest.py"]
