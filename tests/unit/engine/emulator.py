@@ -145,7 +145,7 @@ def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, obj
         code = folder / f"{name}-{key}.cpp"
         code.write_text(source)
         command = [str(_CXX), *_FLAGS, f"-I{headers}", *macros, str(code), "-o", str(library)]
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert built.returncode == 0, built.stderr
     return library
 

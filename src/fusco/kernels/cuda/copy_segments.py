@@ -1,4 +1,4 @@
-"""The kernel of ``copy_segments``."""
+"""The kernel ``copy_segments``: scattered pieces of device memory to scattered places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of ``weight_gradients``."""
+"""The kernel ``weight_gradients``: combine's backward, rows of gradients times their weights, and dots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Twin of ``weight_gradients``."""
+"""PyTorch twin of ``weight_gradients``: combine's backward, rows of gradients times their weights, and dots."""
 
 from __future__ import annotations
 

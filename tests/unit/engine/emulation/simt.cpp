@@ -50,7 +50,6 @@ struct Block {
 };
 
 struct Launch {
-    unsigned number;
     void (*entry)(const void*);
     std::vector<char> arguments;
     unsigned grid, num_threads, max_resident, favour;
@@ -287,7 +286,6 @@ unsigned simt_launch(void (*entry)(const void*), const void* arguments, std::siz
                      unsigned grid, unsigned num_threads, std::size_t shared_bytes, bool comes_early,
                      unsigned max_resident) {
     auto launch = std::make_unique<Launch>();
-    launch->number = launches.size();
     launch->entry = entry;
     launch->arguments.assign(static_cast<const char*>(arguments), static_cast<const char*>(arguments) + num_bytes);
     launch->grid = grid, launch->num_threads = num_threads, launch->max_resident = max_resident;
