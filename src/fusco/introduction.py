@@ -8,6 +8,7 @@ import torch
 
 from fusco.engine.record import Agreement, check_agreement
 from fusco.hosts import host_identity, reachable_address
+from fusco.shared_gpus import SHARE_GPUS, may_share_gpus
 from fusco.transport.roll_call import RollCall
 
 
@@ -66,7 +67,9 @@ def introduce(roll: RollCall, agreement: Agreement, device: DeviceIdentity) -> I
 
 
 def check_devices(met: Introduction) -> None:
-    """Raise ``ValueError``, the same on all ranks, if two of them have one GPU."""
+    """Raise ``ValueError``, the same on all ranks, if two of them have one GPU and this was not asked for."""
+    if may_share_gpus():
+        return
     gpu_to_rank: dict[tuple[str, str], int] = {}
     for rank, (host, device) in enumerate(zip(met.hosts, met.devices, strict=True)):
         other = gpu_to_rank.setdefault((host, device.uuid), rank)
@@ -74,5 +77,6 @@ def check_devices(met: Introduction) -> None:
             raise ValueError(
                 f"rank {other} ({met.devices[other].name}) and rank {rank} ({device.name}) have the same GPU, "
                 f"{device.uuid}, but each rank needs one of its own: call "
-                f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, or pass device="cuda:i"'
+                f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, or pass device="cuda:i" '
+                f"({SHARE_GPUS}=1 lets ranks share GPUs: right, but slow)"
             )

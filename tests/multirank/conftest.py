@@ -9,6 +9,7 @@ from on_device import DeviceWorld, talk_over_network
 from rank_setup import meet
 
 from fusco.bench.local_world import PRELOADED, LocalWorld
+from fusco.shared_gpus import may_share_gpus
 
 # Not looked through for doctests without what they import; their tests are skipped, and say so.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
@@ -28,7 +29,7 @@ def world_of(request):
 @pytest.fixture(scope="session")
 def world(world_of):
     device = world_of.removesuffix("-nodes")
-    num_ranks = SIZES[0] if device == "cpu" else min(SIZES[0], torch.cuda.device_count())
+    num_ranks = SIZES[0] if device == "cpu" or may_share_gpus() else min(SIZES[0], torch.cuda.device_count())
     with LocalWorld(num_ranks, device) as world:
         # The largest group first: PyTorch names groups by how many each process knows already (pytorch issue 173608).
         for size in SIZES:

@@ -1,7 +1,7 @@
 """A world whose ranks are replaced if they hang or fail."""
 
-import pytest
 import torch
+from on_device import skip_without_gpus, talk_over_network
 
 from fusco.bench.local_world import LocalWorld
 
@@ -9,7 +9,7 @@ from fusco.bench.local_world import LocalWorld
 class LimitedWorld:
     """A ``LocalWorld`` where whatever takes too long has failed. Ranks that failed are replaced for the next test.
 
-    On CUDA each rank has a GPU of its own; tests are skipped if there are fewer.
+    On CUDA each rank has a GPU of its own, or shares one if it may; tests are skipped otherwise.
     """
 
     def __init__(self, world_size, meet, limit_s, device="cpu"):
@@ -17,10 +17,12 @@ class LimitedWorld:
         self._world = None
 
     def run(self, function, *args, **kwargs):
-        if self.device == "cuda" and torch.cuda.device_count() < self._world_size:
-            pytest.skip(f"{self._world_size} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+        if self.device == "cuda":
+            skip_without_gpus(self._world_size)
         if self._world is None:
             self._world = LocalWorld(self._world_size, self.device)
+            if self.device == "cuda" and torch.cuda.device_count() < self._world_size:
+                self._world.run(talk_over_network, self._world_size)
             self._world.run(self._meet, self._world_size)
         self._world.start(function, self._world_size, *args, **kwargs)
         try:

@@ -15,6 +15,14 @@ import torch.distributed as dist
 
 import fusco
 from fusco.bench.local_world import LocalWorld
+from fusco.shared_gpus import SHARE_GPUS, may_share_gpus
+
+
+def skip_without_gpus(num_ranks: int) -> None:
+    """Skip a test that needs more GPUs than there are, unless ranks may share them."""
+    num_gpus = torch.cuda.device_count()
+    if num_ranks > num_gpus and not (num_gpus and may_share_gpus()):
+        pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {num_gpus}; with {SHARE_GPUS}=1 they share them")
 
 
 class DeviceWorld:
@@ -24,8 +32,7 @@ class DeviceWorld:
         self._world, self._in_nodes = world, in_nodes
 
     def run(self, function: Any, num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
-        if num_ranks > self._world.world_size:
-            pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {self._world.world_size}")
+        skip_without_gpus(num_ranks)
         return self._world.run(function, num_ranks, *self._for_cuda(args), **self._for_cuda(kwargs))
 
     def _for_cuda(self, value: Any) -> Any:
@@ -40,7 +47,7 @@ class DeviceWorld:
 
 
 def talk_over_network(group: dist.ProcessGroup) -> None:
-    """Have NCCL, which has not begun yet, take every rank to be on a host of its own."""
+    """Have NCCL, which has not begun yet, take every rank to be on a host of its own: then it takes any GPU, too."""
     os.environ.update(NCCL_HOSTID=f"rank {dist.get_rank(group)}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 

@@ -11,6 +11,7 @@ from fault_jobs import TIMEOUT_S, Fault, die, stop
 import fusco
 from fusco.bench.emulation import emulated_network
 from fusco.bench.local_world import LocalWorld
+from fusco.shared_gpus import may_share_gpus
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(90)]
 
@@ -25,7 +26,7 @@ EXACT, STATIC = None, fusco.StaticSlots(4096)
 
 
 def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):
-    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    num_ranks = 4 if torch.cuda.device_count() >= 4 or may_share_gpus() else 2
     ranks_per_node = num_ranks // num_nodes
     topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
     world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))

@@ -29,6 +29,11 @@ def meet(devices, uuids, hosts=("a",) * 4):
         return on_ranks(len(devices), meet_on)
 
 
+@pytest.fixture(autouse=True)
+def each_rank_has_its_own_gpu(monkeypatch):
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+
+
 def test_each_rank_has_a_gpu_of_its_own():
     devices = ["cuda:0", "cuda:1", "cuda:2"]
     assert meet(devices, {"cuda:0": "A", "cuda:1": "B", "cuda:2": "C"}) == dict.fromkeys(range(3), devices)
@@ -53,3 +58,8 @@ def test_two_ranks_with_one_gpu_are_told_what_to_call(devices, both):
     for outcome in meet(devices, {"cuda:0": "A", "cuda:1": "B", "cuda:2": "B"}).values():
         with pytest.raises(ValueError, match=rf"{both} have the same GPU, [AB], .*set_device.*LOCAL_RANK"):
             raise outcome
+
+
+def test_ranks_share_gpus_where_the_environment_says_so(monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert meet(["cuda:0"] * 2, {"cuda:0": "A"}) == dict.fromkeys(range(2), ["cuda:0"] * 2)

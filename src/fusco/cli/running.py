@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusco.shared_gpus import may_share_gpus
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -62,7 +64,7 @@ def choose_shape(
         if num_devices % nodes:
             raise ValueError(f"{num_devices} GPUs do not divide among {nodes} nodes; pass --ranks-per-node")
         ranks_per_node = max(1, num_devices // nodes)
-    if nodes * ranks_per_node > num_devices:
+    if nodes * ranks_per_node > num_devices and not may_share_gpus():
         raise ValueError(f"{nodes * ranks_per_node} ranks need a GPU each, but torch finds {num_devices}")
     return nodes, ranks_per_node
 
