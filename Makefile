@@ -22,7 +22,8 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# On a machine with GPUs: each kernel on one of them, then as many ranks as there are, on one node and on several.
+# On a machine with GPUs: each kernel on one of them, then several ranks, which share GPUs where there are fewer.
+test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
 test-gpu: setup
 	$(BIN)/pytest tests/cuda
 	$(BIN)/pytest tests/multirank --device cuda

@@ -29,6 +29,36 @@ class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
 
 
+_CONFIGURABLE_VERSION = 22800  # since when a communicator can be told how many channels to use
+_UNDEFINED = -(2**31)
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` as of ``_CONFIGURABLE_VERSION``; later versions take it, and have more behind it."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
+        ("netName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("splitShare", "trafficClass")),
+        ("commName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("collnetEnable", "CTAPolicy", "shrinkShare", "nvlsCTAs")),
+        *((name, ctypes.c_int) for name in ("nChannelsPerNetPeer", "nvlinkCentricSched")),
+    ]
+
+    @classmethod
+    def of_channels(cls, num_channels: int) -> _Config:
+        """Everything as NCCL has it but the channels to a peer of another node."""
+        config = cls(size=ctypes.sizeof(cls), magic=0xCAFEBEEF, version=_CONFIGURABLE_VERSION)
+        for field in cls._fields_:
+            if field[1] is ctypes.c_int:
+                setattr(config, field[0], _UNDEFINED)
+        config.nChannelsPerNetPeer = num_channels
+        return config
+
+
 @dataclass(frozen=True)
 class Message:
     """Some device memory that goes to a rank, or comes from it."""
@@ -46,10 +76,20 @@ class NcclTransport:
         roll: RollCall,
         device: torch.device,
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+        channels_per_peer: int | None = None,
     ) -> None:
         """Connect, together with all ranks.
 
-        Raises ``TransportError`` if NCCL fails; whatever ``wait_until`` raises if a rank does not come.
+        Args:
+            roll: finds them.
+            device: whose memory messages come from and go to.
+            wait_until: waits for a condition, and raises if a rank does not come.
+            channels_per_peer: how many of NCCL's channels carry messages to a rank of another node, where NCCL can be
+                told and ``NCCL_NCHANNELS_PER_NET_PEER`` does not say otherwise; ``None`` leaves it to NCCL.
+
+        Raises:
+            TransportError: if NCCL fails; or whatever ``wait_until`` raises if a rank does not come.
+
         """
         self._nccl = _library()
         self._comm, self._lock = ctypes.c_void_p(), Lock()
@@ -62,7 +102,13 @@ class NcclTransport:
 
         def connect() -> int:
             torch.cuda.set_device(device)  # of this thread
-            result: int = self._nccl.ncclCommInitRank(ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank)
+            arguments = (ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank)
+            result: int
+            if channels_per_peer is None or self._version < _CONFIGURABLE_VERSION:
+                result = self._nccl.ncclCommInitRank(*arguments)
+            else:
+                config = _Config.of_channels(channels_per_peer)
+                result = self._nccl.ncclCommInitRankConfig(*arguments, ctypes.byref(config))
             return result
 
         # In a thread, as it waits for all ranks without a limit.
@@ -135,6 +181,12 @@ class NcclTransport:
             self._is_open = False
         self._nccl.ncclCommDestroy(self._comm)
 
+    @property
+    def _version(self) -> int:
+        version = ctypes.c_int()
+        self._check(self._nccl.ncclGetVersion(ctypes.byref(version)), "saying its version")
+        return version.value
+
     def _check(self, result: int, what: str) -> None:
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise TransportError(f"NCCL failed in {what}: {self._text(result)}")
@@ -155,7 +207,9 @@ def _library() -> ctypes.CDLL:
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name in ("ncclSend", "ncclRecv"):
         getattr(nccl, name).argtypes = [pointer, size, integer, integer, pointer, pointer]
+    nccl.ncclGetVersion.argtypes = [pointer]
     nccl.ncclCommInitRank.argtypes = [pointer, integer, _UniqueId, integer]
+    nccl.ncclCommInitRankConfig.argtypes = [pointer, integer, _UniqueId, integer, pointer]
     nccl.ncclCommGetAsyncError.argtypes = [pointer, pointer]
     nccl.ncclCommAbort.argtypes = [pointer]
     nccl.ncclCommDestroy.argtypes = [pointer]

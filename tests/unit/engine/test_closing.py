@@ -60,7 +60,7 @@ class Nccl:
 
     failure = ""
 
-    def __init__(self, *_) -> None:
+    def __init__(self, *_, **__) -> None:
         self._log = OWN.device.log
 
     def finish(self) -> None:

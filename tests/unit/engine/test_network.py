@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from unittest import mock
 
 import pytest
@@ -22,7 +22,8 @@ SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
 class Nccl:
     """Stands in for ``NcclTransport``; a launch hangs until it is aborted, if it is told to."""
 
-    def __init__(self, *_) -> None:
+    def __init__(self, *_, channels_per_peer=None) -> None:
+        self.channels_per_peer = channels_per_peer
         self.failure, self.aborts, self.finishes, self.launches, self.hangs = "", [], [], [], False
         self.has_aborted = threading.Event()
 
@@ -229,17 +230,29 @@ class Event:
         return self.is_done
 
 
-@pytest.fixture
-def network():
+@contextmanager
+def network_to(num_remote_nodes):
     Event.made = []
     with (
         mock.patch("fusco.engine.cuda.network.NcclTransport", Nccl),
         mock.patch.object(torch.cuda, "Stream", return_value=mock.Mock(cuda_stream=77)),
         mock.patch.object(torch.cuda, "Event", Event),
     ):
-        network = Network(mock.Mock(), Watch(), DEVICE, LIMIT_S)
+        network = Network(mock.Mock(), Watch(), DEVICE, LIMIT_S, num_remote_nodes)
         yield network
         network.close()
+
+
+@pytest.fixture
+def network():
+    with network_to(1) as network:
+        yield network
+
+
+@pytest.mark.parametrize(("num_remote_nodes", "channels"), [(1, 4), (2, None), (3, None), (7, None)])
+def test_one_other_node_gets_more_channels_than_nccl_would_take(num_remote_nodes, channels):
+    with network_to(num_remote_nodes) as network:
+        assert network._nccl.channels_per_peer == channels
 
 
 SENDS, RECEIVES = [Message(3, 100, 10)], [Message(2, 200, 1500), Message(3, 300, 500)]

@@ -30,6 +30,7 @@ class Library:
         self.calls: list[tuple] = []
         self.results: dict[str, int] = {}
         self.async_error = 0
+        self.version = 22809
         self.devices: list[torch.device] = []  # of the threads that connect
         self.hangs = threading.Event()
         self.hangs.set()  # a launch waits while this is cleared
@@ -49,6 +50,17 @@ class Library:
     def ncclCommInitRank(self, comm, world_size, unique_id, rank):
         comm._obj.value = COMM
         return self._call("connect", world_size, bytes(unique_id), rank)
+
+    def ncclCommInitRankConfig(self, comm, world_size, unique_id, rank, config):
+        comm._obj.value = COMM
+        told = config._obj
+        return self._call(
+            "connect", world_size, bytes(unique_id), rank, {n: getattr(told, n) for n, _ in told._fields_}
+        )
+
+    def ncclGetVersion(self, version):
+        version._obj.value = self.version
+        return 0
 
     def ncclGroupStart(self):
         return self._call("start")
@@ -112,6 +124,22 @@ def test_rank_0s_id_reaches_all_ranks_whole(library):
     connects = sorted(call for call in library.calls if call[0] == "connect")
     assert connects == [("connect", 3, ID, rank) for rank in range(3)]
     assert library.devices == [DEVICE] * 3
+
+
+def test_channels_are_all_that_nccl_is_told(library):
+    on_ranks(1, lambda roll: NcclTransport(roll, DEVICE, roll.wait_until, channels_per_peer=4))
+    (*_, told) = library.calls[-1]
+    # As NCCL's header has it for this version.
+    assert (told.pop("size"), told.pop("magic"), told.pop("version")) == (80, 0xCAFEBEEF, 22800)
+    assert nccl._Config.nChannelsPerNetPeer.offset == 72
+    assert told.pop("nChannelsPerNetPeer") == 4
+    assert set(told.values()) == {None, -(2**31)}
+
+
+def test_an_nccl_that_cannot_be_told_goes_without(library):
+    library.version = 22702
+    on_ranks(1, lambda roll: NcclTransport(roll, DEVICE, roll.wait_until, channels_per_peer=4))
+    assert library.calls[-1] == ("connect", 1, ID, 0)
 
 
 @pytest.mark.parametrize(("function", "what"), [("id", "making an id"), ("connect", "connecting")])

@@ -89,7 +89,8 @@ class CudaEngine:
             self._order = StreamOrder(device, self._kernels, self._launched_on)
             self._network: Network | None = None
             if self._topology.num_nodes > 1:
-                self._network = Network(roll, self._watch, device, layout.settings.timeout_s)
+                num_remote_nodes = self._topology.num_nodes - 1
+                self._network = Network(roll, self._watch, device, layout.settings.timeout_s, num_remote_nodes)
                 resources.callback(self._network.close)
                 self._network.guard.on_stall = self._arena.abort
                 self._launched_on.append(self._network.stream)

@@ -23,6 +23,9 @@ from fusco.transport.in_thread import within
 from fusco.transport.nccl import Message, NcclTransport
 from fusco.transport.roll_call import RollCall
 
+# NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. The two
+# that NCCL takes for each peer do not fill sockets (docs/performance/internode.md).
+_NUM_CHANNELS, _CHANNELS_OF_NCCL = 4, 2
 _BETWEEN_LOOKS_S = 0.02
 _ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels
 
@@ -41,9 +44,14 @@ class _UnderWay:
 class Network:
     """Sends and receives device memory between ranks of different nodes, in the order of calls."""
 
-    def __init__(self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float, num_remote_nodes: int
+    ) -> None:
         """Connect, together with all ranks."""
-        self._watch, self._nccl = watch, NcclTransport(roll, device, watch.wait_until)
+        channels = _NUM_CHANNELS // num_remote_nodes
+        wanted = channels if channels > _CHANNELS_OF_NCCL else None
+        self._nccl = NcclTransport(roll, device, watch.wait_until, channels_per_peer=wanted)
+        self._watch = watch
         self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.guard = Guard(self._nccl, watch, timeout_s, device)

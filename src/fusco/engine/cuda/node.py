@@ -106,6 +106,10 @@ class NodeShuffle:
         """Where peers find the rows: in a buffer that they see, or in the pool."""
         return self.arena.place_of(payloads[0]) if len(payloads) == 1 and payloads[0].numel() else STAGED
 
+    def _is_staged(self, record: Record) -> bool:
+        """Whether a rank of this node copies its rows to where peers read them; with no peers nobody reads them."""
+        return record.counts[1] == STAGED[0] and len(self.arena.node_ranks) > 1
+
     def make_plan(
         self,
         plan_type: Callable[..., _Plan],
@@ -200,7 +204,7 @@ class NodeShuffle:
         self, payloads: Sequence[torch.Tensor], records: Sequence[Record], launch: Launch, stream: torch.cuda.Stream
     ) -> Iterator[None]:
         """Copy rows to where peers read them, beside what is launched inside; rows in place stay where they are."""
-        if records[self.arena.rank].counts[1] != STAGED[0]:
+        if not self._is_staged(records[self.arena.rank]):
             yield
             return
         with self.spend("staging"):
@@ -236,12 +240,12 @@ class NodeShuffle:
             num_tokens, buffer, offset = records[rank].counts[:3]
             if local == self.arena.local:
                 rows.append([payload.address for payload in moved])
-            elif buffer != STAGED[0]:
+            elif not self._is_staged(records[rank]):
                 rows.append([self.arena.address(local, buffer, offset)])
             else:
                 starts = [self.arena.layout.pool_offset(num_tokens, sizes, p) for p in range(len(sizes))]
                 rows.append([self.arena.address(local, 0, start) for start in starts])
-            in_place_ranks |= (buffer != STAGED[0]) << local
+            in_place_ranks |= (not self._is_staged(records[rank])) << local
         with self.timeline.span("scatter", "own rows"):
             self.kernels.scatter(
                 plan,
