@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from fusco.bench.links import InternodePeaks, measure_between_nodes
+from fusco.bench.links import NUM_BYTES, InternodePeaks, measure_between_nodes
 from fusco.bench.stopwatch import Stopwatch
 from fusco.topology import Topology
 
 _NUM_BYTES = 256 << 20
-_NUM_INTERNODE_BYTES = 128 << 20  # of a message between nodes
 _NUM_REPEATS = 10
 
 
@@ -49,7 +48,7 @@ def measure_device_links(group: dist.ProcessGroup, topology: Topology, stopwatch
 
     local_gbs = 2 * gbs(lambda: other.copy_(own))
     if topology.num_nodes > 1:
-        parts = (tensor.view(torch.uint8)[:_NUM_INTERNODE_BYTES] for tensor in (own, other))
+        parts = (tensor.view(torch.uint8)[: NUM_BYTES["cuda"]] for tensor in (own, other))
         return DevicePeaks(local_gbs=local_gbs, internode=measure_between_nodes(group, topology, stopwatch, *parts))
     if num_ranks == 1:
         return DevicePeaks(local_gbs=local_gbs)

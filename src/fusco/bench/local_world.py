@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
 from fusco.bench.failures import RankFailedError, RankFailure
+from fusco.transport.in_thread import within
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -222,3 +223,13 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
         except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
             outcome = (False, RankFailure.of(error))
         pipe.send(outcome)
+    if device == "cuda":
+        _leave_nccl()
+
+
+def _leave_nccl() -> None:
+    """Give back what NCCL has, which complains otherwise; other ranks may be gone, and need not be waited for long."""
+    try:
+        within(_LEAVING_S / 4, dist.destroy_process_group)
+    except RuntimeError:
+        pass  # this process ends in any case

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
     """A row for each variant, and below it what the run looked like."""
     ours = records[0]
-    table, baseline_ms = _table(ours, f"{ours.ranks_per_node} GPUs", _notes(ours)), _baseline_ms(records)
+    table, baseline_ms = _table(ours, f"{ours.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
     columns = ("dispatch", "combine", "both", "baseline / it", "dispatch", "of peak", "combine", "of peak", "verified")
     table.add_column("ms, and GB/s of rows")
     for name in columns:
@@ -84,14 +84,10 @@ def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) ->
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
-    from fusco.bench.variants import WHAT
-
     ours, peaks = records[0], records[0].peaks
     share = ours.metadata_bytes / ours.internode_row_bytes if ours.internode_row_bytes else 0.0
     notes = [
-        f"medians of {ours.num_iterations}, the slowest rank's, on the device, once all ranks' devices have met; "
-        f"planning and barriers counted",
-        *(f"{record.variant}: {WHAT[record.variant]}" for record in records),
+        *_variant_notes(records),
         f"network between nodes, NCCL, GB/s a rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
         f"rank, {peaks['spread_gbs']:.2f} with all of other nodes",
         f"MB: rows of one dispatch; busiest: the most that a rank sends or receives; {ours.variant} also sends "
@@ -115,20 +111,31 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _notes(record: DeviceRecord) -> list[str]:
-    peaks = record.peaks
+def _notes(records: Sequence[DeviceRecord]) -> list[str]:
+    record, peaks = records[0], records[0].peaks
     floor_ms = record.remote_row_bytes / 1e6 / peaks["copy_engine_pull_gbs"] if peaks["copy_engine_pull_gbs"] else 0.0
-    kernels = ", ".join(f"{name} {us:.0f}" for name, us in record.kernel_us.items())
-    return [
-        f"medians of {record.num_iterations}, the slowest rank's, on the device, once all ranks' devices have met; "
-        f"planning and barriers counted",
-        "fusco: output sized exactly (one wait on the host); fusco-graph: static slots, in a CUDA graph; "
-        "fusco-in-place: so, with rows where peers can read them; fusco-fp8: as fusco-graph, values and scales",
-        "baseline: NCCL all-to-all and index_select",
+    notes = [
+        *_variant_notes(records),
         f"each rank must take in up to {record.remote_row_bytes / 1e6:.1f} MB of rows: {floor_ms:.3f} ms at the peak",
         f"peaks in GB/s: copy engine {peaks['copy_engine_pull_gbs']:.0f} pulling, {peaks['copy_engine_push_gbs']:.0f} "
         f"pushing; multiprocessors {peaks['sm_pull_gbs']:.0f} and {peaks['sm_push_gbs']:.0f}; local "
         f"{peaks['local_gbs']:.0f} read and written",
-        f"multiprocessors taken: {record.num_sms}; kernels of variant fusco in us: {kernels}",
-        *_origin(record),
+    ]
+    if record.num_sms:
+        taken = ", ".join(f"{name} {num_sms}" for name, num_sms in record.num_sms.items())
+        notes.append(f"multiprocessors taken by {record.variant}: {taken}")
+    if record.kernel_us:
+        kernels = ", ".join(f"{name} {us:.0f}" for name, us in record.kernel_us.items())
+        notes.append(f"kernels of {record.variant} in us, side by side and waiting included: {kernels}")
+    return [*notes, *_origin(record)]
+
+
+def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
+    """How times were taken, and of what."""
+    from fusco.bench.variants import WHAT
+
+    return [
+        f"medians of {records[0].num_iterations}, the slowest rank's, on the device, once all ranks' devices have met; "
+        f"planning and barriers counted",
+        *(f"{record.variant}: {WHAT[record.variant]}" for record in records),
     ]

@@ -127,6 +127,7 @@ def test_the_table_within_a_node(ranks):
         result = rank[0]
         result.peaks = DevicePeaks(400.0, 380.0, 300.0, 310.0, 4000.0)
         result.remote_row_bytes = 76_000_000
+        result.num_sms, result.kernel_us = {"dispatch": 64, "combine": 132}, {"plan": 29.4, "scatter_rows": 990.6}
         result.errors["fusco-fp8"], result.times["fusco-fp8"] = [], DeviceTimes(dispatch_ms=[0.5] * 3)
     records = summarize_device(run_of(1, ("fusco", "baseline", "fusco-fp8")), ranks)
     fusco, _, fp8 = records
@@ -142,6 +143,11 @@ def test_the_table_within_a_node(ranks):
     shown = text_of(print_device_records, records)
     assert "2 GPUs" in shown
     assert "copy engine 380 pulling, 400 pushing" in shown
+    assert "multiprocessors taken by fusco: dispatch 64, combine 132" in shown
+    assert "waiting included: plan 29, scatter_rows 991" in shown
+    assert "fusco-in-place" not in shown
+    without_fusco = summarize_device(run_of(1, ("baseline",)), ranks)
+    assert "multiprocessors taken" not in text_of(print_device_records, without_fusco)
 
 
 def test_workloads_of_a_run_have_one_shape():

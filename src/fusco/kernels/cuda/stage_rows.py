@@ -12,9 +12,7 @@ from fusco.kernels.cuda.fields import I32, POINTER, U64
 from fusco.kernels.cuda.launcher import Launcher
 from fusco.kernels.cuda.payload import Payload
 
-_NUM_THREADS = 512
-# What a peer pulls, each pulls of all others in turn: the fewer they are, the faster the rows of each must be there.
-_SMS_OF_ALL_PEERS, _LEAST_SMS = 48, 16
+_NUM_THREADS, _NUM_SMS = 512, 16
 
 
 @cache
@@ -35,9 +33,7 @@ def share_for_staging(launcher: Launcher, num_sms: int | None) -> int:
 
     Not more, as it runs beside planning and pulling and would only slow them down.
     """
-    if num_sms:
-        return max(1, num_sms // 4)
-    return launcher.sms(max(_LEAST_SMS, _SMS_OF_ALL_PEERS // max(1, launcher.num_ranks - 1)))
+    return max(1, num_sms // 4) if num_sms else launcher.sms(_NUM_SMS)
 
 
 def stage_rows(
