@@ -36,10 +36,11 @@ CLOSING_S = 3.0
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 ROLL_CALL = "fusco.transport.roll_call:RollCall.gather"
+MAIL = "fusco.transport.mail:Mail.__init__"
 CONNECTING = "fusco.transport.gloo:GlooTransport.__init__"
 REUSE = "fusco.engine.host.exchange:Exchange.wait_for_peers_done"
 RECORDS = "fusco.engine.host.exchange:Exchange.exchange_records"
-ROUTING = "fusco.engine.host.exchange:Exchange.exchange_routing"
+ROUTING = "fusco.engine.cpu.routing_exchange:RoutingExchange.exchange"
 SENDING = "fusco.engine.cpu.dispatch:SendRows.step"
 SCATTERING = "fusco.engine.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.engine.cpu.combine:ProducePartialSums.step"
@@ -75,6 +76,7 @@ EXCHANGES = {
 }
 STAGES = {
     "before anything": (ROLL_CALL, 0),
+    "before it can send records": (MAIL, 0),
     "before it connects": (CONNECTING, 0),
     "before it has memory": (ROLL_CALL, 3),
     "before it has mapped its peers' memory": (ROLL_CALL, 4),

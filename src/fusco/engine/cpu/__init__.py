@@ -2,6 +2,6 @@
 
 ``engine`` offers the verbs. Each verb is a set of *tasks* that a single loop (``tasks``) advances in turn, so that
 gathering slice i+1, sending slice i and scattering slice i-1 overlap. ``node_memory`` is what a rank sees of its node;
-``channel`` carries messages; ``exchange`` publishes records and routing; ``dispatch``, ``combine`` and ``stream`` hold
+``channel`` carries messages; ``routing_exchange`` publishes routing; ``dispatch``, ``combine`` and ``stream`` hold
 the tasks.
 """

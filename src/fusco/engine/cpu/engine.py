@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,15 +16,16 @@ from fusco.engine.cpu.all_to_all import LINKS, make_tasks
 from fusco.engine.cpu.channel import SendRing
 from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
+from fusco.engine.cpu.routing_exchange import RoutingExchange
 from fusco.engine.cpu.streams import Streams
-from fusco.engine.host.connect import connect
+from fusco.engine.host.connect import Connections, connect, connecting
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
 from fusco.engine.profile import CallProfile
 from fusco.engine.record import Agreement
 from fusco.engine.stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.tasks import run
-from fusco.errors import SharedMemoryError, SlotOverflowError
+from fusco.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.kernels.warm_up import warm_up_cpu
 from fusco.launch import Launch
 from fusco.memory.layout import ArenaLayout
@@ -36,6 +37,7 @@ from fusco.rows import plain, row_bytes
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
+from fusco.transport.gloo import GlooTransport
 from fusco.transport.roll_call import RollCall
 
 
@@ -50,11 +52,16 @@ class CpuEngine:
         self._layout, self._rank = layout, roll.rank
         self._topology, self._settings = layout.topology, layout.settings
         self._recycler = OutputRecycler()
-        self._connections = connect(roll, layout, hosts, listen_on)
+        with ExitStack() as resources:
+            connections = connect(roll, layout, hosts, listen_on)
+            resources.callback(connections.close)
+            self._watch, self._memory = connections.watch, connections.memory
+            self._transport = _connect_over_gloo(roll, layout, connections)
+            resources.callback(self._transport.close)  # before the memory, into which messages may still come
+            self._resources = resources.pop_all()
         self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
-        self._watch, self._memory = self._connections.watch, self._connections.memory
-        self._transport = self._connections.transport
-        self._rounds = Rounds(roll.rank, self._connections)
+        self._rounds = Rounds(roll.rank, connections)
+        self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
 
     @property
     def profile(self) -> CallProfile:
@@ -131,7 +138,7 @@ class CpuEngine:
             is_staged = self._settings.slice_order == "staged"
             for rank, node in enumerate(self._topology.rank_to_node):
                 num_tokens_to_node[rank][node] = records[rank].counts[0]
-            known = self._rounds.exchange.exchange_routing(
+            known = self._routing_exchange.exchange(
                 self._rounds.number, routing, forwarding, num_tokens_to_node, self.profile
             )
             return make_plan(
@@ -281,7 +288,7 @@ class CpuEngine:
     def close(self) -> None:
         """See ``Engine``."""
         self._rounds.end("it is closed")
-        self._connections.close()
+        self._resources.close()
         self._recycler.close()
 
     def _send_ring(self) -> SendRing:
@@ -301,3 +308,21 @@ class CpuEngine:
             streams = self._streams()
             with stream_with(streams, peer, name, segments, self._watch):
                 yield streams
+
+
+def _connect_over_gloo(roll: RollCall, layout: ArenaLayout, connections: Connections) -> GlooTransport:
+    watch, mail = connections.watch, connections.mail
+    others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+    stall = Stall("connecting", others, "a connection to each", "too few")
+
+    def connect_all() -> GlooTransport:
+        limit_s = layout.settings.timeout_s
+        return GlooTransport(
+            roll.store, roll.rank, roll.world_size, limit_s, lambda is_ready: watch.wait_until(is_ready, lambda: stall)
+        )
+
+    watch.begin(0, "Communicator")
+    transport = connecting(connect_all, "over gloo", others, watch)
+    watch.network_failure = lambda: mail.failure or transport.failure
+    watch.end()
+    return transport

@@ -7,15 +7,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from fusco.engine.host.node_memory import NodeMemory
-from fusco.errors import PeerFailureError, SharedMemoryError, Stall, TransportError
+from fusco.errors import FuscoError, SharedMemoryError, Stall, TransportError
 from fusco.liveness.sentinel import Sentinel, SentinelAddress
 from fusco.liveness.watch import Peer, Watch
 from fusco.memory.layout import ArenaLayout
 from fusco.memory.segment import SegmentAddress, SharedSegment
-from fusco.transport.gloo import GlooTransport
+from fusco.transport.mail import Mail
 from fusco.transport.roll_call import RollCall
+
+_Connected = TypeVar("_Connected")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Connections:
     """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody."""
 
     watch: Watch
-    transport: GlooTransport
+    mail: Mail
     memory: NodeMemory
     _resources: ExitStack
 
@@ -58,11 +61,26 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
         memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
         resources.callback(memory.close)
-        transport = _connect_nodes(roll, layout, watch, tuple(peers))
-        resources.callback(transport.close)  # before the memory, into which messages may still come
-        watch.network_failure = lambda: transport.failure
+        counterparts = [memory.counterpart(node) for node in layout.topology.remote_nodes(roll.rank)]
+        mail = connecting(
+            lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
+        )
+        resources.callback(mail.close)
+        watch.network_failure = lambda: mail.failure
         watch.end()
-        return Connections(watch, transport, memory, resources.pop_all())
+        return Connections(watch, mail, memory, resources.pop_all())
+
+
+def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watch: Watch) -> _Connected:
+    """Connect; an error of the network is told with the rank that is at fault, or as ``TransportError`` if all live."""
+    try:
+        return connect()
+    except FuscoError:
+        raise
+    except (OSError, RuntimeError) as error:
+        symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
+        watch.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        raise TransportError(symptom) from error
 
 
 def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int, Peer]:
@@ -72,22 +90,6 @@ def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int,
         for rank, entry in enumerate(found)
         if rank != roll.rank
     }
-
-
-def _connect_nodes(roll: RollCall, layout: ArenaLayout, watch: Watch, others: tuple[int, ...]) -> GlooTransport:
-    stall = Stall("connecting", others, "a connection to each", "too few")
-
-    def wait_until(is_connected: Callable[[], bool]) -> None:
-        watch.wait_until(is_connected, lambda: stall)
-
-    try:
-        return GlooTransport(roll.store, roll.rank, roll.world_size, layout.settings.timeout_s, wait_until)
-    except PeerFailureError:
-        raise
-    except RuntimeError as error:
-        symptom = f"the ranks could not be connected over gloo: {str(error).splitlines()[0]}"
-        watch.ask_everybody(stall, symptom)
-        raise TransportError(symptom) from error  # though all ranks live
 
 
 def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:

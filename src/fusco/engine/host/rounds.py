@@ -22,7 +22,7 @@ class Rounds:
         """``on_broken`` is called as soon as it is clear that this rank will not go on."""
         self._rank, self._on_broken = rank, on_broken
         self._memory, self._watch = connections.memory, connections.watch
-        self.exchange = Exchange(connections.memory, connections.transport, connections.watch)
+        self._exchange = Exchange(connections.memory, connections.mail, connections.watch)
         self.number = 0
         self.broken = ""
         self.profile = CallProfile()
@@ -35,7 +35,7 @@ class Rounds:
             name = f"{operation} #{self.number}"
             self._watch.begin(self.number, name)
             self.profile = CallProfile(name)
-            self.exchange.wait_for_peers_done(self.number)
+            self._exchange.wait_for_peers_done(self.number)
             try:
                 yield
             except _HARMLESS:
@@ -61,7 +61,7 @@ class Rounds:
 
     def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
         """Tell all ranks an agreement and some counts, and learn theirs; raises unless all agree."""
-        records = self.exchange.exchange_records(self.number, Record(agreement, tuple(counts)), self.profile)
+        records = self._exchange.exchange_records(self.number, Record(agreement, tuple(counts)), self.profile)
         check_agreement([record.agreement for record in records], self._rank)
         return records
 

@@ -1,0 +1,165 @@
+"""Messages of records between nodes: they come whole, in order, from whom they should; who is gone is named."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from fusco.errors import PeerFailureError
+from fusco.transport.mail import Mail
+from rolls import on_ranks
+
+SECRET = "0123456789abcdef" * 2
+LIMIT_S = 20.0
+
+
+def mail_of(roll, peers=None):
+    others = [rank for rank in range(roll.world_size) if rank != roll.rank]
+    return Mail(roll, others if peers is None else peers, "127.0.0.1", SECRET, roll.wait_until)
+
+
+def exchange(mail, message, peers):
+    """One round; what came, by peer."""
+    places = {peer: bytearray(len(message)) for peer in peers}
+    mail.begin(memoryview(message), {peer: memoryview(place) for peer, place in places.items()})
+    came, deadline = [], time.monotonic() + LIMIT_S
+    while not mail.is_done:
+        came += mail.look()
+        assert not mail.failure
+        assert time.monotonic() < deadline
+        time.sleep(0)
+    assert sorted(came) == sorted(peers)
+    return {peer: bytes(place) for peer, place in places.items()}
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1000, 20_000_000])  # the last one more than any socket holds
+def test_everybody_gets_everybodys_messages_round_by_round(num_bytes):
+    num_rounds = 3 if num_bytes > 1000 else 200
+
+    def talk(roll):
+        mail, others = mail_of(roll), [rank for rank in range(3) if rank != roll.rank]
+        try:
+            return [
+                exchange(mail, bytes([16 * number % 256 + roll.rank]) * num_bytes, others)
+                for number in range(num_rounds)
+            ]
+        finally:
+            mail.close()
+
+    for rank, rounds in on_ranks(3, talk).items():
+        for number, came in enumerate(rounds):
+            assert came == {peer: bytes([16 * number % 256 + peer]) * num_bytes for peer in range(3) if peer != rank}
+
+
+def test_a_rank_may_be_a_round_ahead():
+    first_is_done = threading.Event()
+
+    def talk(roll):
+        mail, peer = mail_of(roll), 1 - roll.rank
+        first = exchange(mail, b"first", [peer])
+        if roll.rank == 0:
+            mail.begin(memoryview(b"again"), {1: memoryview(again := bytearray(5))})
+            first_is_done.set()
+            while not mail.is_done:
+                mail.look()
+            second = {1: bytes(again)}
+        else:
+            first_is_done.wait(LIMIT_S)
+            second = exchange(mail, b"again", [peer])
+        mail.close()
+        return first, second
+
+    assert on_ranks(2, talk) == {rank: ({1 - rank: b"first"}, {1 - rank: b"again"}) for rank in range(2)}
+
+
+def test_only_peers_connect():
+    peers = {0: [2], 1: [3], 2: [0], 3: [1]}
+
+    def talk(roll):
+        mail = mail_of(roll, peers[roll.rank])
+        try:
+            return exchange(mail, b"from %d" % roll.rank, peers[roll.rank])
+        finally:
+            mail.close()
+
+    assert on_ranks(4, talk) == {rank: {peer: b"from %d" % peer for peer in of} for rank, of in peers.items()}
+
+
+def test_without_peers_nothing_is_opened():
+    def talk(roll):
+        mail = mail_of(roll, [])
+        mail.begin(memoryview(b"nobody"), {})
+        return mail.is_done, mail.look()
+
+    assert on_ranks(2, talk) == {rank: (True, []) for rank in range(2)}
+
+
+def test_a_peer_that_has_gone_is_named():
+    def talk(roll):
+        mail = mail_of(roll)
+        exchange(mail, b"first", [1 - roll.rank])
+        if roll.rank == 1:
+            mail.close()
+            return None
+        mail.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
+        deadline = time.monotonic() + LIMIT_S
+        while not mail.failure and time.monotonic() < deadline:
+            mail.look()
+        mail.close()
+        return mail.failure
+
+    failure = on_ranks(2, talk)[0]
+    assert failure.startswith(("the network failed to receive (rank 1)", "the network failed to send (rank 1)"))
+
+
+def test_a_peer_that_does_not_come_is_named_and_nothing_is_left_open():
+    before = threading.active_count()
+    error = on_ranks(3, mail_of, absent=(2,), timeout_s=0.3)[0]
+    assert isinstance(error, PeerFailureError)
+    assert error.peers == (2,)
+    deadline = time.monotonic() + LIMIT_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
+    before = threading.active_count()
+
+    def come(roll):
+        if roll.rank == 0:
+            return mail_of(roll)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            return roll.gather("mail", silent.getsockname()[:2])
+
+    error = on_ranks(2, come, timeout_s=0.3)[0]
+    assert isinstance(error, PeerFailureError)
+    assert error.stall.phase == "connecting"
+    deadline = time.monotonic() + LIMIT_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
+def test_strangers_are_turned_away(says):
+    def talk(roll):
+        gather = roll.gather
+
+        def gather_after_a_stranger(stage, value):
+            if roll.rank == 0:
+                with socket.create_connection(tuple(value)) as stranger:
+                    stranger.sendall(says)
+            return gather(stage, value)
+
+        roll.gather = gather_after_a_stranger
+        mail = mail_of(roll)
+        try:
+            return exchange(mail, b"hello", [1 - roll.rank])
+        finally:
+            mail.close()
+
+    assert on_ranks(2, talk) == {0: {1: b"hello"}, 1: {0: b"hello"}}
