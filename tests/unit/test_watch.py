@@ -75,6 +75,28 @@ def failure_of(watch, stall=STALL):
     return caught.value, time.monotonic() - began
 
 
+def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
+    pauses, sleep = [], time.sleep
+    monkeypatch.setattr("fusco.liveness.watch.time.sleep", lambda seconds: pauses.append(seconds) or sleep(seconds))
+    watch = ranks.watch()
+    watch.spin_s = 0.1
+    until = time.monotonic() + 0.05
+    watch.wait_until(lambda: time.monotonic() > until, lambda: STALL)
+    assert set(pauses) == {0}
+    until = time.monotonic() + 0.15
+    watch.wait_until(lambda: time.monotonic() > until, lambda: STALL)
+    assert max(pauses) > 0
+
+
+def test_a_death_is_noticed_while_looking_without_pauses(ranks):
+    watch = ranks.watch()
+    watch.spin_s = 10 * TIMEOUT_S
+    ranks.kill(1)
+    error, took_s = failure_of(watch)
+    assert error.peers == (1,)
+    assert took_s < AT_ONCE_S
+
+
 def test_what_is_ready_needs_no_reason(ranks):
     answers = iter([False, False, True])
     ranks.watch().wait_until(lambda: next(answers), pytest.fail)

@@ -77,10 +77,10 @@ class Watch:
         """Nothing moved: sleep a little, or raise ``PeerFailureError`` once it is clear that nothing will move."""
         now = time.monotonic()
         if now - self._since_progress < self.spin_s:
-            time.sleep(0)  # a network's threads may want the interpreter
-            return
-        time.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
+            time.sleep(0)  # other threads may want the interpreter
+        else:
+            time.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
         if now - self._last_check < _SECONDS_BETWEEN_CHECKS:
             return
         self._last_check = now
