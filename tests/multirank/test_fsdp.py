@@ -21,8 +21,8 @@ pytestmark = pytest.mark.multirank
 ROOT = Path(__file__).parents[2]
 RTOL = 5e-6  # of the largest gradient of a parameter; measured: up to 1.1e-6
 NORM_RTOL = 1e-6  # of loss and gradient norms; measured: up to 5.3e-7
-# There, too, the reference is one process on the CPU. A GPU adds in another order and has exponentials of its own; on an
-# H200 all is within this.
+# There, too, the reference is one process on the CPU. A GPU adds in another order and has exponentials of its own; on
+# an H200 all is within this.
 SLACK_ON_CUDA = 10
 
 
