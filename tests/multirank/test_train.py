@@ -116,8 +116,21 @@ def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
 
 def one_rank_job(**changes):
     shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
-    sizes = {"num_ranks": 1, "ep_size": 1, "tokens": 32, "length": 16, "text_bytes": 100_000}
-    return TrainingJob(shape=shape, learning_rate=0.01, dtype="float32", **{**sizes, **changes})
+    sizes = {"num_ranks": 1, "ep_size": 1, "tokens": 32, "length": 16, "text_bytes": 100_000, "learning_rate": 0.01}
+    return TrainingJob(shape=shape, dtype="float32", **{**sizes, **changes})
+
+
+def test_the_learning_rate_rises_step_by_step():
+    """AdamW's first step is as long as the rate, whatever the gradients; so is what it does to the loss, nearly."""
+    second_losses = {}
+    for warmup_steps in (0, 2, 4, 10**9):
+        job = one_rank_job(num_steps=2, warmup_steps=warmup_steps, learning_rate=2e-3)
+        (run,) = run_here(job, lambda *_: None)
+        second_losses[warmup_steps] = run.steps[1].loss
+    at_once, in_two, in_four = (second_losses[number] - second_losses[10**9] for number in (0, 2, 4))
+    assert at_once < -0.01
+    assert in_two == pytest.approx(at_once / 2, rel=0.2)
+    assert in_four == pytest.approx(at_once / 4, rel=0.2)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])

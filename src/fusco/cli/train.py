@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for 4 GPUs.")] = "small",
+    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
     device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
@@ -44,6 +44,9 @@ def train(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. " + from_preset("length"))] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
     lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. " + from_preset("lr"))] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps in which it rises to that. " + from_preset("warmup_steps"))
+    ] = None,
     router_loss: Annotated[
         float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
     ] = 0.01,
@@ -79,7 +82,7 @@ def train(
     Starts its ranks on this machine, or, under torchrun, is one of them. Shown are the loss, and the time that dispatch
     and combine take, forward and backward. Needs transformers.
 
-    On 4 GPUs: fusco train --preset large --device cuda --dispatcher both
+    On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("fusco train needs transformers: pip install 'transformers>=5.9'")
@@ -100,6 +103,7 @@ def train(
         tokens=tokens,
         length=length,
         lr=lr,
+        warmup_steps=warmup_steps,
         dtype=dtype,
     )
     with joined_by_torchrun(device.value) as joined:
@@ -112,6 +116,7 @@ def train(
             length=sizes.length,
             num_steps=steps,
             learning_rate=sizes.lr,
+            warmup_steps=sizes.warmup_steps,
             router_loss=router_loss,
             dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
             activation_checkpointing=activation_checkpointing,

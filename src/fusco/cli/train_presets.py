@@ -23,6 +23,7 @@ class Preset:
     tokens: int
     length: int
     lr: float
+    warmup_steps: int
     dtype: Literal["float32", "bfloat16"]
 
     def changed(self, **given: Any) -> Preset:
@@ -53,9 +54,10 @@ PRESETS: dict[PresetName, Preset] = {
         tokens=512,
         length=128,
         lr=3e-3,
+        warmup_steps=0,
         dtype="float32",
     ),
-    # For four GPUs: an eighth of the layers of Qwen3-30B-A3B and half of its experts.
+    # For GPUs: a sixth of the layers of Qwen3-30B-A3B and half of its experts.
     "large": Preset(
         layers=8,
         hidden=2048,
@@ -65,6 +67,7 @@ PRESETS: dict[PresetName, Preset] = {
         tokens=8192,
         length=2048,
         lr=3e-4,
+        warmup_steps=20,
         dtype="bfloat16",
     ),
 }

@@ -71,6 +71,7 @@ class TrainingJob:
         length: of a sequence; divides ``tokens``.
         num_steps: optimizer steps.
         learning_rate: of AdamW.
+        warmup_steps: in which the learning rate rises to that evenly; 0 for none.
         router_loss: weight of ``balance_loss``, which evens out the experts' loads.
         dispatchers: what moves tokens, ``"fusco"`` or ``"torch"``; one run each, from the same weights and data.
         activation_checkpointing: as for ``fusco.fsdp.parallelize``.
@@ -94,6 +95,7 @@ class TrainingJob:
     length: int
     num_steps: int = 200
     learning_rate: float
+    warmup_steps: int = 0
     router_loss: float = 0.01
     dispatchers: tuple[str, ...] = ("fusco",)
     activation_checkpointing: Checkpointing = "none"
@@ -107,8 +109,9 @@ class TrainingJob:
         for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.router_loss >= 0:
-            raise ValueError(f"router_loss must not be negative, got {self.router_loss}")
+        for name in ("router_loss", "warmup_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.num_ranks % self.ep_size:
             raise ValueError(f"ep_size={self.ep_size} does not divide the {self.num_ranks} ranks")
         if self.shape.num_experts % self.ep_size:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
 from fusco.settings import Settings
@@ -83,6 +84,7 @@ def _run(
         torch.cuda.reset_peak_memory_stats()
     model = make_model(job, mesh, observer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    warmup = LambdaLR(optimizer, lambda index: min(1.0, (index + 1) / max(1, job.warmup_steps)))
     steps = []
     for index in range(job.num_steps):
         batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
@@ -94,6 +96,7 @@ def _run(
         norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
         observer.synchronize()  # rows that did not arrive raise here: no step is made on their gradients
         optimizer.step()
+        warmup.step()
         optimizer.zero_grad()
         mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has done all this
         measured = _Measured(

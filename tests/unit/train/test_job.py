@@ -24,6 +24,7 @@ def make_job(**changes):
         ({"length": 10}, "sequences of length 10 do not divide the 32 tokens of a rank"),
         ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
         ({"router_loss": -1.0}, "router_loss must not be negative, got -1.0"),
+        ({"warmup_steps": -2}, "warmup_steps must not be negative, got -2"),
         (
             {"ep_size": 1, "moe_intermediate": 17},
             "the 4 ranks that share an expert (4 ranks, ep_size=1) cannot shard it evenly with moe_intermediate=17",
