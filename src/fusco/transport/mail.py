@@ -145,7 +145,7 @@ class Mail:
     def _send(self) -> None:
         for peer, rest in list(self._leaving.items()):
             try:
-                num_sent = self._connections[peer].send(rest)
+                num_sent = self._connections[peer].send(rest, socket.MSG_NOSIGNAL)  # fails, whatever SIGPIPE does here
             except BlockingIOError:
                 continue
             except OSError as error:

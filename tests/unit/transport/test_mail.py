@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -113,6 +114,33 @@ def test_a_peer_that_has_gone_is_named():
 
     failure = on_ranks(2, talk)[0]
     assert failure.startswith(("the network failed to receive (rank 1)", "the network failed to send (rank 1)"))
+
+
+def test_a_peer_that_has_gone_raises_no_signal():
+    """Programs that end quietly when a pipe of theirs closes have SIGPIPE kill them."""
+    signals, has_gone = [], threading.Event()
+
+    def talk(roll):
+        mail = mail_of(roll)
+        if roll.rank == 1:
+            mail.close()
+            has_gone.set()
+            return None
+        has_gone.wait(LIMIT_S)
+        for _ in range(3):  # the first one may still leave
+            mail.begin(memoryview(b"hello"), {1: memoryview(bytearray(5))})
+            time.sleep(0.05)
+            mail._leaving, mail._coming = {}, {}
+        mail.close()
+        return mail.failure
+
+    before = signal.signal(signal.SIGPIPE, lambda number, _: signals.append(number))
+    try:
+        failure = on_ranks(2, talk)[0]
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert failure.startswith("the network failed to send (rank 1)")
+    assert not signals
 
 
 def test_a_peer_that_does_not_come_is_named_and_nothing_is_left_open():
