@@ -48,6 +48,7 @@ class Mail:
 
         """
         self.failure = ""  # what went wrong on the network, if anything did
+        self._is_open = True
         self._connections: dict[int, socket.socket] = {}
         self._leaving: dict[int, memoryview] = {}  # by peer, what is not yet sent
         self._coming: dict[int, memoryview] = {}  # by peer, where the rest of its message goes
@@ -80,6 +81,7 @@ class Mail:
 
     def close(self) -> None:
         """Give the connections back, and let go of where messages were to go."""
+        self._is_open = False
         self._leaving, self._coming = {}, {}
         while self._connections:
             _, connection = self._connections.popitem()
@@ -97,14 +99,21 @@ class Mail:
                 addresses = roll.gather("mail", listener.getsockname()[:2])
 
                 def connect() -> None:
-                    for peer in peers:
-                        if peer < roll.rank:
-                            self._call(peer, tuple(addresses[peer]), roll.timeout_s)
-                    self._answer(listener, {peer for peer in peers if peer > roll.rank}, roll.timeout_s)
+                    try:
+                        for peer in peers:
+                            if peer < roll.rank:
+                                self._call(peer, tuple(addresses[peer]), roll.timeout_s)
+                        self._answer(listener, {peer for peer in peers if peer > roll.rank}, roll.timeout_s)
+                    finally:
+                        if not self._is_open:  # nobody waited so long
+                            self.close()
+
+                def stall() -> Stall:
+                    missing = tuple(peer for peer in peers if peer not in self._connections)
+                    return Stall("connecting", missing, f"{len(peers)} connections", f"{len(peers) - len(missing)}")
 
                 connecting = in_thread(connect)
-                missing = Stall("connecting", tuple(peers), "a connection to each", "too few")
-                wait_until(connecting.done, lambda: missing)
+                wait_until(connecting.done, stall)
                 connecting.result()
             for connection in self._connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -114,8 +123,12 @@ class Mail:
             raise
 
     def _call(self, peer: int, address: tuple[str, int], timeout_s: float) -> None:
-        self._connections[peer] = connection = socket.create_connection(address, timeout=timeout_s)
-        connection.sendall(self._introduction)
+        try:
+            connection = socket.create_connection(address, timeout=timeout_s)
+            self._connections[peer] = connection
+            connection.sendall(self._introduction, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
 
     def _answer(self, listener: socket.socket, missing: set[int], timeout_s: float) -> None:
         listener.settimeout(timeout_s)

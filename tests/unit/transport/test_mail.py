@@ -172,6 +172,76 @@ def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
     assert threading.active_count() == before
 
 
+def test_of_several_peers_the_one_that_does_not_connect_is_named():
+    def come(roll):
+        if roll.rank < 2:
+            return mail_of(roll)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as silent,
+            socket.create_connection(tuple(roll.gather("mail", silent.getsockname()[:2])[1])) as connection,
+        ):
+            connection.sendall(SECRET.encode() + bytes(7) + b"\x02")
+            time.sleep(1.0)  # to rank 0 it never says a word
+            return None
+
+    fates = on_ranks(3, come, timeout_s=0.5)
+    assert isinstance(fates[0], PeerFailureError)
+    assert fates[0].peers == (2,)
+    assert (fates[0].stall.expected, fates[0].stall.seen) == ("2 connections", "1")
+    fates[1].close()
+
+
+def test_a_peer_that_refuses_is_named_with_its_address():
+    def come(roll):
+        if roll.rank == 1:
+            return mail_of(roll)
+        with socket.create_server(("127.0.0.1", 0)) as left:
+            address = left.getsockname()[:2]
+        return roll.gather("mail", address)
+
+    error = on_ranks(2, come)[1]
+    assert isinstance(error, OSError)
+    assert str(error).startswith("rank 0 at 127.0.0.1:")
+    assert "refused" in str(error)
+
+
+def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
+    connect, may_connect = socket.create_connection, threading.Event()
+
+    def connect_late(*args, **kwargs):
+        may_connect.wait(LIMIT_S)
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr("fusco.transport.mail.socket.create_connection", connect_late)
+
+    def call(roll):
+        def wait_in_vain(_, stall):
+            raise PeerFailureError(
+                rank=1, peers=(0,), operation="", stall=stall(), reason="nobody waits so long", has_left=False
+            )
+
+        try:
+            return Mail(roll, [0], "127.0.0.1", SECRET, wait_in_vain)
+        except PeerFailureError as error:
+            may_connect.set()
+            return error  # which remembers what there was
+
+    def answer(roll):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(LIMIT_S)
+            roll.gather("mail", listener.getsockname()[:2])
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(LIMIT_S / 4)
+                while connection.recv(100):
+                    pass
+        return "hung up"
+
+    fates = on_ranks(2, lambda roll: call(roll) if roll.rank else answer(roll))
+    assert isinstance(fates[1], PeerFailureError)
+    assert fates[0] == "hung up"
+
+
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
 def test_strangers_are_turned_away(says):
     def talk(roll):
