@@ -6,10 +6,11 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack, closing
 
 import pytest
 
-from fusco.errors import PeerFailureError
+from fusco.errors import PeerFailureError, TransportError
 from fusco.transport.mail import Mail
 from rolls import on_ranks
 
@@ -242,6 +243,25 @@ def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
     assert fates[0] == "hung up"
 
 
+def test_nobody_waits_for_peers_to_connect_once_all_was_given_up():
+    before = threading.active_count()
+
+    def come(roll):
+        def wait_in_vain(*_):
+            time.sleep(0.2)  # until it waits for somebody to connect
+            raise TransportError("nobody waits so long")
+
+        if roll.rank == 0:
+            return Mail(roll, [1], "127.0.0.1", SECRET, wait_in_vain)
+        return roll.gather("mail", ("127.0.0.1", 9))
+
+    assert isinstance(on_ranks(2, come)[0], TransportError)
+    deadline = time.monotonic() + LIMIT_S / 2
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
 def test_strangers_are_turned_away(says):
     def talk(roll):
@@ -261,3 +281,23 @@ def test_strangers_are_turned_away(says):
             mail.close()
 
     assert on_ranks(2, talk) == {0: {1: b"hello"}, 1: {0: b"hello"}}
+
+
+@pytest.mark.parametrize("says", [b"", SECRET.encode(), SECRET.encode() + bytes(6)])
+def test_a_stranger_that_stays_and_says_no_more_holds_nobody_up(says):
+    with ExitStack() as strangers:
+
+        def talk(roll):
+            gather = roll.gather
+
+            def gather_after_a_stranger(stage, value):
+                if roll.rank == 0:
+                    stranger = strangers.enter_context(socket.create_connection(tuple(value)))
+                    stranger.sendall(says)
+                return gather(stage, value)
+
+            roll.gather = gather_after_a_stranger
+            with closing(mail_of(roll)) as mail:
+                return exchange(mail, b"hello", [1 - roll.rank])
+
+        assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"hello"}, 1: {0: b"hello"}}
