@@ -7,17 +7,17 @@ threads and ours.
 from __future__ import annotations
 
 import hmac
+import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from fusco.errors import Stall
 from fusco.transport.in_thread import in_thread
 from fusco.transport.roll_call import RollCall
 
 _RANK = struct.Struct("!q")
-_INTRODUCING_S = 5.0  # a rank that has connected says at once who it is; strangers may not
+_BETWEEN_LOOKS_S = 0.05  # at whether this rank still wants its peers to connect
 
 
 class Mail:
@@ -48,6 +48,7 @@ class Mail:
 
         """
         self.failure = ""  # what went wrong on the network, if anything did
+        self._is_open = True
         self._connections: dict[int, socket.socket] = {}
         self._leaving: dict[int, memoryview] = {}  # by peer, what is not yet sent
         self._coming: dict[int, memoryview] = {}  # by peer, where the rest of its message goes
@@ -80,6 +81,7 @@ class Mail:
 
     def close(self) -> None:
         """Give the connections back, and let go of where messages were to go."""
+        self._is_open = False
         self._leaving, self._coming = {}, {}
         while self._connections:
             _, connection = self._connections.popitem()
@@ -93,18 +95,25 @@ class Mail:
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
     ) -> None:
         try:
-            with _listening(listen_on, backlog=len(peers)) as listener:
+            with socket.create_server((listen_on, 0), backlog=len(peers)) as listener:
                 addresses = roll.gather("mail", listener.getsockname()[:2])
 
                 def connect() -> None:
-                    for peer in peers:
-                        if peer < roll.rank:
-                            self._call(peer, tuple(addresses[peer]), roll.timeout_s)
-                    self._answer(listener, {peer for peer in peers if peer > roll.rank}, roll.timeout_s)
+                    try:
+                        for peer in peers:
+                            if peer < roll.rank:
+                                self._call(peer, tuple(addresses[peer]), roll.timeout_s)
+                        self._answer(listener, {peer for peer in peers if peer > roll.rank})
+                    finally:
+                        if not self._is_open:  # nobody waited so long
+                            self.close()
+
+                def stall() -> Stall:
+                    missing = tuple(peer for peer in peers if peer not in self._connections)
+                    return Stall("connecting", missing, f"{len(peers)} connections", f"{len(peers) - len(missing)}")
 
                 connecting = in_thread(connect)
-                missing = Stall("connecting", tuple(peers), "a connection to each", "too few")
-                wait_until(connecting.done, lambda: missing)
+                wait_until(connecting.done, stall)
                 connecting.result()
             for connection in self._connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -114,38 +123,59 @@ class Mail:
             raise
 
     def _call(self, peer: int, address: tuple[str, int], timeout_s: float) -> None:
-        self._connections[peer] = connection = socket.create_connection(address, timeout=timeout_s)
-        connection.sendall(self._introduction)
+        try:
+            connection = socket.create_connection(address, timeout=timeout_s)
+            self._connections[peer] = connection
+            connection.sendall(self._introduction, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
 
-    def _answer(self, listener: socket.socket, missing: set[int], timeout_s: float) -> None:
-        listener.settimeout(timeout_s)
-        while missing:
-            connection, _ = listener.accept()
-            peer = self._introduced(connection)
-            if peer in missing:
-                missing.remove(peer)
-                self._connections[peer] = connection
-            else:
-                connection.close()  # a stranger
+    def _answer(self, listener: socket.socket, missing: set[int]) -> None:
+        """Let peers connect, until all have or this is closed; strangers may connect, too, and stay without a word."""
+        strangers: set[socket.socket] = set()
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(listener, selectors.EVENT_READ)
+                while missing and self._is_open:
+                    for connection in [key.fileobj for key, _ in selector.select(_BETWEEN_LOOKS_S)]:
+                        assert isinstance(connection, socket.socket)
+                        if connection is listener:
+                            strangers.add(visitor := self._let_in(listener))
+                            selector.register(visitor, selectors.EVENT_READ)
+                            continue
+                        selector.unregister(connection)
+                        peer = self._introduced(connection)
+                        if peer in missing:
+                            missing.remove(peer)
+                            strangers.remove(connection)
+                            self._connections[peer] = connection
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+    def _let_in(self, listener: socket.socket) -> socket.socket:
+        connection, _ = listener.accept()
+        # It is ready to be read once it has said all, or has gone.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._introduction))
+        return connection
 
     def _introduced(self, connection: socket.socket) -> int:
         """Who has connected; negative for a stranger."""
-        connection.settimeout(_INTRODUCING_S)
-        secret, said = self._introduction[: -_RANK.size], b""
         try:
-            while len(said) < len(self._introduction):
-                if not (more := connection.recv(len(self._introduction) - len(said))):
-                    return -1
-                said += more
+            said = connection.recv(len(self._introduction), socket.MSG_DONTWAIT)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         except OSError:
             return -1
+        secret = self._introduction[: -_RANK.size]
+        if len(said) < len(self._introduction) or not hmac.compare_digest(said[: -_RANK.size], secret):
+            return -1
         rank: int = _RANK.unpack(said[-_RANK.size :])[0]
-        return rank if hmac.compare_digest(said[: -_RANK.size], secret) else -1
+        return rank
 
     def _send(self) -> None:
         for peer, rest in list(self._leaving.items()):
             try:
-                num_sent = self._connections[peer].send(rest)
+                num_sent = self._connections[peer].send(rest, socket.MSG_NOSIGNAL)  # fails, whatever SIGPIPE does here
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -175,12 +205,3 @@ class Mail:
     def _note_failure(self, direction: str, peer: int, error: str) -> None:
         if not self.failure:
             self.failure = f"the network failed to {direction} (rank {peer}): {error}"
-
-
-@contextmanager
-def _listening(host: str, backlog: int) -> Iterator[socket.socket]:
-    with socket.create_server((host, 0), backlog=backlog) as listener:
-        try:
-            yield listener
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for somebody to connect

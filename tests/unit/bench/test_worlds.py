@@ -15,6 +15,7 @@ from fusco.bench.emulation import describe_emulation, emulated_network
 from fusco.bench.joined_world import Launched
 from fusco.bench.local_world import LocalWorld, RankFailedError, _deaf_to_interrupts
 from fusco.cli.running import choose_shape
+from fusco.shared_gpus import SHARE_GPUS
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
 
@@ -158,9 +159,17 @@ def test_shape_on_this_machine(device, asked, num_gpus, shape):
         ((3, 2), 4, "6 ranks need a GPU each, but torch finds 4"),
     ],
 )
-def test_too_few_gpus(asked, num_gpus, message):
+def test_too_few_gpus(asked, num_gpus, message, monkeypatch):
+    monkeypatch.delenv(SHARE_GPUS, raising=False)
     with pytest.raises(ValueError, match=message):
         choose_shape("cuda", *asked, None, num_gpus)
+
+
+def test_ranks_that_share_gpus_may_be_more(monkeypatch):
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    assert choose_shape("cuda", 2, 4, None, 1) == (2, 4)
+    with pytest.raises(ValueError, match="torch finds none"):
+        choose_shape("cuda", 2, 4, None, 0)
 
 
 def test_shape_of_a_launched_job():

@@ -58,10 +58,10 @@ class CpuEngine:
             self._watch, self._memory = connections.watch, connections.memory
             self._transport = _connect_over_gloo(roll, layout, connections)
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
+            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
+            self._rounds = Rounds(roll.rank, connections)
+            self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
             self._resources = resources.pop_all()
-        self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
-        self._rounds = Rounds(roll.rank, connections)
-        self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
 
     @property
     def profile(self) -> CallProfile:
