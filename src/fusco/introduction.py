@@ -14,7 +14,10 @@ from fusco.transport.roll_call import RollCall
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """A rank's device: ``name`` is what the rank calls it, ``uuid`` what everybody does; the CPU has none."""
+    """A rank's device: ``name`` is what the rank calls it, ``uuid`` what everybody does.
+
+    The CPU has no ``uuid``, nor does a GPU that may be shared.
+    """
 
     name: str
     uuid: str
@@ -22,7 +25,8 @@ class DeviceIdentity:
     @classmethod
     def of(cls, device: torch.device) -> DeviceIdentity:
         """The identity of a device of this process."""
-        return cls(str(device), uuid_of(device) if device.type == "cuda" else "")
+        is_its_own = device.type == "cuda" and not may_share_gpus()
+        return cls(str(device), uuid_of(device) if is_its_own else "")
 
 
 def uuid_of(device: torch.device) -> str:
@@ -67,9 +71,7 @@ def introduce(roll: RollCall, agreement: Agreement, device: DeviceIdentity) -> I
 
 
 def check_devices(met: Introduction) -> None:
-    """Raise ``ValueError``, the same on all ranks, if two of them have one GPU and this was not asked for."""
-    if may_share_gpus():
-        return
+    """Raise ``ValueError``, the same on all ranks, if two of them have one GPU that may not be shared."""
     gpu_to_rank: dict[tuple[str, str], int] = {}
     for rank, (host, device) in enumerate(zip(met.hosts, met.devices, strict=True)):
         other = gpu_to_rank.setdefault((host, device.uuid), rank)
