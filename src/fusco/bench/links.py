@@ -11,7 +11,7 @@ from fusco.bench.messages import exchange_messages
 from fusco.bench.stopwatch import HostStopwatch, Stopwatch, Timing
 from fusco.topology import Topology
 
-# Of a message, and of a copy: large enough that what they cost besides counts for nothing, and caches do not hold them.
+# Of a message, and of a copy: large enough that what they cost besides their bytes counts for little.
 NUM_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 _NUM_REPEATS = 5
 

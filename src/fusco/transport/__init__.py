@@ -1,1 +1,1 @@
-"""Messages between nodes, over whatever network torch.distributed runs on."""
+"""Messages between nodes: records over TCP, rows over whatever network gloo or NCCL runs on."""

@@ -46,7 +46,7 @@ from fusco.transport.roll_call import RollCall
 _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
 _IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say: as long as hosts
-# may be ahead of their devices in training. With pauses a device would stand idle for half a millisecond.
+# may be ahead of their devices in training. With pauses a device may stand idle for half a millisecond.
 _SPIN_S = 50e-3
 _ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
 

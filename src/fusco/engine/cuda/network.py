@@ -23,8 +23,8 @@ from fusco.transport.in_thread import within
 from fusco.transport.nccl import Message, NcclTransport
 from fusco.transport.roll_call import RollCall
 
-# NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. The two
-# that NCCL takes for each peer do not fill sockets (docs/performance/internode.md).
+# NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. NCCL 2.28
+# takes two for a peer, with which one peer got less over sockets than two (docs/performance/internode.md).
 _NUM_CHANNELS, _CHANNELS_OF_NCCL = 4, 2
 _BETWEEN_LOOKS_S = 0.02
 _ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels

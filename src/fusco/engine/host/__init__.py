@@ -1,1 +1,1 @@
-"""What ranks tell each other through the host, whatever the device: connecting, records, routing, beginning and end."""
+"""What ranks tell each other through the host, whatever the device: connecting, records, beginning and end."""
