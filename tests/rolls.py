@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusco.transport.roll_call import RollCall
+from fusco.control.store_gather import RollCall
 
 
 class ThreadsRoll(RollCall):

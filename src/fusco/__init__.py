@@ -25,34 +25,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusco import fsdp as fsdp
     from fusco import schedule as schedule
-    from fusco.balancer import BALANCERS as BALANCERS
-    from fusco.balancer import Balancer as Balancer
-    from fusco.balancer import Traffic as Traffic
-    from fusco.collectives import all_to_all as all_to_all
-    from fusco.communicator import Communicator as Communicator
-    from fusco.errors import ClosedError as ClosedError
-    from fusco.errors import CompileError as CompileError
-    from fusco.errors import FuscoError as FuscoError
-    from fusco.errors import LaunchError as LaunchError
-    from fusco.errors import MismatchError as MismatchError
-    from fusco.errors import OutputMemoryError as OutputMemoryError
-    from fusco.errors import PeerFailureError as PeerFailureError
-    from fusco.errors import RejectedInputError as RejectedInputError
-    from fusco.errors import SharedMemoryError as SharedMemoryError
-    from fusco.errors import SlotOverflowError as SlotOverflowError
-    from fusco.errors import TransportError as TransportError
-    from fusco.groups import Groups as Groups
-    from fusco.handle import Dispatched as Dispatched
-    from fusco.handle import Handle as Handle
-    from fusco.launch import Launch as Launch
-    from fusco.launch import StaticSlots as StaticSlots
-    from fusco.memory.layout import Capacity as Capacity
-    from fusco.memory.layout import MemorySize as MemorySize
-    from fusco.memory.size_hint import memory_size_hint as memory_size_hint
-    from fusco.placement import ExpertPlacement as ExpertPlacement
-    from fusco.segments import Segments as Segments
-    from fusco.settings import Settings as Settings
-    from fusco.topology import Topology as Topology
+    from fusco.api.communicator import Communicator as Communicator
+    from fusco.api.functional import all_to_all as all_to_all
+    from fusco.api.handle import Dispatched as Dispatched
+    from fusco.api.handle import Handle as Handle
+    from fusco.api.memory_size import memory_size_hint as memory_size_hint
+    from fusco.control.layout import Capacity as Capacity
+    from fusco.control.layout import MemorySize as MemorySize
+    from fusco.core.config import Settings as Settings
+    from fusco.core.errors import ClosedError as ClosedError
+    from fusco.core.errors import CompileError as CompileError
+    from fusco.core.errors import FuscoError as FuscoError
+    from fusco.core.errors import LaunchError as LaunchError
+    from fusco.core.errors import MismatchError as MismatchError
+    from fusco.core.errors import OutputMemoryError as OutputMemoryError
+    from fusco.core.errors import PeerFailureError as PeerFailureError
+    from fusco.core.errors import RejectedInputError as RejectedInputError
+    from fusco.core.errors import SharedMemoryError as SharedMemoryError
+    from fusco.core.errors import SlotOverflowError as SlotOverflowError
+    from fusco.core.errors import TransportError as TransportError
+    from fusco.core.groups import Groups as Groups
+    from fusco.core.launch import Launch as Launch
+    from fusco.core.launch import StaticSlots as StaticSlots
+    from fusco.core.placement import ExpertPlacement as ExpertPlacement
+    from fusco.core.segments import Segments as Segments
+    from fusco.core.topology import Topology as Topology
+    from fusco.planner.balancer import BALANCERS as BALANCERS
+    from fusco.planner.balancer import Balancer as Balancer
+    from fusco.planner.balancer import Traffic as Traffic
 
 __version__ = "0.1.0"
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.kernels.reference.combine_rows import combine_rows
-from fusco.kernels.reference.plan import PlannedSlots, mark_ranks, plan_slots
-from fusco.kernels.reference.scatter_rows import scatter_rows
+from fusco.reference.combine_rows import combine_rows
+from fusco.reference.plan import PlannedSlots, mark_ranks, plan_slots
+from fusco.reference.scatter_rows import scatter_rows
 from generator import Case
 from law import Law
 

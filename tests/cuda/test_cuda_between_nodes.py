@@ -5,8 +5,8 @@ import torch
 from one_rank import taken
 
 from comparison import assert_same_bits
-from fusco.kernels.reduce_rows import accumulation_dtype
-from fusco.kernels.reference.add_returned import add_returned
+from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.reference.add_returned import add_returned
 from generator import any_bits, values
 
 pytestmark = pytest.mark.cuda

@@ -7,7 +7,7 @@ import torch
 from one_rank import OneRank
 
 from fusco import Segments
-from fusco.kernels.reference.copy_segments import copy_segments
+from fusco.reference.copy_segments import copy_segments
 from generator import any_bits, number_of, random_of
 
 pytestmark = pytest.mark.cuda

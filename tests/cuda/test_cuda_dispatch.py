@@ -8,7 +8,7 @@ from one_rank import MAX_BYTES_PER_TOKEN, MAX_TOKENS, NUM_EXPERTS, OneRank, case
 
 import fusco
 from comparison import assert_same_bits
-from fusco.kernels.reference.scatter_rows import scatter_rows
+from fusco.reference.scatter_rows import scatter_rows
 from generator import KINDS, any_bits
 
 pytestmark = pytest.mark.cuda

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.kernels.cuda.plan_forwarding import plan_forwarding as plan_on_device
-from fusco.kernels.reference.plan_forwarding import plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import plan_forwarding as plan_on_device
+from fusco.reference.plan_forwarding import plan_forwarding
 from generator import KINDS, Case
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.kernels.reference.weight_gradients import weight_gradients as reference
-from fusco.kernels.weight_gradients import weight_gradients
+from fusco.api.weight_gradients import weight_gradients
+from fusco.reference.weight_gradients import weight_gradients as reference
 from generator import random_of
 
 pytestmark = pytest.mark.cuda

@@ -8,8 +8,8 @@ from limited_world import LimitedWorld
 from on_device import DeviceWorld, talk_over_network
 from rank_setup import meet
 
-from fusco.bench.local_world import PRELOADED, LocalWorld
-from fusco.shared_gpus import may_share_gpus
+from fusco.core.shared_gpus import may_share_gpus
+from fusco.ranks.local_world import PRELOADED, LocalWorld
 
 # Not looked through for doctests without what they import; their tests are skipped, and say so.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fusco import Launch, fsdp
-from fusco.checked_engine import CheckedEngine
+from fusco.api.collective import CheckedEngine
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
 

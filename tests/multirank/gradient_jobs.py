@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_setup import Setup, poison_recycler
 
 import fusco
-from fusco.checked_engine import CheckedEngine
+from fusco.api.collective import CheckedEngine
 from generator import Case, values
 
 HIDDEN = 3

@@ -3,7 +3,7 @@
 import torch
 from on_device import skip_without_gpus, talk_over_network
 
-from fusco.bench.local_world import LocalWorld
+from fusco.ranks.local_world import LocalWorld
 
 
 class LimitedWorld:

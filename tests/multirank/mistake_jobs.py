@@ -16,7 +16,7 @@ from rank_setup import Setup, check_combine, law_of
 
 import fusco
 from comparison import assert_same_bits, world_rows
-from fusco.memory.recycler import OutputRecycler
+from fusco.cpu.recycler import OutputRecycler
 from generator import any_bits
 
 HIDDEN = 3

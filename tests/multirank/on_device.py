@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fusco
-from fusco.bench.local_world import LocalWorld
-from fusco.shared_gpus import SHARE_GPUS, may_share_gpus
+from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+from fusco.ranks.local_world import LocalWorld
 
 
 def skip_without_gpus(num_ranks: int) -> None:

@@ -34,7 +34,7 @@ def check_routings_on_hosts(
     group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, hosts: list[str]
 ) -> tuple[int, ...]:
     """The same where each rank is told to be on a host of its own choice; returns the nodes that come of it."""
-    with mock.patch("fusco.introduction.host_identity", return_value=hosts[dist.get_rank(group)]):
+    with mock.patch("fusco.control.bootstrap.host_identity", return_value=hosts[dist.get_rank(group)]):
         check_routings(group, setup, dtype, seeds)
         with setup.open(group) as comm:
             return comm.topology.rank_to_node

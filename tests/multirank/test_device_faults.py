@@ -9,19 +9,19 @@ from device_fault_jobs import endure
 from fault_jobs import TIMEOUT_S, Fault, die, stop
 
 import fusco
-from fusco.bench.emulation import emulated_network
-from fusco.bench.local_world import LocalWorld
-from fusco.shared_gpus import may_share_gpus
+from fusco.core.shared_gpus import may_share_gpus
+from fusco.ranks.emulation import emulated_network
+from fusco.ranks.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(90)]
 
 SLACK_S, CLOSING_S = 1.5, 3.0
 VICTIM = 1
-PLANNING = "fusco.engine.cuda.kernels:Kernels.plan"
-STAGING = "fusco.engine.cuda.kernels:Kernels.stage"
-SUMMING = "fusco.engine.cuda.kernels:Kernels.combine"
-NETWORK = "fusco.engine.cuda.network:Network.exchange"
-SETTLING = "fusco.engine.cuda.engine:CudaEngine.settle"
+PLANNING = "fusco.cuda.context:Kernels.plan"
+STAGING = "fusco.cuda.context:Kernels.stage"
+SUMMING = "fusco.cuda.context:Kernels.combine"
+NETWORK = "fusco.cuda.network:Network.exchange"
+SETTLING = "fusco.cuda.engine:CudaEngine.settle"
 EXACT, STATIC = None, fusco.StaticSlots(4096)
 
 

@@ -25,7 +25,7 @@ from fault_jobs import (
     stop,
 )
 
-from fusco.bench.local_world import LocalWorld
+from fusco.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(60)]
@@ -35,18 +35,18 @@ CLOSING_S = 3.0
 
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
-ROLL_CALL = "fusco.transport.roll_call:RollCall.gather"
-MAIL = "fusco.transport.mail:Mail.__init__"
-CONNECTING = "fusco.transport.gloo:GlooTransport.__init__"
-REUSE = "fusco.engine.host.exchange:Exchange.wait_for_peers_done"
-RECORDS = "fusco.engine.host.exchange:Exchange.exchange_records"
-ROUTING = "fusco.engine.cpu.routing_exchange:RoutingExchange.exchange"
-SENDING = "fusco.engine.cpu.dispatch:SendRows.step"
-SCATTERING = "fusco.engine.cpu.dispatch:ScatterRows.step"
-PRODUCING = "fusco.engine.cpu.combine:ProducePartialSums.step"
-FOLDING = "fusco.engine.cpu.combine:FoldSums.step"
-DISPATCHING = "fusco.engine.cpu.engine:CpuEngine.dispatch_along"
-SHUFFLING = "fusco.engine.stream:StreamOut.step"
+ROLL_CALL = "fusco.control.store_gather:RollCall.gather"
+MAIL = "fusco.control.tcp_mesh:Mail.__init__"
+CONNECTING = "fusco.cpu.gloo:GlooTransport.__init__"
+REUSE = "fusco.control.record_exchange:Exchange.wait_for_peers_done"
+RECORDS = "fusco.control.record_exchange:Exchange.exchange_records"
+ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"
+SENDING = "fusco.cpu.dispatch:SendRows.step"
+SCATTERING = "fusco.cpu.dispatch:ScatterRows.step"
+PRODUCING = "fusco.cpu.combine:ProducePartialSums.step"
+FOLDING = "fusco.cpu.combine:FoldSums.step"
+DISPATCHING = "fusco.cpu.engine:CpuEngine.dispatch_along"
+SHUFFLING = "fusco.engine.byte_stream:StreamOut.step"
 OUTSIDE = "fault_jobs:between_calls"
 
 # What strikes where: ranks and ranks of each node, victims, the method, its calls that go well first.
@@ -69,10 +69,10 @@ MORE_PLACES = {
     "two ranks of one node": (TWO_NODES, (0, 1), SCATTERING, 2),
 }
 EXCHANGES = {
-    "sending within the node": (TWO_NODES, (1,), "fusco.engine.cpu.all_to_all:SendWithin.step", 5),
-    "receiving within the node": (TWO_NODES, (0,), "fusco.engine.cpu.all_to_all:ReceiveWithin.step", 4),
-    "sending stages": (TWO_NODES, (2,), "fusco.engine.cpu.all_to_all:SendAcross.step", 3),
-    "receiving stages": ((2, 1), (1,), "fusco.engine.cpu.all_to_all:ReceiveAcross.step", 3),
+    "sending within the node": (TWO_NODES, (1,), "fusco.cpu.all_to_all:SendWithin.step", 5),
+    "receiving within the node": (TWO_NODES, (0,), "fusco.cpu.all_to_all:ReceiveWithin.step", 4),
+    "sending stages": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
+    "receiving stages": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
 }
 STAGES = {
     "before anything": (ROLL_CALL, 0),

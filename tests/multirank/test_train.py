@@ -19,8 +19,8 @@ pytest.importorskip("transformers", reason="fusco train needs transformers: pip 
 
 from train_jobs import train_until_rows_do_not_arrive, train_with_slow_reports
 
-from fusco.bench.local_world import LocalWorld
 from fusco.cli.main import app
+from fusco.ranks.local_world import LocalWorld
 from fusco.train.job import ModelShape, TrainingJob
 from fusco.train.world import run_here
 

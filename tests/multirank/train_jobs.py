@@ -6,7 +6,7 @@ import time
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fusco.communicator import Communicator
+from fusco.api.communicator import Communicator
 from fusco.train.rank import train_rank
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from fusco.api.communicator import Communicator
 from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.progress import ProgressReporter
-from fusco.communicator import Communicator
-from fusco.engine.profile import CallProfile
+from fusco.core.config import Settings
+from fusco.core.profile import CallProfile
+from fusco.core.topology import Topology
+from fusco.ranks.progress import ProgressReporter
 from fusco.schedule.schedule import ScheduleMode
 from fusco.schedule.stages import IntArray
-from fusco.settings import Settings
-from fusco.topology import Topology
 
 VARIANTS = ("fusco", "all_to_all_single")
 _NUM_WARM_UPS = 2

@@ -11,14 +11,14 @@ import numpy as np
 from fusco.bench.alltoall import ExchangeResult
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.links import LinkPeaks
-from fusco.engine.cpu.all_to_all import LINKS as CPU_LINKS
-from fusco.engine.cuda.all_to_all import LINKS as CUDA_LINKS
-from fusco.engine.profile import CallProfile
+from fusco.core.config import Settings
+from fusco.core.profile import CallProfile
+from fusco.core.topology import Topology
+from fusco.cpu.all_to_all import LINKS as CPU_LINKS
+from fusco.cuda.all_to_all import LINKS as CUDA_LINKS
 from fusco.schedule.choice import schedule_for
 from fusco.schedule.schedule import Schedule, ScheduleMode
 from fusco.schedule.stages import IntArray, lower_bound_bytes
-from fusco.settings import Settings
-from fusco.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.balancer import BALANCERS, Traffic
-from fusco.topology import Topology
+from fusco.core.topology import Topology
+from fusco.planner.balancer import BALANCERS, Traffic
 
 _BIMODAL = 0.2
 _ROWS_AT_FULL_LOAD = 1 << 20  # fine enough that rounding to whole rows does not show

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusco.engine.profile import CallProfile
-from fusco.placement import ExpertPlacement
-from fusco.rows import row_bytes
-from fusco.topology import Topology
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.core.rows import row_bytes
+from fusco.core.topology import Topology
 
 
 @dataclass(frozen=True)

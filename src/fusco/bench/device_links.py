@@ -14,7 +14,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from fusco.bench.links import NUM_BYTES, InternodePeaks, measure_between_nodes
 from fusco.bench.stopwatch import Stopwatch
-from fusco.topology import Topology
+from fusco.core.topology import Topology
 
 _NUM_BYTES = 256 << 20
 _NUM_REPEATS = 10

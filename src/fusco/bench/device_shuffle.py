@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from fusco.api.communicator import Communicator
 from fusco.bench.device_links import DevicePeaks, measure_device_links
 from fusco.bench.law import WorldInput, expected_rows
 from fusco.bench.peers import import_peers
-from fusco.bench.progress import ProgressReporter
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.shuffle_variants import Shuffle, Ways
 from fusco.bench.stopwatch import Stopwatch
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import recorded_variant
 from fusco.bench.verification import verify
-from fusco.bench.ways import Shuffle, Ways
-from fusco.communicator import Communicator
-from fusco.engine.profile import CallProfile
-from fusco.launch import Launch, StaticSlots
-from fusco.timeline import Span, Timeline
+from fusco.core.launch import Launch, StaticSlots
+from fusco.core.profile import CallProfile
+from fusco.core.timeline import Span, Timeline
+from fusco.ranks.progress import ProgressReporter
 
 _FP8, _DEEP_EP = "fusco-fp8", "deep_ep"
 _FP8_BLOCK = 128  # values that share a scale

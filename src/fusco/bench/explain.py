@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusco.balancer import BALANCERS, IntArray
+from fusco.api.memory_size import memory_size_hint
 from fusco.bench.traffic import Workload
-from fusco.memory.layout import Capacity
-from fusco.memory.size_hint import memory_size_hint
+from fusco.control.layout import Capacity
+from fusco.planner.balancer import BALANCERS, IntArray
 from fusco.planner.cost import plan_cost
 from fusco.planner.world import plan_world, traffic_of
 

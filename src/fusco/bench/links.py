@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fusco.bench.messages import exchange_messages
 from fusco.bench.stopwatch import HostStopwatch, Stopwatch, Timing
-from fusco.topology import Topology
+from fusco.core.topology import Topology
 
 # Of a message, and of a copy: large enough that what they cost besides their bytes counts for little.
 NUM_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}

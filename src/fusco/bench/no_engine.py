@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusco.balancer import Balancer, Traffic
 from fusco.bench.messages import exchange_messages
-from fusco.engine.profile import CallProfile
-from fusco.groups import Groups
-from fusco.placement import ExpertPlacement
+from fusco.core.groups import Groups
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.core.topology import Topology
+from fusco.planner.balancer import Balancer, Traffic
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import mark_destinations, plan_forwarding
-from fusco.topology import Topology
 
 
 @dataclass(frozen=True)

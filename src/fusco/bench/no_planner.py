@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
 from fusco.planner.forwarding import mark_destinations
 from fusco.planner.routing import Routing
 

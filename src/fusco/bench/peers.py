@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.bench.shuffle_variants import Shuffle
 from fusco.bench.traffic import Workload
-from fusco.bench.ways import Shuffle
 
 
 def import_peers(

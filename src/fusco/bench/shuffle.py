@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from fusco.bench.law import WorldInput
 from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.progress import ProgressReporter
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.shuffle_variants import Shuffle, Ways
 from fusco.bench.verification import verify
-from fusco.bench.ways import Shuffle, Ways
-from fusco.engine.profile import CallProfile
+from fusco.core.profile import CallProfile
+from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
 

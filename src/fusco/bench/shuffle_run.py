@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusco.bench.traffic import Workload
-from fusco.settings import Settings
-from fusco.topology import Topology
+from fusco.core.config import Settings
+from fusco.core.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

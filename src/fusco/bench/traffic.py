@@ -17,9 +17,9 @@ import torch
 
 from fusco.bench.arrays import load_arrays
 from fusco.bench.names import Pattern
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 from fusco.planner.routing import Routing
-from fusco.topology import Topology
 
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2), most ranks with almost no or almost only remote traffic, as in FUSCO's Fig. 10

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeResult
     from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
     from fusco.bench.links import LinkPeaks
-    from fusco.placement import ExpertPlacement
+    from fusco.core.placement import ExpertPlacement
 
 
 def alltoall(
@@ -58,14 +58,14 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
+    from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
-    from fusco.bench.joined_world import launched
     from fusco.bench.rank_matrix import make_rank_bytes
     from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Trace, Workload
-    from fusco.checks import check_cuda_core
-    from fusco.settings import Settings
-    from fusco.topology import Topology
+    from fusco.core.config import Settings
+    from fusco.core.topology import Topology
+    from fusco.ranks.joined_world import launched
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     if device is Device.CUDA:
@@ -121,7 +121,7 @@ def alltoall(
 
 def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
     """Runs of consecutive experts as equal as can be, whatever the number of ranks."""
-    from fusco.placement import ExpertPlacement
+    from fusco.core.placement import ExpertPlacement
 
     return ExpertPlacement.explicit([expert * world_size // num_experts for expert in range(num_experts)], world_size)
 
@@ -130,9 +130,9 @@ def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
     from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
-    from fusco.bench.emulation import emulated_network
-    from fusco.bench.room import check_room
-    from fusco.kernels.warm_up import warm_up_cpu
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.ranks.emulation import emulated_network
+    from fusco.ranks.memory_check import check_room
     from fusco.schedule import warm_up
 
     run, num_ranks = runs[0], runs[0].topology.world_size

@@ -103,10 +103,10 @@ def shuffle(
     its ranks. Every variant is verified against the law first: dispatched rows bit for bit, combined rows within what
     rounding explains. Exit code 1 if anything is off, or if fusco sends other bytes between nodes than it must.
     """
-    from fusco.bench.joined_world import launched
     from fusco.bench.results import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.settings import Settings
+    from fusco.core.config import Settings
+    from fusco.ranks.joined_world import launched
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
@@ -171,10 +171,10 @@ def _check_timeline(run: ShuffleRun) -> None:
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.law import world_bytes
     from fusco.bench.results import summarize
-    from fusco.bench.room import check_room
     from fusco.bench.shuffle import num_steps, run_rank
     from fusco.cli.cpu_tables import print_cpu_records
-    from fusco.kernels.warm_up import warm_up_cpu
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.ranks.memory_check import check_room
 
     num_ranks = run.topology.world_size
     check_room("all ranks' rows (--tokens, --hidden), which each rank verifies by,", world_bytes(run.shape), num_ranks)
@@ -183,12 +183,12 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
 
 
 def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
+    from fusco.api.validation import check_cuda_core
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
-    from fusco.bench.emulation import describe_emulation, emulated_network
-    from fusco.bench.joined_world import launched
-    from fusco.checks import check_cuda_core
     from fusco.cli.device_tables import print_device_records, print_internode_records
+    from fusco.ranks.emulation import describe_emulation, emulated_network
+    from fusco.ranks.joined_world import launched
 
     if run.variants != ("baseline",):
         check_cuda_core()  # here, before any process starts
@@ -211,7 +211,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
-    from fusco.timeline import write_chrome_trace
+    from fusco.core.timeline import write_chrome_trace
 
     for i, workload in enumerate(run.workloads):
         traffic = workload.pattern.value

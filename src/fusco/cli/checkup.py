@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from fusco.api.validation import has_cuda_core
 from fusco.bench.environment import hardware, versions
-from fusco.checks import has_cuda_core
 
 LEAST_VERSIONS = {"torch": "2.6", "numba": "0.61", "numpy": "1.26"}  # as in pyproject.toml; a test compares
 _NCCL = "NCCL (between nodes on CUDA)"
@@ -83,8 +83,8 @@ def _release(number: str) -> list[int]:
 
 
 def _shared_memory() -> Finding:
-    from fusco.errors import SharedMemoryError
-    from fusco.memory.segment import SHARED_MEMORY_DIR, SharedSegment
+    from fusco.control.shared_segment import SHARED_MEMORY_DIR, SharedSegment
+    from fusco.core.errors import SharedMemoryError
 
     try:
         with SharedSegment.create(1 << 16) as segment, SharedSegment.open_peer(segment.address) as peer:
@@ -97,10 +97,10 @@ def _shared_memory() -> Finding:
 
 
 def _room() -> Finding:
-    from fusco.memory.layout import Capacity
-    from fusco.memory.segment import free_bytes
-    from fusco.memory.size_hint import memory_size_hint
-    from fusco.topology import Topology
+    from fusco.api.memory_size import memory_size_hint
+    from fusco.control.layout import Capacity
+    from fusco.control.shared_segment import free_bytes
+    from fusco.core.topology import Topology
 
     capacity = Capacity(max_tokens_per_rank=8192, max_bytes_per_token=14336, num_topk=8)
     needed = memory_size_hint(Topology.of_equal_nodes(4, 2), capacity).shared_bytes
@@ -116,7 +116,7 @@ def _room() -> Finding:
 
 
 def _kernels() -> Finding:
-    from fusco.kernels.warm_up import warm_up_cpu
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     warm_up_cpu()
     return Finding("CPU kernels", "ok", "compiled by numba and cached")
@@ -168,9 +168,9 @@ def _cuda_kernels() -> Finding:
     check = "CUDA kernels"
     if not has_cuda_core():
         return Finding(check, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
-    from fusco.errors import CompileError
-    from fusco.kernels.cuda.compiler import Compiler, default_cache_dir
-    from fusco.kernels.cuda.copy_segments import CopyArgs
+    from fusco.core.errors import CompileError
+    from fusco.cuda.kernels.compiler import Compiler, default_cache_dir
+    from fusco.cuda.kernels.copy_segments import CopyArgs
 
     constants = {"ARGUMENT_BYTES": ctypes.sizeof(CopyArgs), "NUM_THREADS": 256}
     try:

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 
 import fusco
-from fusco.bench.failures import RankFailedError, in_words
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
 from fusco.cli.running import Interrupted
 from fusco.cli.schedule import schedule
 from fusco.cli.train import train
+from fusco.ranks.failures import RankFailedError, in_words
 
 app = typer.Typer(
     name="fusco",

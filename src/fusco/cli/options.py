@@ -151,8 +151,8 @@ class WorkloadOptions:
         import torch
 
         from fusco.bench.traffic import Trace, Workload
-        from fusco.placement import ExpertPlacement
-        from fusco.topology import Topology
+        from fusco.core.placement import ExpertPlacement
+        from fusco.core.topology import Topology
 
         replayed = None
         if names.Pattern.TRACE in patterns:

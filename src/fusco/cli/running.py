@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fusco.shared_gpus import may_share_gpus
+from fusco.core.shared_gpus import may_share_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fusco.bench.joined_world import Launched
+    from fusco.ranks.joined_world import Launched
 
 _Result = TypeVar("_Result")
 
@@ -96,9 +96,9 @@ def run_on_ranks(
         ``None`` on all ranks but 0 of a job that a launcher has started.
 
     """
-    from fusco.bench.joined_world import JoinedWorld, launched
-    from fusco.bench.local_world import LocalWorld
-    from fusco.bench.progress import watching
+    from fusco.ranks.joined_world import JoinedWorld, launched
+    from fusco.ranks.local_world import LocalWorld
+    from fusco.ranks.progress import watching
 
     if by_launcher := launched():
         with JoinedWorld(by_launcher, device) as joined:

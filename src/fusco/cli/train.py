@@ -158,8 +158,8 @@ def _run(
     job: TrainingJob, joined: Joined | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run]:
     """Train. What is wrong with the machine or the text is said before any process starts."""
+    from fusco.api.validation import check_cuda_core
     from fusco.bench.results import write_json_lines
-    from fusco.checks import check_cuda_core
     from fusco.train.text import load_text
     from fusco.train.world import run_here, run_joined
 

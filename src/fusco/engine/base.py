@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 import torch
 
-from fusco.balancer import Balancer
-from fusco.engine.profile import CallProfile
-from fusco.engine.record import Agreement
-from fusco.launch import Launch, StaticSlots
-from fusco.placement import ExpertPlacement
+from fusco.control.fingerprint import Agreement
+from fusco.core.launch import Launch, StaticSlots
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.core.rows import row_bytes
+from fusco.core.segments import Segments
+from fusco.core.timeline import NoTimeline, Timeline
+from fusco.core.topology import Topology
+from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
-from fusco.rows import row_bytes
 from fusco.schedule.schedule import ScheduleMode
-from fusco.segments import Segments
-from fusco.timeline import NoTimeline, Timeline
-from fusco.topology import Topology
 
 
 class Plan(Protocol):

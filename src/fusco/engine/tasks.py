@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterable
 from typing import Protocol
 
-from fusco.errors import Stall
-from fusco.liveness.watch import Watch
+from fusco.control.watchdog import Watch
+from fusco.core.errors import Stall
 
 
 class Task(Protocol):

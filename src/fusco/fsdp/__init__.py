@@ -6,9 +6,9 @@ what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint``
 ``load_hugging_face`` keep what came of it. ``docs/fsdp.md`` has a loop that works.
 """
 
+from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
 from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
-from fusco.fsdp.checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.dispatcher import Arrival as Arrival
 from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
 from fusco.fsdp.experts import Experts as Experts
@@ -27,5 +27,7 @@ from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
-from fusco.fsdp.transformers_door import registered_as_experts_implementation as registered_as_experts_implementation
-from fusco.fsdp.transformers_door import registered_with_transformers as registered_with_transformers
+from fusco.fsdp.transformers_integration import (
+    registered_as_experts_implementation as registered_as_experts_implementation,
+)
+from fusco.fsdp.transformers_integration import registered_with_transformers as registered_with_transformers

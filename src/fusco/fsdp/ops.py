@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from fusco.autograd import Verbs, gradients_of_combine
-from fusco.communicator import Communicator
-from fusco.handle import Handle
-from fusco.launch import Launch
+from fusco.api.autograd import Verbs, gradients_of_combine
+from fusco.api.communicator import Communicator
+from fusco.api.handle import Handle
+from fusco.core.launch import Launch
 
 
 class CommunicatorSource(Protocol):

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fusco.fsdp.checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
-from fusco.fsdp.consent import check_on_all_ranks
+from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
+from fusco.fsdp.collective_check import check_on_all_ranks
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.layer import ExpertParallelLayer

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import torch
 
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 from fusco.planner.forwarding import mark_destinations
-from fusco.topology import Topology
 
 
 @dataclass(frozen=True)

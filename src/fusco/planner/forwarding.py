@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.placement import ExpertPlacement
-from fusco.topology import Topology
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import torch
 
-from fusco.groups import Groups
-from fusco.placement import ExpertPlacement
+from fusco.core.groups import Groups
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import SendingStage
-from fusco.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

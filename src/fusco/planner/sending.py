@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.balancer import Traffic
+from fusco.planner.balancer import Traffic
 from fusco.schedule import decompose
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fusco.balancer import Balancer, Traffic
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.planner.balancer import Balancer, Traffic
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.routing import Routing
-from fusco.topology import Topology
 
 
 def traffic_of(forwardings: Sequence[NodeForwarding], topology: Topology) -> Traffic:

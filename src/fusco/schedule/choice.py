@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fusco.core.topology import Topology
 from fusco.schedule.cost import Links, choose_mode
 from fusco.schedule.schedule import Schedule, ScheduleMode, make_schedule
 from fusco.schedule.stages import IntArray
-from fusco.topology import Topology
 
 
 def schedule_for(rank_bytes: IntArray, topology: Topology, links: Links, mode: ScheduleMode | None = None) -> Schedule:

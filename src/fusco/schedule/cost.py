@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fusco.integers import check_integer
+from fusco.core.integers import check_integer
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.matrix import as_node_bytes

@@ -84,7 +84,7 @@ def make_itinerary(schedule: Schedule, rank: int) -> Itinerary:
     FAST's Fig. 7: B0 (rank 2) hands two bytes of its message to A0 (the first that cross the lane of B1) to B1.
 
     >>> from fusco.schedule import make_schedule
-    >>> from fusco.topology import Topology
+    >>> from fusco.core.topology import Topology
     >>> rank_bytes = np.array([[0, 0, 0, 0], [0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 0, 0]])
     >>> schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(world_size=4, ranks_per_node=2))
     >>> [course.pieces.tolist() for course in make_itinerary(schedule, 2).sends_within[3]]

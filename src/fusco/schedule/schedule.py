@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fusco.core.topology import Topology
 from fusco.schedule import lanes
 from fusco.schedule.decomposition import decompose
 from fusco.schedule.matrix import as_matrix
 from fusco.schedule.spread_out import spread_out
 from fusco.schedule.stages import IntArray, Stages
 from fusco.schedule.transfers import Transfers
-from fusco.topology import Topology
 
 ScheduleMode = Literal["exact", "few", "spread-out"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fusco.core.topology import Topology
 from fusco.schedule.decomposition import decompose
 from fusco.schedule.schedule import make_schedule
-from fusco.topology import Topology
 
 
 def warm_up() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fusco.fsdp.checkpointing import Checkpointing
+from fusco.fsdp.activation_checkpointing import Checkpointing
 
 _HEAD_DIM = 32
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
-from fusco.settings import Settings
+from fusco.core.config import Settings
 from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model

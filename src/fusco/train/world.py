@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusco.bench.local_world import LocalWorld
-from fusco.bench.progress import ProgressReporter, latest_note, watching
 from fusco.bench.results import write_json_lines
-from fusco.kernels.warm_up import warm_up_cpu
+from fusco.cpu.kernels.warm_up import warm_up_cpu
+from fusco.ranks.local_world import LocalWorld
+from fusco.ranks.progress import ProgressReporter, latest_note, watching
 from fusco.train.job import TrainingJob
 from fusco.train.rank import train_rank
 from fusco.train.records import Run, StepRecord

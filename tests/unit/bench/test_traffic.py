@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
-from fusco.placement import ExpertPlacement
-from fusco.topology import Topology
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 
 
 def workload(pattern, nodes=2, per_node=2, tokens=200, **more):

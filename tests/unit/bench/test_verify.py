@@ -3,12 +3,12 @@
 import torch
 
 from fusco.bench.law import WorldInput
+from fusco.bench.shuffle_variants import Shuffle
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.verification import verify
-from fusco.bench.ways import Shuffle
-from fusco.engine.profile import CallProfile
-from fusco.placement import ExpertPlacement
-from fusco.topology import Topology
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.core.topology import Topology
 
 
 def test_a_shuffle_that_loses_a_row_is_not_verified():

@@ -2,12 +2,12 @@
 
 import torch
 
-from fusco.balancer import balance_static
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.planner.balancer import balance_static
 from fusco.planner.cost import plan_cost
 from fusco.planner.routing import Routing
 from fusco.planner.world import plan_world
-from fusco.topology import Topology
 
 
 def test_two_nodes_of_two_ranks():

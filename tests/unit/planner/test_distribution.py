@@ -2,9 +2,9 @@
 
 import torch
 
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 from fusco.planner.distribution import NodeRouting, distribute, mark_local_ranks
-from fusco.topology import Topology
 
 PLACEMENT = ExpertPlacement.contiguous(num_experts=4, world_size=2)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
 from fusco.planner.forwarding import mark_destinations, plan_forwarding
-from fusco.topology import Topology
 
 
 def tokens_to_nodes(topk_idx, placement, topology):

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusco.balancer import BALANCERS
-from fusco.placement import ExpertPlacement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.planner.balancer import BALANCERS
 from fusco.planner.cost import PlanCost, plan_cost
 from fusco.planner.plan import DispatchPlan
 from fusco.planner.routing import Routing
 from fusco.planner.world import plan_world
-from fusco.topology import Topology
 from generator import KINDS, Case, number_of
 from law import Law, Pair
 

@@ -1,0 +1,114 @@
+"""Gradients: the mirror of dispatch is an unweighted combine, the mirror of combine a dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusco.api.handle import Handle
+from fusco.api.weight_gradients import weight_gradients
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """The two movements without gradients, for an existing handle."""
+
+    dispatch: Callable[[torch.Tensor, Handle], torch.Tensor]
+    combine: Callable[[torch.Tensor, Handle], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Rows that a verb has made already. Wrapped, so that autograd sees a new tensor and not a view of an input."""
+
+    rows: torch.Tensor
+
+
+class DispatchRows(torch.autograd.Function):
+    """Expert-major rows from token-major ones, and the weight of each row from those of the tokens.
+
+    ``grad_x[t]`` is the sum of the gradients of all copies of token t; each row's weight has its gradient at its token
+    and k. One function for both, as the backward pass communicates: all ranks must do so in the same order, which
+    autograd does not promise of two.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put what dispatch made of ``x`` into the graph; with weights of rows unless ``topk_weights`` is ``None``."""
+        ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
+        ctx.set_materialize_grads(False)  # what nobody used does not travel
+        weights = None
+        if topk_weights is not None:
+            ctx.dtype = topk_weights.dtype
+            weights = handle.plan.slot_weights.to(topk_weights.dtype, copy=True)  # padding rows have weight zero
+        needs_rows, needs_weights, *_ = ctx.needs_input_grad
+        constant = [] if needs_rows else [made.rows]
+        if weights is not None and not needs_weights:
+            constant.append(weights)
+        ctx.mark_non_differentiable(*constant)
+        return made.rows, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Unweighted combines."""
+        grad_x = grad_weights = None
+        if grad_rows is not None and ctx.needs_input_grad[0]:
+            # With the width spelled out, as -1 means nothing for a rank without rows.
+            flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
+            grad_x = ctx.verbs.combine(flat, ctx.handle).view(ctx.shape)
+        if grad_row_weights is not None and ctx.needs_input_grad[1]:
+            grad_weights = _weights_home(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
+        return grad_x, grad_weights, None, None, None
+
+
+class CombineRows(torch.autograd.Function):
+    """Token-major rows from expert-major ones, weighted if the handle has weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
+    ) -> torch.Tensor:
+        """Put what combine made of ``y`` into the graph."""
+        ctx.handle, ctx.verbs = handle, verbs
+        ctx.save_for_backward(y if topk_weights is not None and topk_weights.requires_grad else None)
+        return made.rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``."""
+        (y,) = ctx.saved_tensors
+        grad_y, grad_weights = gradients_of_combine(grad_out, y, ctx.handle, ctx.verbs)
+        return grad_y, grad_weights, None, None, None
+
+
+def gradients_of_combine(
+    grad_out: torch.Tensor, y: torch.Tensor | None, handle: Handle, verbs: Verbs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
+    grad_y = verbs.dispatch(grad_out.contiguous(), handle)
+    if handle.topk_weights is None:
+        assert y is None
+        return grad_y, None
+    dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
+    if dots is None:
+        return grad_y, None
+    home = _weights_home(dots, handle.unweighted(), verbs)
+    return grad_y, home.to(handle.topk_weights.dtype)
+
+
+def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+    """Send one value of each slot to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
+    dtype = torch.float64 if slot_values.dtype == torch.float64 else torch.float32
+    rows = slot_values.new_zeros(handle.num_slots, handle.num_topk, dtype=dtype)
+    rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])
+    return verbs.combine(rows, handle)

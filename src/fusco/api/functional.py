@@ -1,0 +1,87 @@
+"""Collectives that need no communicator made first, in the manner of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.api.create import check_group
+from fusco.schedule.schedule import ScheduleMode
+
+
+class GroupCommunicators:
+    """A communicator for each process group and device, made when it is first needed.
+
+    Each has the least capacity, so it takes little but its rings: ``ring_depth * ranks_per_node`` slices of shared
+    memory with the default ``Settings``. It lives as long as its group, and is given back when the group is destroyed
+    or the process ends, without waiting for anybody. Making one is a collective.
+    """
+
+    def __init__(self) -> None:
+        self._by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        """The communicator of a group (``None``: the default one) for tensors on a device."""
+        group = check_group(group)
+        communicators = self._by_group.setdefault(group, {})
+        if device not in communicators:
+            made = _of_least_capacity(group, device)
+            weakref.finalize(group, made.leave)
+            communicators[device] = made
+        return communicators[device]
+
+
+def _of_least_capacity(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    return Communicator(
+        group,
+        num_experts=dist.get_world_size(group),
+        num_topk=1,
+        max_tokens_per_rank=1,
+        max_bytes_per_token=1,
+        device=device,
+    )
+
+
+# The one state of a module in fusco: torch's groups, whose lives it follows, are global themselves.
+_OF_GROUPS = GroupCommunicators()
+
+
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002  the names are those of torch.distributed.all_to_all_single
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleMode | None = None,
+    comm: Communicator | None = None,
+) -> None:
+    """Exchange rows among the ranks of a group, as ``torch.distributed.all_to_all_single``, by a schedule.
+
+    See ``Communicator.all_to_all`` for what it does, the other arguments, and errors. The first call with a group makes
+    a communicator for it (see ``GroupCommunicators``) with nodes as the ranks' hosts say, and compiles the scheduler
+    (seconds, once on each machine). Whoever wants to choose nodes or ``Settings``, or to close it, passes a
+    communicator.
+
+    Args:
+        output: as ``Communicator.all_to_all``.
+        input: likewise.
+        output_split_sizes: likewise.
+        input_split_sizes: likewise.
+        group: the process group; ``None`` means the default one.
+        schedule: as ``Communicator.all_to_all``.
+        comm: use this communicator; ``group`` must be ``None`` then.
+
+    """
+    if comm is not None and group is not None:
+        raise ValueError("all_to_all takes a group or a communicator, not both")
+    if comm is None:
+        device = output.device if isinstance(output, torch.Tensor) else torch.device("cpu")
+        comm = _OF_GROUPS.of(group, device)
+    comm.all_to_all(output, input, output_split_sizes, input_split_sizes, schedule=schedule)

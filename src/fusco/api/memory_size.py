@@ -1,0 +1,28 @@
+"""What a communicator will take, before there is one."""
+
+from __future__ import annotations
+
+from fusco.control.layout import ArenaLayout, Capacity, MemorySize
+from fusco.core.config import Settings
+from fusco.core.topology import Topology
+from fusco.cuda.layout import DeviceLayout
+
+
+def memory_size_hint(
+    topology: Topology, capacity: Capacity, settings: Settings | None = None, device: str = "cpu"
+) -> MemorySize:
+    """What a communicator of this configuration takes on each rank, without making one.
+
+    On the CPU this is shared and private memory of the host; with ``device="cuda"``, GPU memory that peers see.
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> capacity = Capacity(max_tokens_per_rank=1024, max_bytes_per_token=8192, num_topk=8)
+    >>> memory_size_hint(topology, capacity).pool_bytes == 2 * 1024 * 8192
+    True
+    """
+    settings = settings or Settings()
+    if device == "cuda":
+        return DeviceLayout(topology, capacity, settings).memory_size
+    if device != "cpu":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    return ArenaLayout(topology, capacity, settings).memory_size

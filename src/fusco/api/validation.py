@@ -1,0 +1,276 @@
+"""Every check of what a caller hands to a communicator, before any rank waits for another."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.api.handle import Handle
+from fusco.control.layout import Capacity
+from fusco.core.integers import MAX_INT64
+from fusco.core.launch import StaticSlots
+from fusco.core.placement import ExpertPlacement
+from fusco.core.rows import describe_rows, plain, row_bytes
+from fusco.core.segments import Segments
+from fusco.cpu.kernels.reduce_rows import ROW_DTYPES
+from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.engine.base import ExchangeOrder
+from fusco.planner.routing import Routing
+from fusco.schedule.schedule import ScheduleMode
+
+_MAX_DIMS = 6  # as many as fit into a record's text with MAX_PAYLOADS, whatever the sizes
+_LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What one rank's communicator accepts. All methods raise ``TypeError`` or ``ValueError`` with what was given."""
+
+    rank: int
+    placement: ExpertPlacement
+    capacity: Capacity
+    wire_dtype: torch.dtype | None
+    device: torch.device
+
+    def routing(self, routing: Routing) -> None:
+        """The routing of a dispatch."""
+        for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
+            if tensor is not None:
+                self._tensor(name, tensor)
+        if self.device.type == "cpu":  # on CUDA the plan finds out, as looking here would wait for the device
+            routing.check_expert_ids(self.placement.num_experts)
+        if routing.num_topk > self.capacity.num_topk:
+            raise ValueError(
+                f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
+            )
+
+    def sizing(self, static: StaticSlots | None) -> None:
+        """The size of a dispatch's output."""
+        if static is not None and not isinstance(static, StaticSlots):
+            raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
+        if static is None and self._is_capturing:
+            raise ValueError(
+                "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
+                "pass static=StaticSlots(num_slots)"
+            )
+
+    def launching(self, verb: str, num_nodes: int) -> None:
+        """A verb that only launches within a node, so that a CUDA graph may hold it there."""
+        if num_nodes > 1 and self._is_capturing:
+            raise ValueError(
+                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
+                f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
+                f"node a combine can be captured, and a dispatch with static=StaticSlots(num_slots)"
+            )
+
+    def waiting(self, verb: str) -> None:
+        """A verb that waits on the host for the device, wherever ranks are."""
+        if self._is_capturing:
+            raise ValueError(
+                f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
+            )
+
+    def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """The rows of a dispatch."""
+        if not 1 <= len(payloads) <= MAX_PAYLOADS:
+            raise ValueError(f"dispatch takes 1 to {MAX_PAYLOADS} payloads, got {len(payloads)}")
+        for i, payload in enumerate(payloads):
+            self._tensor(f"payload {i}", payload)
+            if payload.ndim < 1 or len(payload) != num_tokens:
+                raise ValueError(f"payload {i} has shape {tuple(payload.shape)}, the routing {num_tokens} tokens")
+            if payload.ndim > _MAX_DIMS:
+                raise ValueError(f"payload {i} has {payload.ndim} dimensions, at most {_MAX_DIMS} are supported")
+        if len(payloads) > 1 and any(map(wants_grad, payloads)):
+            raise ValueError("gradients flow through a single payload only; detach these, or dispatch them apart")
+        if num_tokens > self.capacity.max_tokens_per_rank:
+            raise ValueError(
+                f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
+                f"{self.capacity.max_tokens_per_rank}"
+            )
+        self._row_bytes(sum(map(row_bytes, payloads)))
+
+    def rows(self, y: torch.Tensor, handle: Handle) -> None:
+        """The expert-major rows of a combine."""
+        self.handle(handle)
+        self._tensor("y", y)
+        if y.dtype not in ROW_DTYPES:
+            raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
+        if y.ndim != 2 or len(y) != handle.num_slots:
+            raise ValueError(f"y must be ({handle.num_slots}, hidden), as dispatch gave, got {tuple(y.shape)}")
+        self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+
+    def handle(self, handle: Handle) -> None:
+        """A handle comes from this very communicator."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
+        if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
+            raise ValueError("the handle comes from another communicator")
+
+    def shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape of memory that is asked for."""
+        if not isinstance(shape, Sequence) or isinstance(shape, str):
+            raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
+        if len(shape) > _MAX_DIMS:
+            raise ValueError(f"a shape has at most {_MAX_DIMS} dimensions, got {len(shape)}")
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+            raise ValueError(f"the sizes of a shape must be integers >= 0, got {tuple(shape)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT64:
+            raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
+        return tuple(shape)
+
+    def stream(self, segments: Segments, rank: int) -> None:
+        """What goes to or comes from another rank of the group."""
+        if not isinstance(segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+        self._tensor("the base of segments", segments.base)
+        if not isinstance(rank, int):
+            raise TypeError(f"a rank must be an integer, got {rank!r}")
+        if rank == self.rank or not 0 <= rank < self.placement.world_size:
+            raise ValueError(
+                f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
+            )
+
+    def partners(self, *payloads: Mapping[int, Segments]) -> None:
+        """What a shuffle names: ranks of the group, and segments."""
+        for part in payloads:
+            if not isinstance(part, Mapping):
+                raise TypeError(f"shuffle takes mappings from ranks to Segments, got {type(part).__name__}")
+        for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
+            if not isinstance(rank, int):
+                raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
+            if not isinstance(segments, Segments):
+                raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
+            self._tensor(f"the base of segments for rank {rank}", segments.base)
+        strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
+        if strangers:
+            raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
+
+    def exchange(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        mode: ScheduleMode | None,
+    ) -> ExchangeOrder:
+        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input."""
+        for name, tensor in (("output", output), ("input", input_)):
+            self._tensor(name, tensor)
+            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
+        if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
+            raise ValueError(
+                f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
+            )
+        if not output.is_contiguous() or output.is_conj() or output.is_neg():
+            raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
+        if wants_grad(input_) or wants_grad(output):
+            raise ValueError("all_to_all gives no gradients: detach input and output, or call it in torch.no_grad()")
+        source = plain(input_)
+        _refuse_overlap(output, source)
+        if mode not in (None, "exact", "few", "spread-out"):
+            raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
+        return ExchangeOrder(
+            input=source,
+            output=output,
+            send_rows=self._splits("input", len(source), splits[1]),
+            receive_rows=self._splits("output", len(output), splits[0]),
+            mode=mode,
+        )
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        world_size = self.placement.world_size
+        if sizes is None:
+            if num_rows % world_size:
+                raise ValueError(
+                    f"{name} has {num_rows} rows, which do not divide evenly among {world_size} ranks; "
+                    f"pass {name}_split_sizes"
+                )
+            return (num_rows // world_size,) * world_size
+        try:
+            rows = tuple(map(operator.index, sizes))
+        except TypeError:
+            raise TypeError(f"{name}_split_sizes must be a sequence of integers, got {sizes!r}") from None
+        if len(rows) != world_size:
+            raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
+        if min(rows) < 0:
+            raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
+        if sum(rows) != num_rows:
+            raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
+        return rows
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
+
+    def _row_bytes(self, num_bytes: int) -> None:
+        if num_bytes < 1:
+            raise ValueError("rows without elements cannot be moved")
+        if num_bytes > self.capacity.max_row_bytes:
+            raise ValueError(
+                f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
+                f"{self.capacity.max_bytes_per_token}"
+            )
+
+
+def _refuse_overlap(output: torch.Tensor, input_: torch.Tensor) -> None:
+    begin, other = output.data_ptr(), input_.data_ptr()
+    if begin < other + input_.nbytes and other < begin + output.nbytes:
+        raise ValueError(
+            f"input and output overlap in memory: {input_.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
+        )
+
+
+def wants_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient will be asked for."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """The device of a communicator, by index; ``ValueError`` for one that is not there or cannot be used."""
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this torch ({torch.__version__}) finds no CUDA device")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    check_cuda_core()
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _LEAST_CAPABILITY:
+        raise ValueError(
+            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
+            f"fusco needs {'.'.join(map(str, _LEAST_CAPABILITY))} (A100) or newer"
+        )
+    return torch.device("cuda", index)
+
+
+def has_cuda_core() -> bool:
+    """Whether the package is installed that compiles CUDA kernels."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+
+
+def check_cuda_core() -> None:
+    """Raise ``ValueError`` where it is not."""
+    if not has_cuda_core():
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'")

@@ -1,0 +1,123 @@
+"""How an engine comes by its memory and its connections, together with all other ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from fusco.control.layout import ArenaLayout
+from fusco.control.node_memory import NodeMemory
+from fusco.control.shared_segment import SegmentAddress, SharedSegment
+from fusco.control.status_server import Sentinel, SentinelAddress
+from fusco.control.store_gather import RollCall
+from fusco.control.tcp_mesh import Mail
+from fusco.control.watchdog import Peer, Watch
+from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError
+
+_Connected = TypeVar("_Connected")
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody."""
+
+    watch: Watch
+    mail: Mail
+    memory: NodeMemory
+    _resources: ExitStack
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._resources.close()
+
+
+def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> Connections:
+    """Connect to all other ranks and map the memory of those of the node.
+
+    Args:
+        roll: finds the other ranks.
+        layout: topology, capacity and settings, equal on all ranks.
+        hosts: the machine of each rank, as in ``Topology.from_hosts``.
+        listen_on: address at which other ranks reach this one.
+
+    Raises:
+        SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
+        PeerFailureError: naming a rank that dies or does not come. TransportError: where a network does not work.
+
+    """
+    with ExitStack() as resources:
+        secret = roll.gather("secret", secrets.token_hex(16))[0]
+        sentinel = Sentinel(secret, listen_on)
+        resources.callback(sentinel.close)
+        peers = _meet(roll, sentinel, hosts)
+        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s)
+        resources.callback(watch.close)
+        watch.begin(0, "Communicator")
+        roll.wait_until = watch.wait_until
+        num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
+        memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
+        resources.callback(memory.close)
+        counterparts = [memory.counterpart(node) for node in layout.topology.remote_nodes(roll.rank)]
+        mail = connecting(
+            lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
+        )
+        resources.callback(mail.close)
+        watch.network_failure = lambda: mail.failure
+        watch.end()
+        return Connections(watch, mail, memory, resources.pop_all())
+
+
+def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watch: Watch) -> _Connected:
+    """Connect; an error of the network is told with the rank that is at fault, or as ``TransportError`` if all live."""
+    try:
+        return connect()
+    except FuscoError:
+        raise
+    except (OSError, RuntimeError) as error:
+        symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
+        watch.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        raise TransportError(symptom) from error
+
+
+def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int, Peer]:
+    found = roll.gather("sentinel", {"address": asdict(sentinel.address), "pid": os.getpid()})
+    return {
+        rank: Peer(SentinelAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[roll.rank])
+        for rank, entry in enumerate(found)
+        if rank != roll.rank
+    }
+
+
+def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
+    """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
+    with ExitStack() as undo:
+        own, error, private_bytes = None, "", layout.memory_size.private_bytes
+        try:
+            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours, private_bytes))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
+        raise_if_any([entry["error"] for entry in addresses])
+        assert own is not None
+
+        segments = []
+        try:
+            for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
+                address = SegmentAddress(**addresses[rank]["address"])
+                segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
+        except SharedMemoryError as failure:
+            error = str(failure)
+        raise_if_any(roll.gather("mapped", error))
+        undo.pop_all()
+    return segments
+
+
+def raise_if_any(errors: Sequence[str]) -> None:
+    """``SharedMemoryError`` if any rank told an error; all of them have told one, or ``""``."""
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if failed:
+        raise SharedMemoryError("; ".join(failed))

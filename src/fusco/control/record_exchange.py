@@ -1,0 +1,75 @@
+"""Records to all ranks: by mail to the counterparts on other nodes, then through the node's memory."""
+
+from __future__ import annotations
+
+import struct
+
+from fusco.control.fingerprint import Agreement, Record
+from fusco.control.node_flags import wait_for_flag
+from fusco.control.node_memory import NodeMemory
+from fusco.control.tcp_mesh import Mail
+from fusco.control.watchdog import Watch
+from fusco.core.errors import Stall
+from fusco.core.profile import CallProfile
+
+
+class Exchange:
+    """The start of a collective: every rank learns what every other publishes."""
+
+    def __init__(self, memory: NodeMemory, mail: Mail, watch: Watch) -> None:
+        self._memory, self._mail, self._watch = memory, mail, watch
+        self._layout, self._topology = memory.layout, memory.layout.topology
+        self._counterpart_to_node = {
+            memory.counterpart(node): node for node in self._topology.remote_nodes(memory.rank)
+        }
+
+    def wait_for_peers_done(self, collective: int) -> None:
+        """Wait until no rank of the node reads what an earlier collective left in shared memory."""
+        expected = "the previous call's end"
+        flag = self._layout.done_flag
+        wait_for_flag(self._memory, self._watch, flag, collective - 1, "reuse of shared memory", expected)
+
+    def exchange_records(self, collective: int, record: Record, profile: CallProfile) -> list[Record]:
+        """Publish a record and return those of all ranks, by rank."""
+        memory, layout, to_node = self._memory, self._layout, self._counterpart_to_node
+        own = memory.record_bytes(memory.local, memory.node)
+        own_text = self._write(own, record)
+        memory.own.store(layout.record_flag(memory.node), collective)
+
+        self._mail.begin(own, {peer: memory.record_bytes(memory.local, node) for peer, node in to_node.items()})
+        profile.internode_metadata_bytes += own.nbytes * len(to_node)
+
+        def pass_on() -> None:
+            for peer in self._mail.look():
+                memory.own.store(layout.record_flag(to_node[peer]), collective)
+
+        for node in range(self._topology.num_nodes):
+            flag, phase = layout.record_flag(node), f"records of node {node}"
+            wait_for_flag(memory, self._watch, flag, collective, phase, "its record", node, pass_on)
+        self._watch.wait_until(self._has_sent, lambda: Stall("sending records", tuple(to_node), "all sent", "not all"))
+        return [
+            self._read(memory.record_bytes(local, node), own_text, record.agreement)
+            for local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True)
+        ]
+
+    def _has_sent(self) -> bool:
+        self._mail.look()
+        return self._mail.is_done
+
+    def _write(self, memory: memoryview, record: Record) -> bytes:
+        text = record.agreement.encode()
+        header = (len(text), len(record.counts), *record.counts)
+        assert len(header) <= self._layout.record_ints, (len(header), self._layout.record_ints)
+        first_char = self._layout.record_ints * 8
+        assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
+        struct.pack_into(f"{len(header)}q", memory, 0, *header)
+        memory[first_char : first_char + len(text)] = text
+        return text
+
+    def _read(self, memory: memoryview, own_text: bytes, own: Agreement) -> Record:
+        num_chars, num_counts = struct.unpack_from("2q", memory)
+        counts = struct.unpack_from(f"{num_counts}q", memory, 16)
+        first_char = self._layout.record_ints * 8
+        text = memory[first_char : first_char + num_chars].tobytes()
+        # As a rule all ranks say the same, and need not spell it out to each other.
+        return Record(own if text == own_text else Agreement.decode(text), counts)

@@ -1,0 +1,132 @@
+"""Peer-visible POSIX shared memory without a name, so that nothing can be left behind.
+
+A segment is an unnamed file of the shared-memory file system (``O_TMPFILE``), readable by its owner only. Peers open
+it through ``/proc/PID/fd/FD`` of the rank that made it. The kernel frees it with the last process that has it mapped,
+however that process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from fusco.core.errors import SharedMemoryError
+
+SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
+_REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth"
+
+
+@dataclass(frozen=True)
+class SegmentAddress:
+    """Where peers on the same machine find a segment."""
+
+    pid: int
+    fd: int
+    num_bytes: int
+
+
+class SharedSegment:
+    """A shared-memory segment as one rank sees it; ``memory`` is its bytes, uint8 (num_bytes,)."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._fd = fd
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(fd, num_bytes, flags=flags)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int, num_ranks: int = 1, private_bytes: int = 0) -> SharedSegment:
+        """Make a segment of zeros with all its memory reserved.
+
+        Raises ``SharedMemoryError``, saying how much is needed and free, unless there is room for the segments of all
+        ``num_ranks`` ranks of the machine, which make theirs at the same time, and for ``private_bytes`` that each
+        takes besides.
+        """
+        _check_room(num_bytes, num_ranks, private_bytes)
+        try:
+            fd = os.open(SHARED_MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, num_bytes)
+                return cls(fd, num_bytes)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise SharedMemoryError(_no_room(num_bytes, num_ranks, free_bytes())) from error
+            raise SharedMemoryError(f"cannot make shared memory in {SHARED_MEMORY_DIR}: {error}") from error
+
+    @classmethod
+    def open_peer(cls, address: SegmentAddress) -> SharedSegment:
+        """Map the segment of another process of this user on this machine; ``SharedMemoryError`` if it cannot."""
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot open a peer's shared memory at {path} ({error.strerror}); ranks of one node must run as one "
+                f"user and see each other's processes. If they are in different containers, set ranks_per_node=1"
+            ) from error
+        try:
+            return cls(fd, address.num_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def address(self) -> SegmentAddress:
+        """Where peers find it."""
+        return SegmentAddress(os.getpid(), self._fd, len(self.memory))
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes when the last tensor that views it does."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> SharedSegment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def free_bytes() -> int:
+    """How much shared memory can still be had: room in its file system, and in the machine's memory."""
+    room = os.statvfs(SHARED_MEMORY_DIR)
+    return min(room.f_bavail * room.f_frsize, available_bytes())
+
+
+def available_bytes() -> int:
+    """How much memory of any kind can still be had."""
+    with open("/proc/meminfo", encoding="ascii") as table:
+        fields = dict(line.split(":", 1) for line in table)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _no_room(needed: int, num_ranks: int, free: int) -> str:
+    return (
+        f"{num_ranks} rank(s) on this machine need {needed:,} bytes of shared memory each but {SHARED_MEMORY_DIR} has "
+        f"room for {free:,}; lower {_REMEDIES}, or give the machine (in a container: --shm-size) more"
+    )
+
+
+def _check_room(num_bytes: int, num_ranks: int, private_bytes: int) -> None:
+    # Reserving more than the machine has would wake the kernel's out-of-memory killer before it fails.
+    free = free_bytes()
+    if num_bytes * num_ranks > free:
+        raise SharedMemoryError(_no_room(num_bytes, num_ranks, free))
+    available = available_bytes()
+    if (num_bytes + private_bytes) * num_ranks > available:
+        raise SharedMemoryError(
+            f"{num_ranks} rank(s) on this machine need {num_bytes:,} bytes of shared memory and {private_bytes:,} of "
+            f"their own each, but it has {available:,}; lower {_REMEDIES}"
+        )

@@ -1,0 +1,195 @@
+"""The one place where the library waits: with a limit, with an eye on the peers, and with words for the error."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Verdict
+from fusco.core.errors import PeerFailureError, Stall
+
+# Shares of the limit: wait without progress, then ask everybody, settle, then tell everybody; the rest is slack.
+_PATIENCE = 0.7
+_ASKING = 0.15
+_SETTLING = 0.05
+_TELLING = 0.05
+
+# Pauses grow from a yield to half a millisecond: ranks may share cores, so nobody may spin.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
+_SECONDS_BETWEEN_CHECKS = 0.02
+
+# Ranks tend to die together (of memory, of their node), and an error should name them all. And those that seem to have
+# left may have given this one up, and their verdict be on its way. A tenth of a second is enough for both.
+_LONGEST_SETTLING_S = 0.1
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank: where its sentinel listens, and its process if it is on this machine."""
+
+    address: SentinelAddress
+    pid: int
+    is_on_this_machine: bool
+
+
+class Watch:
+    """Waits for peers. One for each communicator; not for several threads."""
+
+    def __init__(self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float) -> None:
+        self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
+        self._settling_s = min(_SETTLING * timeout_s, _LONGEST_SETTLING_S)
+        self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
+        # What a device waited for when its own limit ran out; whoever has a device sets it.
+        self.device_stall: Callable[[], Stall | None] = lambda: None
+        self.spin_s = 0.0  # how long to look without a pause first; only where ranks do not share cores
+        self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
+        self._collective, self._operation = 0, ""
+        self._since_progress = self._last_check = time.monotonic()
+        self._pause_s = _FIRST_PAUSE_S
+
+    def begin(self, collective: int, operation: str) -> None:
+        """A collective begins; its name appears in errors and in answers to other ranks."""
+        self._collective, self._operation = collective, operation
+        self._sentinel.note(collective, operation, "start")
+        self.progress()
+
+    def end(self) -> None:
+        """The collective is over on this rank."""
+        self._sentinel.note(self._collective, self._operation, "")
+
+    def progress(self) -> None:
+        """Something moved, so the limit starts anew."""
+        self._since_progress = time.monotonic()
+        self._pause_s = _FIRST_PAUSE_S
+
+    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
+        """Wait for a condition; ``stall`` says what is waited for, and is called only when there is time for it."""
+        self.progress()
+        while not is_ready():
+            self.pause(stall)
+        self.progress()
+
+    def pause(self, stall: Callable[[], Stall]) -> None:
+        """Nothing moved: sleep a little, or raise ``PeerFailureError`` once it is clear that nothing will move."""
+        now = time.monotonic()
+        if now - self._since_progress < self.spin_s:
+            time.sleep(0)  # other threads may want the interpreter
+        else:
+            time.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
+        if now - self._last_check < _SECONDS_BETWEEN_CHECKS:
+            return
+        self._last_check = now
+        waiting_for = stall()
+        self._sentinel.note(self._collective, self._operation, waiting_for.phase)
+        if self._sentinel.verdict:
+            raise self._failure(waiting_for, self._sentinel.verdict)
+        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        has_died, failure = any(map(self._is_dead, concerned)), self.network_failure()
+        if has_died or failure:
+            time.sleep(self._settling_s)
+            if dead := self._dead():
+                self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
+            self.find_fault(waiting_for, failure)
+        if stalled := self.device_stall():
+            self.find_fault(stalled, "the device waited in vain")
+        if now - self._since_progress > _PATIENCE * self._timeout_s:
+            self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
+
+    def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
+        """Ask all ranks what they are doing, decide who is at fault, tell everybody, and raise."""
+        statuses = self.ask_everybody(stall, symptom)
+        late = {rank: status for rank, status in statuses.items() if status.collective < self._collective}
+        blamed = late or {rank: statuses[rank] for rank in stall.on_ranks if rank in statuses}
+        doing = "; ".join(f"rank {rank} {_describe_status(status)}" for rank, status in blamed.items())
+        if not blamed:
+            doing = f"rank {self._rank}, in phase '{stall.phase}', waits for none of the others, which are all there"
+        self._blame(stall, tuple(blamed), f"{symptom}; {doing}", has_left=False)
+
+    def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:
+        """Ask all ranks what they are doing; if some are dead or do not answer, tell everybody, and raise."""
+        dead = self._dead()
+        answers = self._sentinel.ask(
+            {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
+        )
+        silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
+        if dead or silent:
+            time.sleep(self._settling_s)
+            reasons = [self._describe_death(rank) for rank in dead]
+            reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()]
+            has_left = all(answer.has_left for answer in silent.values())
+            self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
+
+    def give_up(self, reason: str) -> None:
+        """Tell all other ranks that this one leaves for a reason of its own."""
+        self._tell(Verdict((self._rank,), reason, self._rank, has_left=True))
+
+    @property
+    def is_anybody_gone(self) -> bool:
+        """Whether a rank on this machine has died, or another rank has found somebody at fault. For any thread."""
+        return bool(self._sentinel.verdict or self._dead())
+
+    def close(self) -> None:
+        """Give the process descriptors back."""
+        while self._process_fds:
+            _, fd = self._process_fds.popitem()
+            if fd is not None:
+                os.close(fd)
+
+    def _dead(self) -> tuple[int, ...]:
+        return tuple(filter(self._is_dead, self._peers))
+
+    def _is_dead(self, rank: int) -> bool:
+        if rank not in self._process_fds:
+            return False  # on another machine; the network tells
+        fd = self._process_fds[rank]
+        if fd is None:
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def _describe_death(self, rank: int) -> str:
+        return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
+
+    def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
+        if not self._sentinel.verdict:  # another rank may have been quicker
+            verdict = Verdict(at_fault, reason, self._rank, has_left)
+            self._tell(verdict)
+            self._sentinel.verdict = verdict
+        raise self._failure(stall, self._sentinel.verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        # Those at fault, too: a late or stopped rank should learn why nobody is there when it comes.
+        living = {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
+        self._sentinel.tell(living, verdict, _TELLING * self._timeout_s)
+
+    def _failure(self, stall: Stall, verdict: Verdict) -> PeerFailureError:
+        found = "" if verdict.found_by == self._rank else f" (found by rank {verdict.found_by})"
+        return PeerFailureError(
+            rank=self._rank,
+            peers=verdict.peers,
+            operation=self._operation,
+            has_left=verdict.has_left,
+            stall=stall,
+            reason=verdict.reason + found,
+        )
+
+
+def _open_process(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, or ``None`` if it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _describe_status(status: Status) -> str:
+    if not status.phase:
+        return f"has been outside any fusco call for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
+    return f"is in {status.operation}, phase '{status.phase}', for {status.seconds:.1f} s"

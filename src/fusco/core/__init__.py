@@ -1,0 +1,1 @@
+"""Plain values and types that every other package uses."""

@@ -1,0 +1,61 @@
+"""Byte streams to and from any rank, over shared memory or gloo as the rank's node demands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fusco.control.node_memory import NodeMemory
+from fusco.core.segments import Segments
+from fusco.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
+from fusco.cpu.gloo import GlooTransport
+from fusco.engine.byte_stream import Incoming, Outgoing, StreamIn, StreamOut, in_turn
+from fusco.engine.tasks import Task
+
+
+class Streams:
+    """Makes the two ends of streams to and from any rank, over shared memory or gloo as the rank's node demands."""
+
+    def __init__(self, memory: NodeMemory, transport: GlooTransport, private: torch.Tensor) -> None:
+        """``private`` are the rank's slots outside shared memory (``ArenaLayout.num_private_slots``)."""
+        self.device = torch.device("cpu")
+        self._memory, self._transport, self._private = memory, transport, private
+        self._slice_bytes, self._depth = memory.layout.slot_bytes, memory.layout.settings.ring_depth
+        self._send_ring = SendRing(transport, list(private[: self._depth]))
+
+    def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
+        """See ``StreamMaker``."""
+        rank = self._memory.rank
+        tasks: list[Task] = [self._outgoing(segments, dst) for dst, segments in in_turn(rank, send)]
+        return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]
+
+    def _outgoing(self, segments: Segments, dst: int) -> StreamOut:
+        channel: Outgoing = (
+            RingOut(self._memory, self._memory.ranks.index(dst))
+            if dst in self._memory.ranks
+            else GlooOut(self._send_ring, dst)
+        )
+        return StreamOut(segments, channel, dst, self._slice_bytes)
+
+    def _incoming(self, segments: Segments, src: int) -> StreamIn:
+        channel: Incoming
+        if src in self._memory.ranks:
+            channel = RingIn(self._memory, self._memory.ranks.index(src))
+        else:
+            remote = [r for r in range(self._memory.layout.topology.world_size) if r not in self._memory.ranks]
+            first = self._depth + 2 * remote.index(src)
+            sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
+            channel = GlooIn(self._transport, src, list(self._private[first : first + 2]), sizes)
+        return StreamIn(segments, channel, src, self._slice_bytes)
+
+
+def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:
+    """Sizes of the slices of a stream.
+
+    >>> list(slice_sizes(5, 2))
+    [2, 2, 1]
+    """
+    whole, rest = divmod(total_bytes, slice_bytes)
+    return itertools.chain(itertools.repeat(slice_bytes, whole), [rest] if rest else [])

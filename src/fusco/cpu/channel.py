@@ -1,0 +1,152 @@
+"""Messages between two ranks through bounded rings: shared memory within a node, gloo between nodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from fusco.control.node_memory import NodeMemory
+from fusco.cpu.gloo import GlooTransport, Ticket
+
+
+class RingOut:
+    """A shared-memory ring to a rank of the node; its counters never start anew, so any verb may use it."""
+
+    def __init__(self, memory: NodeMemory, consumer: int) -> None:
+        self._memory, self._consumer = memory, consumer
+        self._depth = memory.layout.settings.ring_depth
+        self._flag = memory.layout.produced_flag(consumer)
+        self.num_produced = memory.own.load(self._flag)
+
+    @property
+    def num_consumed(self) -> int:
+        """Messages that the consumer took."""
+        return self._memory.flags[self._consumer].load(self._memory.layout.consumed_flag(self._memory.local))
+
+    def slot(self) -> torch.Tensor | None:
+        """See ``Outgoing``."""
+        if self.num_produced - self.num_consumed >= self._depth:
+            return None
+        return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
+
+    def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
+        """See ``Outgoing``."""
+        self.num_produced += 1
+        self._memory.own.store(self._flag, self.num_produced)
+
+    @property
+    def is_drained(self) -> bool:
+        """See ``Outgoing``."""
+        return self.num_consumed == self.num_produced
+
+
+class RingIn:
+    """The other end of a ``RingOut``."""
+
+    def __init__(self, memory: NodeMemory, producer: int) -> None:
+        self._memory, self._producer = memory, producer
+        self._depth = memory.layout.settings.ring_depth
+        self._flag = memory.layout.consumed_flag(producer)
+        self.num_consumed = memory.own.load(self._flag)
+
+    @property
+    def num_produced(self) -> int:
+        """Messages that the producer put in."""
+        return self._memory.flags[self._producer].load(self._memory.layout.produced_flag(self._memory.local))
+
+    def message(self) -> torch.Tensor | None:
+        """See ``Incoming``."""
+        if self.num_produced <= self.num_consumed:
+            return None
+        return self._memory.ring_slot(self._producer, self._memory.local, self.num_consumed % self._depth)
+
+    def release(self) -> None:
+        """See ``Incoming``."""
+        self.num_consumed += 1
+        self._memory.own.store(self._flag, self.num_consumed)
+
+    @property
+    def is_released(self) -> bool:
+        """See ``Incoming``."""
+        return True
+
+
+class SendRing:
+    """Private slots for messages to other nodes, shared by all destinations; a slot is free once its bytes are out."""
+
+    def __init__(self, transport: GlooTransport, slots: list[torch.Tensor]) -> None:
+        self._transport, self._slots = transport, slots
+        self._tickets: list[Ticket | None] = [None] * len(slots)
+        self._next = 0
+
+    def slot(self) -> torch.Tensor | None:
+        """Room for the next message, uint8 (slot_bytes,), or ``None`` if the oldest one is still on the network."""
+        ticket = self._tickets[self._next]
+        return self._slots[self._next] if ticket is None or ticket.is_done else None
+
+    def commit(self, num_bytes: int, dst: int) -> None:
+        """Send the first bytes of the slot."""
+        self._tickets[self._next] = self._transport.send(self._slots[self._next][:num_bytes], dst)
+        self._next = (self._next + 1) % len(self._slots)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is on the network any more."""
+        return all(ticket is None or ticket.is_done for ticket in self._tickets)
+
+
+class GlooOut:
+    """The part of a ``SendRing`` that goes to one rank."""
+
+    def __init__(self, ring: SendRing, dst: int) -> None:
+        self._ring, self._dst = ring, dst
+
+    def slot(self) -> torch.Tensor | None:
+        """See ``Outgoing``."""
+        return self._ring.slot()
+
+    def commit(self, num_bytes: int) -> None:
+        """See ``Outgoing``."""
+        self._ring.commit(num_bytes, self._dst)
+
+    @property
+    def is_drained(self) -> bool:
+        """See ``Outgoing``."""
+        return self._ring.is_drained
+
+
+class GlooIn:
+    """Messages of known sizes from a rank of another node, received into two slots in turn."""
+
+    def __init__(self, transport: GlooTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
+        self._transport, self._src = transport, src
+        self._sizes: Iterator[int] = iter(sizes)
+        self._arriving: list[tuple[Ticket, torch.Tensor]] = []
+        self._free = itertools.cycle(slots)
+        for _ in slots:
+            self._post()
+
+    def _post(self) -> None:
+        num_bytes = next(self._sizes, None)
+        if num_bytes is not None:
+            message = next(self._free)[:num_bytes]
+            self._arriving.append((self._transport.receive(message, self._src), message))
+
+    def message(self) -> torch.Tensor | None:
+        """See ``Incoming``."""
+        if not self._arriving:
+            return None
+        ticket, message = self._arriving[0]
+        return message if ticket.is_done else None
+
+    def release(self) -> None:
+        """See ``Incoming``."""
+        self._arriving.pop(0)
+        self._post()
+
+    @property
+    def is_released(self) -> bool:
+        """See ``Incoming``."""
+        return True

@@ -1,0 +1,135 @@
+"""Routing to everybody who needs it: through the counterparts on other nodes, then the node's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusco.control.node_flags import wait_for_flag
+from fusco.control.node_memory import NodeMemory
+from fusco.control.watchdog import Watch
+from fusco.core.errors import Stall
+from fusco.core.profile import CallProfile
+from fusco.cpu.gloo import GlooTransport, Ticket
+from fusco.planner.cost import routing_bytes_per_row
+from fusco.planner.distribution import NodeRouting
+from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.routing import Routing
+
+_ROUTING_TAG = 1  # routing does not queue behind rows
+
+
+class RoutingExchange:
+    """Every rank of a node learns the routing of all tokens that concern the node."""
+
+    def __init__(self, memory: NodeMemory, transport: GlooTransport, watch: Watch) -> None:
+        self._memory, self._transport, self._watch = memory, transport, watch
+        self._layout, self._topology = memory.layout, memory.layout.topology
+        self._remote_nodes = self._topology.remote_nodes(memory.rank)
+
+    def exchange(
+        self,
+        collective: int,
+        routing: Routing,
+        forwarding: NodeForwarding,
+        num_tokens_to_node: Sequence[Sequence[int]],
+        profile: CallProfile,
+    ) -> NodeRouting:
+        """Publish routing and return that of every token that concerns this node.
+
+        Args:
+            collective: number of the collective.
+            routing: this rank's routing; weights in the dtype in which they travel.
+            forwarding: which of this rank's tokens concern which node.
+            num_tokens_to_node: ``[r][n]`` tokens of rank ``r`` concern node ``n``; for its own node, all its tokens.
+            profile: where metadata bytes are counted.
+
+        """
+        memory = self._memory
+        num_topk = routing.num_topk
+        weights_dtype = None if routing.topk_weights is None else routing.topk_weights.dtype
+        memory.ids(memory.local, memory.node, routing.num_tokens, num_topk).copy_(routing.topk_idx)
+        if weights_dtype:
+            assert routing.topk_weights is not None
+            shape = (routing.num_tokens, num_topk)
+            memory.weights(memory.local, memory.node, shape, weights_dtype).copy_(routing.topk_weights.detach())
+        memory.own.store(self._layout.routing_flag(memory.node), collective)
+
+        tickets: list[Ticket] = []
+        for node in self._remote_nodes:
+            tickets += self._receive_routing(collective, node, num_tokens_to_node, num_topk, weights_dtype)
+        for node in self._remote_nodes:
+            tickets += self._send_routing(node, routing, forwarding.node_to_tokens[node])
+        row_bytes = routing_bytes_per_row(num_topk, weights_dtype.itemsize if weights_dtype else 0)
+        num_sent = sum(forwarding.num_tokens_to_node[node] for node in self._remote_nodes)
+        profile.internode_metadata_bytes += num_sent * row_bytes
+
+        for node in range(self._topology.num_nodes):
+            flag = self._layout.routing_flag(node)
+            phase = f"routing of node {node}"
+            wait_for_flag(memory, self._watch, flag, collective, phase, "its routing", node)
+        self._finish(tickets)
+        return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
+
+    def _receive_routing(
+        self,
+        collective: int,
+        node: int,
+        num_tokens_to_node: Sequence[Sequence[int]],
+        num_topk: int,
+        weights_dtype: torch.dtype | None,
+    ) -> list[Ticket]:
+        memory, src = self._memory, self._memory.counterpart(node)
+        num_tokens = num_tokens_to_node[src][memory.node]
+
+        def announce() -> None:
+            memory.own.store(self._layout.routing_flag(node), collective)
+
+        if not num_tokens * num_topk:
+            announce()
+            return []
+        ids = memory.ids(memory.local, node, num_tokens, num_topk)
+        if weights_dtype is None:
+            return [self._transport.receive(ids, src, _ROUTING_TAG, announce)]
+        weights = memory.weights(memory.local, node, (num_tokens, num_topk), weights_dtype)
+        return [
+            self._transport.receive(ids, src, _ROUTING_TAG),
+            self._transport.receive(weights, src, _ROUTING_TAG, announce),
+        ]
+
+    def _send_routing(self, node: int, routing: Routing, tokens: torch.Tensor) -> list[Ticket]:
+        if not len(tokens) * routing.num_topk:
+            return []
+        dst = self._memory.counterpart(node)
+        messages = [routing.topk_idx.to(torch.int32)[tokens]]
+        if routing.topk_weights is not None:
+            messages.append(routing.topk_weights.detach()[tokens])
+        return [self._transport.send(message, dst, _ROUTING_TAG) for message in messages]
+
+    def _node_routing(
+        self, num_tokens_to_node: Sequence[Sequence[int]], num_topk: int, weights_dtype: torch.dtype | None
+    ) -> NodeRouting:
+        memory, topology = self._memory, self._topology
+        ids, weights, firsts = [], [], [0]
+        for src in range(topology.world_size):
+            local, node = topology.rank_to_local[src], topology.rank_to_node[src]
+            num_tokens = num_tokens_to_node[src][memory.node]
+            firsts.append(firsts[-1] + num_tokens)
+            ids.append(memory.ids(local, node, num_tokens, num_topk))
+            if weights_dtype:
+                weights.append(memory.weights(local, node, (num_tokens, num_topk), weights_dtype))
+        # Both are copied out of shared memory here: the next collective overwrites it, handles live on.
+        return NodeRouting(torch.cat(ids), torch.cat(weights) if weights_dtype else None, tuple(firsts))
+
+    def _finish(self, tickets: Sequence[Ticket]) -> None:
+        counterparts = tuple(self._memory.counterpart(node) for node in self._remote_nodes)
+        self._watch.wait_until(
+            lambda: all(ticket.is_done for ticket in tickets),
+            lambda: Stall(
+                "sending routing",
+                counterparts,
+                f"{len(tickets)} messages through",
+                f"{sum(ticket.is_done for ticket in tickets)}",
+            ),
+        )

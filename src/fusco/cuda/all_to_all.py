@@ -1,0 +1,106 @@
+"""``all_to_all`` on CUDA: rounds of messages, each a stage between nodes beside what the node hands on meanwhile.
+
+In the first round the ranks of a node even out what they send. Then each stage crosses between nodes while what the
+stage before it brought for others goes on within the node, over NVLink; both are messages of NCCL's (FAST, Fig. 11).
+All of it runs on the network's stream, one round after the other, so that nothing need be announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusco.core.profile import CallProfile
+from fusco.cuda.context import Kernels
+from fusco.cuda.network import Network, messages_of
+from fusco.engine.messages import CourseSlice, cut
+from fusco.schedule.cost import Links
+from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
+
+# By which links a schedule is chosen unless it is given: what a round of messages costs to launch and to connect, a NIC
+# of 200 Gbit/s for each rank, NVLink.
+LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
+
+
+class RoundsOfMessages:
+    """Runs an itinerary; one for each call."""
+
+    def __init__(
+        self, itinerary: Itinerary, memories: Sequence[torch.Tensor], network: Network, kernels: Kernels
+    ) -> None:
+        """``memories`` are uint8, in the itinerary's order, of the sizes that it says."""
+        self._itinerary, self._memories, self._network, self._kernels = itinerary, memories, network, kernels
+
+    def run(self, profile: CallProfile) -> None:
+        """Launch everything on the network's stream, which is the current one."""
+        self._copy_own()
+        plan = self._itinerary
+        sends = [*plan.sends_across, *(course for courses in plan.sends_within.values() for course in courses)]
+        receives = [*plan.receives_across, *(course for courses in plan.receives_within.values() for course in courses)]
+        # Both ends of a course have it in the same round, and in the same order among those of their pair.
+        for number in sorted({self._round_of(course) for course in (*sends, *receives)}):
+            going = [course for course in sends if self._round_of(course) == number]
+            coming = [course for course in receives if self._round_of(course) == number]
+            self._exchange(going, coming, f"round {number} of an all-to-all")
+        profile.internode_row_bytes += sum(course.total_bytes for course in plan.sends_across)
+        profile.intranode_row_bytes += sum(
+            course.total_bytes for courses in plan.receives_within.values() for course in courses
+        )
+
+    def _round_of(self, course: Course) -> int:
+        """First what belongs to no stage; then each stage, and what it brought for others beside the next one."""
+        if course.stage < 0:
+            return 0
+        is_within = course.peer in self._itinerary.sends_within
+        return course.stage + (2 if is_within else 1)
+
+    def _copy_own(self) -> None:
+        source, target = (pieces[0].tolist() for pieces in self._itinerary.own)
+        own = self._memories[INPUT][source[OFFSET] :][: source[NUM_BYTES]]
+        self._memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]].copy_(own)
+
+    def _exchange(self, sends: Sequence[Course], receives: Sequence[Course], what: str) -> None:
+        outgoing = [(course.peer, self._gathered(message)) for course in sends for message in _whole(course)]
+        incoming = [
+            (course.peer, message, self._room_for(message)) for course in receives for message in _whole(course)
+        ]
+        self._network.exchange(messages_of(outgoing), messages_of((peer, memory) for peer, _, memory in incoming), what)
+        for _, message, memory in incoming:
+            self._scatter(memory, message)
+
+    def _gathered(self, message: CourseSlice) -> torch.Tensor:
+        """The bytes of a message in one piece; where they stand, if they do."""
+        memory = self._room_for(message)
+        if len(message.spans) > 1:
+            for i, offset, first, num_bytes in _by_memory(message):
+                self._kernels.copy_segments(self._memories[i], offset, memory, first, num_bytes)
+        return memory
+
+    def _scatter(self, memory: torch.Tensor, message: CourseSlice) -> None:
+        if len(message.spans) > 1:
+            for i, offset, first, num_bytes in _by_memory(message):
+                self._kernels.copy_segments(memory, first, self._memories[i], offset, num_bytes)
+
+    def _room_for(self, message: CourseSlice) -> torch.Tensor:
+        """Where a message stands or shall stand, if in one piece; else memory for it."""
+        if len(message.spans) == 1:
+            i, offset, num_bytes, _ = message.spans[0]
+            return self._memories[i][offset : offset + num_bytes]
+        return self._memories[INPUT].new_empty(message.num_bytes)
+
+
+def _whole(course: Course) -> list[CourseSlice]:
+    """A course as one message, or as none if it is empty."""
+    return list(cut(course, course.total_bytes)) if course.total_bytes else []
+
+
+def _by_memory(message: CourseSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The spans of each memory: where they stand there, where in the message, and their sizes."""
+    table = torch.tensor(message.spans, dtype=torch.int64)
+    memory, offset, num_bytes = table[:, 0], table[:, 1], table[:, 2]
+    first = num_bytes.cumsum(0) - num_bytes
+    return [
+        (int(i), offset[memory == i].clone(), first[memory == i].clone(), num_bytes[memory == i].clone())
+        for i in memory.unique()
+    ]

@@ -1,0 +1,175 @@
+"""Byte streams of segments: within a node through rings in device memory, between nodes in one message to each rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from fusco.control.node_memory import NodeMemory
+from fusco.core.errors import Stall
+from fusco.core.segments import Segments
+from fusco.cuda.arena import Arena
+from fusco.cuda.context import Kernels
+from fusco.cuda.network import Network, messages_of
+from fusco.engine.byte_stream import StreamIn, StreamOut, in_turn
+from fusco.engine.tasks import Task
+
+
+class DeviceRingOut:
+    """A ring that a peer reads. A slot is announced once the copy into it is done, which is found out at every look."""
+
+    def __init__(self, memory: NodeMemory, arena: Arena, consumer: int) -> None:
+        self._memory, self._arena, self._consumer = memory, arena, consumer
+        self._flag = memory.layout.produced_flag(consumer)
+        self._num_announced = self._num_filled = memory.own.load(self._flag)
+        self._copies: deque[torch.cuda.Event] = deque()
+
+    def slot(self) -> torch.Tensor | None:
+        """See ``Outgoing``."""
+        self._announce()
+        if self._num_filled - self._num_consumed >= self._arena.layout.ring_depth:
+            return None
+        return self._arena.ring_slot(self._arena.local, self._consumer, self._num_filled)
+
+    def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
+        """See ``Outgoing``."""
+        self._num_filled += 1
+        self._copies.append(_event_after_copy())
+
+    @property
+    def is_drained(self) -> bool:
+        """See ``Outgoing``."""
+        self._announce()
+        return self._num_consumed == self._num_filled
+
+    @property
+    def _num_consumed(self) -> int:
+        return self._memory.flags[self._consumer].load(self._memory.layout.consumed_flag(self._arena.local))
+
+    def _announce(self) -> None:
+        while self._copies and self._copies[0].query():
+            self._copies.popleft()
+            self._num_announced += 1
+            self._memory.own.store(self._flag, self._num_announced)
+
+
+class DeviceRingIn:
+    """The other end of a ``DeviceRingOut``."""
+
+    def __init__(self, memory: NodeMemory, arena: Arena, producer: int) -> None:
+        self._memory, self._arena, self._producer = memory, arena, producer
+        self._flag = memory.layout.consumed_flag(producer)
+        self._num_released = self._num_taken = memory.own.load(self._flag)
+        self._copies: deque[torch.cuda.Event] = deque()
+
+    def message(self) -> torch.Tensor | None:
+        """See ``Incoming``."""
+        self._release()
+        produced = self._memory.flags[self._producer].load(self._memory.layout.produced_flag(self._arena.local))
+        if produced <= self._num_taken:
+            return None
+        return self._arena.ring_slot(self._producer, self._arena.local, self._num_taken)
+
+    def release(self) -> None:
+        """See ``Incoming``."""
+        self._num_taken += 1
+        self._copies.append(_event_after_copy())
+
+    @property
+    def is_released(self) -> bool:
+        """See ``Incoming``."""
+        self._release()
+        return not self._copies
+
+    def _release(self) -> None:
+        while self._copies and self._copies[0].query():
+            self._copies.popleft()
+            self._num_released += 1
+            self._memory.own.store(self._flag, self._num_released)
+
+
+class NetworkExchange:
+    """All streams to and from ranks of other nodes: packed, sent side by side, and unpacked when all have arrived."""
+
+    def __init__(
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], network: Network, kernels: Kernels
+    ) -> None:
+        self._kernels, self._receive = kernels, receive
+        self._peers = tuple(dict.fromkeys((*send, *receive)))
+        caller = torch.cuda.current_stream()
+        outgoing = {dst: self._packed(segments) for dst, segments in send.items()}
+        self._incoming = {src: _room_for(segments) for src, segments in receive.items()}
+        self._messages = [*outgoing.values(), *self._incoming.values()]  # they must live until they have travelled
+        network.stream.wait_stream(caller)
+        self._has_arrived = network.exchange(
+            messages_of(outgoing.items()), messages_of(self._incoming.items()), "segments"
+        )
+        self._has_unpacked: torch.cuda.Event | None = None
+
+    def step(self) -> bool:
+        """Unpack once everything has arrived."""
+        if self._has_unpacked or not self._has_arrived.query():
+            return False
+        for src, segments in self._receive.items():
+            starts = segments.num_bytes.cumsum(0) - segments.num_bytes
+            message = self._incoming[src]
+            self._kernels.copy_segments(message, starts, segments.memory, segments.offset_bytes, segments.num_bytes)
+        self._has_unpacked = _event_after_copy()
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every segment is filled."""
+        return self._has_unpacked is not None and self._has_unpacked.query()
+
+    def stall(self) -> Stall:
+        """The other side does not send, or does not receive."""
+        return Stall("exchanging segments between nodes", self._peers, "all of them", "not all")
+
+    def _packed(self, segments: Segments) -> torch.Tensor:
+        message = _room_for(segments)
+        starts = segments.num_bytes.cumsum(0) - segments.num_bytes
+        self._kernels.copy_segments(segments.memory, segments.offset_bytes, message, starts, segments.num_bytes)
+        return message
+
+
+class DeviceStreams:
+    """See ``StreamMaker``."""
+
+    def __init__(
+        self, memory: NodeMemory, arena: Arena, kernels: Kernels, network: Network | None, device: torch.device
+    ) -> None:
+        self.device = device
+        self._memory, self._arena, self._kernels, self._network = memory, arena, kernels, network
+
+    def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
+        """See ``StreamMaker``."""
+        rank, local_of, size = self._arena.rank, self._arena.node_ranks.index, self._arena.layout.slot_bytes
+        tasks: list[Task] = []
+        far_send, far_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
+        if self._network and (far_send or far_receive):
+            tasks.append(NetworkExchange(far_send, far_receive, self._network, self._kernels))
+        for dst, segments in in_turn(rank, send):
+            if dst not in far_send:
+                ring_out = DeviceRingOut(self._memory, self._arena, local_of(dst))
+                tasks.append(StreamOut(segments, ring_out, dst, size, self._kernels.copy_segments))
+        for src, segments in in_turn(rank, receive):
+            if src not in far_receive:
+                ring_in = DeviceRingIn(self._memory, self._arena, local_of(src))
+                tasks.append(StreamIn(segments, ring_in, src, size, self._kernels.copy_segments))
+        return tasks
+
+    def _on_other_nodes(self, partners: Mapping[int, Segments]) -> dict[int, Segments]:
+        return {peer: segments for peer, segments in partners.items() if peer not in self._arena.node_ranks}
+
+
+def _room_for(segments: Segments) -> torch.Tensor:
+    return torch.empty(segments.total_bytes, dtype=torch.uint8, device=segments.base.device)
+
+
+def _event_after_copy() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event

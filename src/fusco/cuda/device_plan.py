@@ -1,0 +1,112 @@
+"""A plan that was made on the device, and never left it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fusco.core.placement import ExpertPlacement
+from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.plan import PlannedRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan(PlannedRows):
+    """See ``fusco.engine.base.Plan``.
+
+    Attributes:
+        rank: the rank whose plan it is.
+        placement: which rank owns which expert.
+        num_slots: rows of the expert-major output.
+
+    """
+
+    rank: int
+    placement: ExpertPlacement
+    num_slots: int
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds on the device."""
+        optional = [] if self.weights is None else [self.weights]
+        always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
+        return always + optional
+
+    def num_rows_of(self, source: int) -> int:
+        """Rows of a source."""
+        return self.first_row[source + 1] - self.first_row[source]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.num_rows_of(self.rank)
+
+    @cached_property
+    def rows(self) -> HeldRows:
+        """All rows, where there is only one node."""
+        assert len(self.held) == 1, self.held
+        return HeldRows(
+            first_row=self.first_row,
+            row_to_slots=self.row_to_slots,
+            weights=self.weights,
+            token_to_ranks=self.token_to_ranks,
+        )
+
+    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], own: int) -> HeldRows:
+        """Some of the rows; copied together, unless they stand together.
+
+        Args:
+            runs: for each rank of the node what it holds, in order: rows ``first`` to ``end`` of a source.
+            own: the index of this rank in the node.
+
+        """
+        places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
+        first_row = [0]
+        for of_rank in places:
+            first_row.append(first_row[-1] + sum(end - first for first, end in of_rank))
+        pieces = [piece for of_rank in places for piece in of_rank]
+        before = {src: sum(map(self.num_rows_of, self.held[:i])) for i, src in enumerate(self.held)}
+        return HeldRows(
+            first_row=tuple(first_row),
+            row_to_slots=_picked(self.row_to_slots, pieces),
+            weights=None if self.weights is None else _picked(self.weights, pieces),
+            token_to_ranks=_picked(
+                self.token_to_ranks, [(before[src] + first, before[src] + end) for src, first, end in runs[own]]
+            ),
+        )
+
+    @cached_property
+    def slot_weights(self) -> torch.Tensor:
+        """The weight of the row in each slot (num_slots,); zero where none stands."""
+        assert self.weights is not None, "there are no weights by slot without weights"
+        return self._by_slot(self.weights)
+
+    @cached_property
+    def slot_to_k(self) -> torch.Tensor:
+        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where none stands."""
+        k = torch.arange(self.num_topk, device=self.row_to_slots.device)
+        return self._by_slot(k.expand(self.row_to_slots.shape))
+
+    def _by_slot(self, values: torch.Tensor) -> torch.Tensor:
+        # One slot more, for all pairs that have none.
+        slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
+        return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
+
+
+def _picked(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Runs of rows, one behind the other; not copied where they stand so already."""
+    runs: list[tuple[int, int]] = []
+    for first, end in pieces:
+        if first == end:
+            continue
+        if runs and runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((first, end))
+    if len(runs) == 1:
+        first, end = runs[0]
+        return values[first:end]
+    return torch.cat([values[first:end] for first, end in runs]) if runs else values[:0]

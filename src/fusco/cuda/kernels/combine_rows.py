@@ -1,0 +1,77 @@
+"""The kernel ``combine_rows``: partial sums to the holders of rows, who add them up."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from fusco.cuda.kernels.chunks import MAX_PARTS
+from fusco.cuda.kernels.comm import comm_type
+from fusco.cuda.kernels.fields import I32, POINTER, address
+from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
+
+# Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
+# hide latency; on many, fewer warps with more in flight each do so at less contention.
+_FEW_SMS = 40
+_ON_FEW_SMS, _ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
+
+
+@cache
+def combine_type(num_ranks: int) -> type[ctypes.Structure]:
+    """``CombineArgs`` of combine_rows.cu."""
+    fields = [
+        ("comm", comm_type(num_ranks)),
+        *((name, POINTER) for name in ("rows", "out", "row_to_slots", "row_weights", "token_to_ranks")),
+        ("first_row", I32 * (num_ranks + 1)),
+        *((name, I32) for name in ("longest", "parts")),
+    ]
+    return type("CombineArgs", (ctypes.Structure,), {"_fields_": fields})
+
+
+def combine_rows(
+    launcher: Launcher,
+    held: HeldRows,
+    rows: torch.Tensor,
+    wire_dtype: torch.dtype,
+    out: torch.Tensor,
+    *,
+    is_weighted: bool,
+    num_sms: int | None,
+) -> int:
+    """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's.
+
+    Returns how many multiprocessors it takes.
+    """
+    sms = launcher.sms(num_sms)
+    num_threads, blocks_per_sm, unroll = _ON_FEW_SMS if sms <= _FEW_SMS else _ON_MANY_SMS
+    weights = held.weights if is_weighted else None
+    arguments = combine_type(launcher.num_ranks)(
+        comm=launcher.comm,
+        rows=rows.data_ptr(),
+        out=out.data_ptr(),
+        row_to_slots=held.row_to_slots.data_ptr(),
+        row_weights=address(weights),
+        token_to_ranks=held.token_to_ranks.data_ptr(),
+        first_row=held.first_row,
+        longest=held.longest,
+        parts=held.num_parts,
+    )
+    hidden, item_bytes = rows.shape[1], rows.element_size()
+    constants = {
+        "NUM_TOPK": held.row_to_slots.shape[1],
+        "HIDDEN": hidden,
+        "ROW_TYPE": ELEMENT_TYPES[rows.dtype],
+        "WIRE_TYPE": ELEMENT_TYPES[wire_dtype],
+        "OUT_TYPE": ELEMENT_TYPES[out.dtype],
+        "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+        "MAX_PARTS": MAX_PARTS,
+        "BLOCKS_PER_SM": blocks_per_sm,
+        "UNROLL": unroll,
+    }
+    launcher.launch("combine_rows", constants, arguments, grid=sms * blocks_per_sm, num_threads=num_threads)
+    return sms

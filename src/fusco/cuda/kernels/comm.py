@@ -1,0 +1,50 @@
+"""The structs of comm.cuh, and the report of plan.cu: what host and kernels of a communicator know of each other."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from fusco.cuda.kernels.fields import I32, POINTER, U32, U64
+
+
+class Failure(ctypes.Structure):
+    """``Failure`` of comm.cuh: the first wait that ran out."""
+
+    _fields_ = [(name, U32) for name in ("is_set", "phase", "peer", "expected", "seen")]
+
+
+class Report(ctypes.Structure):
+    """``Report`` of plan.cu: what came of a plan."""
+
+    _fields_ = [
+        ("ticket", U32),
+        *((name, I32) for name in ("num_slots", "bad_src", "bad_token", "bad_k", "bad_id")),
+        ("bad_ticket", U32),
+        *((name, I32) for name in ("overflow_needed", "overflow_limit")),
+    ]
+
+
+@cache
+def comm_type(num_ranks: int) -> type[ctypes.Structure]:
+    """``Comm`` of comm.cuh."""
+    sections = (
+        "routing_ready",
+        "rows_released",
+        "sums_released",
+        "rows_ready",
+        "sums_ready",
+        "ids",
+        "weights",
+        "sums",
+    )
+    fields = [
+        ("arena", POINTER * num_ranks),
+        ("state", POINTER),
+        ("failure", POINTER),
+        ("abort", POINTER),
+        ("timeout_ns", U64),
+        *((name, U64) for name in sections),
+        *((name, I32) for name in ("rank", "max_tokens", "max_chunks", "max_topk")),
+    ]
+    return type("Comm", (ctypes.Structure,), {"_fields_": fields})

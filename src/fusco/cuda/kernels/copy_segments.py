@@ -1,0 +1,57 @@
+"""The kernel ``copy_segments``: scattered pieces of device memory to scattered places."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fusco.cuda.kernels.fields import I64, POINTER
+from fusco.cuda.kernels.launcher import Launcher
+
+_NUM_THREADS, _BLOCKS_PER_SM = 256, 4
+# What a block copies at a time: less only if there are not enough bytes for all blocks.
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 10, 16 << 10
+
+
+class CopyArgs(ctypes.Structure):
+    """``CopyArgs`` of copy_segments.cu."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("src", "dst", "segments")),
+        *((name, I64) for name in ("num_segments", "piece_bytes")),
+    ]
+
+
+def copy_segments(
+    launcher: Launcher,
+    src: torch.Tensor,
+    src_offset: torch.Tensor,
+    dst: torch.Tensor,
+    dst_offset: torch.Tensor,
+    num_bytes: torch.Tensor,
+) -> None:
+    """See ``fusco.cpu.kernels.copy_segments``; the memory is on the device (a peer's, perhaps), the arrays are not."""
+    if len(num_bytes) == 1:
+        # As nearly all messages are: no table needs to be made and sent.
+        begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)
+        dst[begin : begin + size].copy_(src[first : first + size])
+        return
+    ends = num_bytes.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return
+    library = launcher.library
+    # From pinned memory, which stays allocated until the stream has read it.
+    table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(library.device, non_blocking=True)
+    max_grid = library.num_sms * _BLOCKS_PER_SM
+    piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, -(-total // max_grid)))
+    arguments = CopyArgs(
+        src=src.data_ptr(),
+        dst=dst.data_ptr(),
+        segments=table.data_ptr(),
+        num_segments=len(ends),
+        piece_bytes=piece_bytes,
+    )
+    grid = min(-(-total // piece_bytes), max_grid)
+    launcher.launch("copy_segments", {}, arguments, grid=grid, num_threads=_NUM_THREADS)

@@ -1,0 +1,53 @@
+"""The kernel ``gather_rows``: rows packed into messages for other nodes."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from fusco.core.rows import row_bytes
+from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.widths import vector_bytes
+
+# Enough to pack rows several times as fast as any network takes them.
+_NUM_THREADS, _NUM_SMS = 512, 8
+
+
+@cache
+def gather_type(num_messages: int) -> type[ctypes.Structure]:
+    """``GatherArgs`` of gather_rows.cu."""
+    fields = [
+        ("rows", POINTER),
+        *((name, POINTER * num_messages) for name in ("messages", "places")),
+        ("first_row", I32 * (num_messages + 1)),
+    ]
+    return type("GatherArgs", (ctypes.Structure,), {"_fields_": fields})
+
+
+def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
+
+    Args:
+        launcher: of the rank.
+        rows: contiguous; they and every message stand on multiples of 16 bytes, or of what divides a row.
+        parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
+
+    """
+    size = row_bytes(rows)
+    first_row = (0, *itertools.accumulate(len(places) for places, _ in parts))
+    if not (first_row[-1] and size):
+        return
+    arguments = gather_type(len(parts))(
+        rows=rows.data_ptr(),
+        messages=tuple(message.data_ptr() for _, message in parts),
+        places=tuple(places.data_ptr() for places, _ in parts),
+        first_row=first_row,
+    )
+    constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
+    grid = min(first_row[-1], _NUM_SMS)
+    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS)

@@ -1,0 +1,50 @@
+"""Rows that stand in the pools of a node's ranks: what one launch moves or sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusco.cuda.kernels.chunks import MAX_PARTS
+
+# Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
+# Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.
+_ROWS_FOR_ALL_WARPS = 12_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldRows:
+    """Rows that stand in the pools of a node's ranks, and where they go on this one.
+
+    Attributes:
+        first_row: ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to
+            ``first_row[r + 1]``.
+        row_to_slots: int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped.
+        weights: float32 or float64 (num_rows, num_topk), or ``None``.
+        token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
+            expert of it.
+
+    """
+
+    first_row: tuple[int, ...]
+    row_to_slots: torch.Tensor
+    weights: torch.Tensor | None
+    token_to_ranks: torch.Tensor
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds on the device."""
+        return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
+
+    @property
+    def longest(self) -> int:
+        """Most rows that any rank holds."""
+        return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))
+
+    @property
+    def num_parts(self) -> int:
+        """How many warps share a row."""
+        num_ranks = len(self.first_row) - 1
+        num_rows = max(1, self.longest * num_ranks)
+        return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))

@@ -1,0 +1,61 @@
+"""How a communicator's kernels are launched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fusco.cuda.kernels.library import Library
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Launches kernels of a device for one rank.
+
+    Attributes:
+        library: the device's kernels.
+        comm: of ``comm_type``; what kernels that work across the node's ranks know of them.
+        stream: the handle of the stream to launch on.
+
+    """
+
+    library: Library
+    comm: ctypes.Structure
+    stream: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the node."""
+        return len(self.comm.arena)
+
+    def sms(self, num_sms: int | None) -> int:
+        """A number of multiprocessors: all there are, unless fewer are asked for."""
+        return min(num_sms or self.library.num_sms, self.library.num_sms)
+
+    def launch(
+        self,
+        name: str,
+        constants: Mapping[str, object],
+        arguments: ctypes.Structure,
+        *,
+        grid: int,
+        num_threads: int,
+        shared_bytes: int = 0,
+        comes_early: bool = False,
+    ) -> None:
+        """See ``Kernel.launch``; ``constants`` are those that not all kernels have."""
+        always: dict[str, object] = {
+            "ARGUMENT_BYTES": ctypes.sizeof(arguments),
+            "NUM_RANKS": self.num_ranks,
+            "NUM_THREADS": num_threads,
+        }
+        kernel = self.library.get(name, always | dict(constants))
+        kernel.launch(
+            arguments,
+            self.stream,
+            grid=grid,
+            num_threads=num_threads,
+            shared_bytes=shared_bytes,
+            comes_early=comes_early,
+        )

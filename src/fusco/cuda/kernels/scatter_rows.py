@@ -1,0 +1,100 @@
+"""The kernel ``scatter_rows``: rows of all ranks of the node into their slots here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+from fusco.cuda.kernels.chunks import CHUNK_ROWS
+from fusco.cuda.kernels.comm import comm_type
+from fusco.cuda.kernels.fields import I32, POINTER, U32
+from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.payload import Payload
+from fusco.cuda.kernels.plan import PlannedRows
+from fusco.cuda.kernels.stage_rows import share_for_staging
+from fusco.cuda.kernels.widths import vector_bytes
+
+# Half of a multiprocessor, so that staging fits beside it.
+_NUM_THREADS, _UNROLL = 512, 8
+# Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
+# multiprocessors only contend.
+_SMS_TIMES_RANKS = 192
+
+
+@cache
+def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
+    """``ScatterArgs`` of scatter_rows.cu."""
+    fields = [
+        ("comm", comm_type(num_ranks)),
+        ("rows", POINTER * num_payloads * num_ranks),
+        ("outputs", POINTER * num_payloads),
+        *((name, POINTER) for name in ("row_to_slots", "block_to_first_slot", "num_rows_per_expert")),
+        ("first_row", I32 * (num_ranks + 1)),
+        *((name, I32) for name in ("num_local_experts", "longest", "parts")),
+        ("in_place_ranks", U32),
+    ]
+    return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
+
+
+def scatter_rows(
+    launcher: Launcher,
+    plan: PlannedRows,
+    held: HeldRows,
+    payloads: Sequence[Payload],
+    rows: Sequence[Sequence[int]],
+    *,
+    in_place_ranks: int,
+    clears_padding: bool,
+    num_sms: int | None,
+) -> int:
+    """Pull rows into their slots.
+
+    Args:
+        launcher: of the rank.
+        plan: where blocks begin.
+        held: which rows, and their slots.
+        payloads: ``address`` is not looked at.
+        rows: ``rows[r][p]`` is where payload ``p`` of what rank ``r`` holds can be read.
+        in_place_ranks: bit ``r`` is set if rank ``r`` stages nothing.
+        clears_padding: whether slots between blocks are set to zero.
+        num_sms: a budget of multiprocessors, of which staging has its share.
+
+    Returns how many multiprocessors it takes.
+
+    """
+    num_ranks = launcher.num_ranks
+    wanted = num_sms or _SMS_TIMES_RANKS // num_ranks
+    if num_sms and is_staged(launcher, in_place_ranks):
+        wanted -= share_for_staging(launcher, num_sms)
+    row_type = ctypes.c_uint64 * len(payloads)
+    arguments = scatter_type(num_ranks, len(payloads))(
+        comm=launcher.comm,
+        rows=tuple(row_type(*of_rank) for of_rank in rows),
+        outputs=tuple(payload.output_address for payload in payloads),
+        row_to_slots=held.row_to_slots.data_ptr(),
+        block_to_first_slot=plan.block_to_first_slot.data_ptr(),
+        num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
+        first_row=held.first_row,
+        num_local_experts=len(plan.num_rows_per_expert) if clears_padding else 0,
+        longest=held.longest,
+        parts=held.num_parts,
+        in_place_ranks=in_place_ranks,
+    )
+    constants = {
+        "NUM_TOPK": plan.num_topk,
+        "NUM_PAYLOADS": len(payloads),
+        "PAYLOAD_BYTES": ",".join(str(payload.row_bytes) for payload in payloads),
+        "VECTOR_BYTES": ",".join(str(vector_bytes(payload.row_bytes)) for payload in payloads),
+        "CHUNK_ROWS": CHUNK_ROWS,
+        "UNROLL": _UNROLL,
+    }
+    grid = launcher.sms(max(1, wanted))
+    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS, comes_early=True)
+    return grid
+
+
+def is_staged(launcher: Launcher, in_place_ranks: int) -> bool:
+    """Whether this rank's own rows are staged."""
+    return not in_place_ranks >> launcher.comm.rank & 1

@@ -1,0 +1,189 @@
+// What every kernel knows of its communicator, and the waits and signals between ranks of a node, which are numbered from 0.
+//
+// Compile-time constants: NUM_RANKS, those of the node. The structs mirror those of fusco/cuda/kernels/comm.py, field by field.
+#pragma once
+
+#include "base.cuh"
+
+// Private words of a rank. Epochs are counted on the device, so that a replayed graph counts on.
+enum State : u32 {
+    IS_BROKEN,      // a wait ran out, or the host called everything off: nobody waits any more
+    PLAN_EPOCH,     // plans made
+    ROWS_EPOCH,     // dispatches done
+    COMBINE_EPOCH,  // combines done
+    GRID_COUNT,     // blocks that arrived at the grid barrier
+    GRID_GENERATION,
+    NUM_DONE,       // blocks that finished their kernel
+    FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
+    NUM_STAGED,     // blocks that finished staging
+    STAGED_EPOCH,   // dispatches whose rows were staged, all of them
+    NEXT_SEND,      // partial sums of this combine that warps have taken on
+};
+
+// What a wait is for, by index into PHASES of fusco/cuda/failure.py.
+enum Phase : u32 { EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER };
+
+// The first wait that ran out, in host memory.
+struct Failure {
+    u32 is_set, phase, peer, expected, seen;
+};
+
+struct Comm {
+    u8* arena[NUM_RANKS];  // every rank's peer-visible memory, as mapped here
+    u32* state;            // private words, by State
+    Failure* failure;      // in host memory
+    const u32* abort;      // in host memory: not zero once the host gives up
+    u64 timeout_ns;
+    // Byte offsets of the sections of an arena.
+    u64 routing_ready;  // [source][chunk] plan epoch whose chunk of a source's routing stands here
+    u64 rows_released;  // [peer] dispatch epoch after which peer no longer reads here
+    u64 sums_released;  // [peer] combine epoch after which peer has read what this rank pushed to it
+    u64 rows_ready;     // [src][chunk] dispatch epoch whose chunk of src's rows is in its pool
+    u64 sums_ready;     // [src][token][part] combine epoch whose partial sum stands here
+    u64 ids;            // [parity][source][max_tokens * num_topk] i32
+    u64 weights;        // [parity][source][max_tokens * num_topk] 4 or 8 bytes
+    u64 sums;           // [src][max_tokens] partial sums
+    i32 rank;
+    i32 max_tokens;
+    i32 max_chunks;
+    i32 max_topk;
+};
+
+template <typename T> __device__ __forceinline__ T* section(const Comm& comm, int rank, u64 offset) {
+    return reinterpret_cast<T*>(comm.arena[rank] + offset);
+}
+
+__device__ __forceinline__ bool is_broken(const Comm& comm) {
+    return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN) != 0;
+}
+
+// Nobody on this device waits from here on. The first one says why, in host memory.
+__device__ __noinline__ void break_off(const Comm& comm, const Failure& failure) {
+    if (atomicExch(comm.state + IS_BROKEN, 1u) == 0 && failure.is_set) {
+        Failure* report = comm.failure;
+        report->phase = failure.phase, report->peer = failure.peer;
+        report->expected = failure.expected, report->seen = failure.seen;
+        __threadfence_system();
+        *reinterpret_cast<volatile u32*>(&report->is_set) = 1;
+    }
+}
+
+// How long a wait lasts, and when to look up from it: seldom, as thousands of warps that read host memory at once would
+// stand in line for it for milliseconds.
+class Vigil {
+  public:
+    __device__ __forceinline__ Vigil() : since_(nanoseconds()), next_look_(since_ + BETWEEN_LOOKS) {}
+
+    // To be called between polls; false once there is no point in waiting on.
+    __device__ __forceinline__ bool may_go_on(const Comm& comm, const Failure& waiting_for) {
+        if (++polls_ % POLLS_BETWEEN_CLOCKS || nanoseconds() < next_look_) return true;
+        return look(comm, waiting_for);
+    }
+
+  private:
+    static constexpr u32 POLLS_BETWEEN_CLOCKS = 64;
+    static constexpr u64 BETWEEN_LOOKS = 10'000'000;  // ns
+    // A block that waits for a peer, instead of coming to the grid's barrier, gives up first: it has the better words.
+    static constexpr u64 BARRIER_GRACE = 1'000'000'000;  // ns
+
+    __device__ __noinline__ bool look(const Comm& comm, Failure waiting_for) {
+        next_look_ = nanoseconds() + BETWEEN_LOOKS;
+        if (is_broken(comm)) return false;
+        const u64 limit = comm.timeout_ns + (waiting_for.phase == GRID_BARRIER ? BARRIER_GRACE : 0);
+        if (*reinterpret_cast<const volatile u32*>(comm.abort)) waiting_for.is_set = 0;
+        else if (nanoseconds() - since_ < limit) return true;
+        break_off(comm, waiting_for);
+        return false;
+    }
+
+    u64 since_, next_look_;
+    u32 polls_ = 0;
+};
+
+// Between polls: short where a wait is the last thing between a rank and its result, longer where thousands of warps wait
+// for the same word, which has to be written meanwhile.
+constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
+
+// Epochs wrap around. A flag is never further ahead of who waits for it than this, but may be any number of epochs behind:
+// that of a token or a chunk stays as it is while batches are too small to have it.
+constexpr u32 MOST_AHEAD = 1 << 16;
+__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return seen - epoch < MOST_AHEAD; }
+
+// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which
+// would wait for this multiprocessor's stores.
+__device__ __forceinline__ bool wait_for_epoch(
+    const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
+    u32 seen = load_relaxed_system(flag);
+    if (!has_come(seen, epoch)) {
+        Vigil vigil;
+        while (!has_come(seen = load_relaxed_system(flag), epoch)) {
+            __nanosleep(pause);
+            if (!vigil.may_go_on(comm, {1, phase, peer, epoch, seen})) return false;
+        }
+    }
+    (void)load_acquire_system(flag);
+    return true;
+}
+
+// The same by the first NUM_RANKS threads of a block, one flag for each rank; all threads learn the result.
+__device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flags, u32 epoch, Phase phase) {
+    bool is_ready = true;
+    for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += blockDim.x)
+        is_ready &= wait_for_epoch(comm, section<u32>(comm, comm.rank, flags) + peer, epoch, phase, peer);
+    return __syncthreads_and(is_ready);
+}
+
+// Tell every rank, in the word that it keeps for this one.
+__device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 epoch, u32 thread, u32 num_threads) {
+    for (u32 peer = thread; peer < NUM_RANKS; peer += num_threads)
+        store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
+}
+
+// Whether this block is the last one of its grid to get here; the counter is zero again then. Called by all threads.
+__device__ __forceinline__ bool block_is_last(u32* counter) {
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        is_last = add_acquire_release_device(counter, 1) == gridDim.x - 1;
+        if (is_last) *counter = 0;
+    }
+    __syncthreads();
+    return is_last;
+}
+
+// A share of a kernel's work: one part of one token of some rank.
+struct Item {
+    i32 token, rank, part;
+};
+
+// Work is dealt to warps in order of token, `num_turns` ranks in turn, beginning with the one after this: so all links are
+// busy. Whose turn it is shifts from round to round, since else a warp would meet the same rank every time.
+__device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_turns, i32 parts, i32 num_warps) {
+    const i32 whole = number / parts;
+    const i32 token = whole / num_turns;
+    const i32 round = static_cast<i32>(static_cast<i64>(token) * num_turns * parts / num_warps);
+    const i32 turn = (whole % num_turns + round) % num_turns;
+    return {token, static_cast<i32>((comm.rank + 1 + turn) % NUM_RANKS), number % parts};
+}
+
+// All blocks of a grid meet. There must be no more blocks than multiprocessors: then all find room, beside each other or
+// when what else runs is done. What runs for long beside them, waiting for kernels of other ranks as NCCL's do, must leave
+// them as many multiprocessors as that. (A cooperative launch would see to it at once, but costs 12 us.)
+__device__ __forceinline__ bool meet_grid(const Comm& comm) {
+    bool is_ready = true;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32 generation = load_acquire_device(comm.state + GRID_GENERATION);
+        if (add_acquire_release_device(comm.state + GRID_COUNT, 1) == gridDim.x - 1) {
+            comm.state[GRID_COUNT] = 0;
+            add_acquire_release_device(comm.state + GRID_GENERATION, 1);
+        } else {
+            Vigil vigil;
+            const u32 own_rank = comm.rank;
+            while (is_ready && load_acquire_device(comm.state + GRID_GENERATION) == generation)
+                is_ready = vigil.may_go_on(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
+        }
+    }
+    return __syncthreads_and(is_ready);
+}

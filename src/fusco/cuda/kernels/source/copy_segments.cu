@@ -1,0 +1,61 @@
+// Copying scattered segments of memory to scattered places.
+//
+// Work goes by blocks, each of which copies an equal piece of all bytes together: parts of a large segment or many small
+// ones. Segments are cut at multiples of 16 bytes from their beginning, so that accesses stay wide.
+// Twin: fusco.reference.copy_segments.
+//
+// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS.
+#include "base.cuh"
+
+struct CopyArgs {
+    const u8* src;
+    u8* dst;
+    const i64* segments;  // [3][num_segments]: offset in src, offset in dst, bytes of all segments up to this one's end
+    i64 num_segments;
+    i64 piece_bytes;
+};
+static_assert(sizeof(CopyArgs) == ARGUMENT_BYTES, "copy_segments.py mirrors this struct");
+
+template <int BYTES> __device__ __forceinline__ void copy_as(const u8* src, u8* dst, i64 num_bytes) {
+    const auto* from = reinterpret_cast<const Vector<BYTES>*>(src);
+    auto* to = reinterpret_cast<Vector<BYTES>*>(dst);
+    for (i64 i = threadIdx.x; i < num_bytes / BYTES; i += NUM_THREADS) store_row(to + i, load_shared_row(from + i));
+}
+
+__device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, i64 num_bytes) {
+    const u64 alignment = reinterpret_cast<u64>(src) | reinterpret_cast<u64>(dst) | static_cast<u64>(num_bytes);
+    if (alignment % 16 == 0) copy_as<16>(src, dst, num_bytes);
+    else if (alignment % 4 == 0) copy_as<4>(src, dst, num_bytes);
+    else copy_as<1>(src, dst, num_bytes);
+}
+
+// The first segment that ends behind a byte of all of them together.
+__device__ i64 segment_at(const i64* ends, i64 num_segments, i64 byte) {
+    i64 first = 0, last = num_segments;
+    while (first < last) {
+        const i64 middle = (first + last) / 2;
+        if (ends[middle] > byte) last = middle;
+        else first = middle + 1;
+    }
+    return first;
+}
+
+// Where a segment is cut that has so many bytes before the cut.
+__device__ __forceinline__ i64 rounded_up(i64 num_bytes) { return num_bytes > 0 ? (num_bytes + 15) / 16 * 16 : 0; }
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_segments(const __grid_constant__ CopyArgs args) {
+    const i64* const src_offset = args.segments;
+    const i64* const dst_offset = args.segments + args.num_segments;
+    const i64* const ends = args.segments + 2 * args.num_segments;
+    const i64 total = ends[args.num_segments - 1];
+    for (i64 begin = blockIdx.x * args.piece_bytes; begin < total; begin += gridDim.x * args.piece_bytes) {
+        const i64 end = begin + args.piece_bytes;
+        for (i64 i = segment_at(ends, args.num_segments, begin); i < args.num_segments; ++i) {
+            const i64 segment_begin = i ? ends[i - 1] : 0;
+            if (segment_begin >= end) break;
+            const i64 first = rounded_up(begin - segment_begin);
+            const i64 last = min(ends[i] - segment_begin, rounded_up(end - segment_begin));
+            if (first < last) copy_bytes(args.src + src_offset[i] + first, args.dst + dst_offset[i] + first, last - first);
+        }
+    }
+}

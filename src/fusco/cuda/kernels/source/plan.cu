@@ -1,0 +1,314 @@
+// Planning: every rank pushes routing to all others of its node, then sorts the node's pooled routing by its own experts.
+//
+// A *source* is a rank of any node whose rows are on this one. Each rank publishes the routing of as many as there are
+// nodes: its own, and what came from its counterpart on each other node.
+//
+// A stable counting sort over pairs (row, k), rows in order of (source, token). Each block takes an equal run of rows,
+// each warp an equal run of the block's pairs: counts of all runs, summed over the runs before, say where a run begins in
+// every expert's block. Twin: fusco.reference.plan.
+//
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_NODES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8),
+// NUM_THREADS, CHUNK_PAIRS.
+#include "comm.cuh"
+
+// In host memory, for whoever sizes the output by it.
+struct Report {
+    u32 ticket;       // that of the plan, written last
+    i32 num_slots;    // rows of the expert-major output, padding counted
+    i32 bad_src, bad_token, bad_k, bad_id;  // the first id that is no expert; bad_src is -1 if there is none
+    u32 bad_ticket;                         // of the plan that found it
+    i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all did
+};
+
+constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
+
+struct PlanArgs {
+    Comm comm;
+    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes
+    const u8* topk_weights[NUM_NODES];
+    const i32* expert_to_local;  // -1 for experts of other ranks
+    const i32* expert_to_rank;   // the index in the node; -1 for experts of other nodes
+    i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
+    u8* row_weights;           // [row][k]
+    i64* num_rows_per_expert;
+    i32* block_to_first_slot;  // [num_local_experts + 1]
+    u32* token_to_ranks;       // [row of a held source]: bit r is set if rank r of the node owns one of its experts
+    i32* run_counts;           // [expert][block]: scratch
+    Report* report;
+    i32 first_row[NUM_SOURCES + 1];
+    i32 publishers[NUM_SOURCES];  // the rank of the node that publishes a source's routing
+    i32 published[NUM_NODES];     // the sources whose routing this rank publishes
+    i32 held[NUM_NODES];          // the sources whose rows stand in this rank's pool
+    i32 num_experts, num_local_experts, expert_alignment;
+    i32 max_slots;
+    i32 is_overflow_reported;
+    u32 ticket;  // 0: nobody waits for the report
+};
+static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
+
+constexpr i32 NOT_HERE = -1;
+constexpr i32 DROPPED = -2;
+constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
+
+struct RowPlace {
+    i32 src, token;
+};
+__device__ constexpr i32 half_of_sources() {
+    i32 half = 1;
+    while (2 * half < NUM_SOURCES) half *= 2;
+    return half;
+}
+__device__ __forceinline__ RowPlace place_of(const PlanArgs& args, i32 row) {
+    i32 src = 0;  // the last one that begins at or before the row, by halves
+#pragma unroll
+    for (i32 step = half_of_sources(); step > 0; step /= 2)
+        if (src + step < NUM_SOURCES && row >= args.first_row[src + step]) src += step;
+    return {src, row - args.first_row[src]};
+}
+
+__device__ __forceinline__ i32 num_pairs_of(const PlanArgs& args, i32 src) {
+    return (args.first_row[src + 1] - args.first_row[src]) * NUM_TOPK;
+}
+
+__device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 src) {
+    return static_cast<u64>(parity * NUM_SOURCES + src) * comm.max_tokens * comm.max_topk;
+}
+
+// The weight of a source's pair in the pool of some rank. A source's weights begin at the same place whatever their dtype:
+// else those of one plan would reach into the other side of the pool, where those of the plan before may still be read.
+template <typename T> __device__ __forceinline__ T* pooled_weight(const Comm& comm, u32 rank, u64 base, i32 pair) {
+    constexpr u64 MAX_WEIGHT_BYTES = 8;
+    return section<T>(comm, rank, comm.weights + base * MAX_WEIGHT_BYTES) + pair;
+}
+
+__device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
+    return max(1, (comm.max_tokens * comm.max_topk + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
+}
+
+// Chunk by chunk, each announced to all ranks of the node. A source without rows has one chunk, too.
+__device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
+    const Comm& comm = args.comm;
+    u32 turn = 0;  // the block that pushes the next chunk
+    for (u32 i = 0; i < NUM_NODES; ++i) {
+        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src);
+        const i32 num_chunks = max(1, (num_pairs + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
+        const u64 base = pooled_index(comm, parity, src);
+        for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
+            const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
+            for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
+                i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
+                                       : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
+                if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // no expert, nor after narrowing
+#if WEIGHT_BYTES == 4
+                const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
+#elif WEIGHT_BYTES == 8
+                const u64 weight = reinterpret_cast<const u64*>(args.topk_weights[i])[pair];
+#endif
+#pragma unroll
+                for (u32 step = 0; step < NUM_RANKS; ++step) {
+                    const u32 dst = (comm.rank + step) % NUM_RANKS;
+                    section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
+#if WEIGHT_BYTES == 4
+                    *pooled_weight<u32>(comm, dst, base, pair) = weight;
+#elif WEIGHT_BYTES == 8
+                    *pooled_weight<u64>(comm, dst, base, pair) = weight;
+#endif
+                }
+            }
+            __syncthreads();
+            for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
+                store_release_system(
+                    section<u32>(comm, peer, comm.routing_ready) + src * max_routing_chunks(comm) + chunk, epoch);
+        }
+        turn = (turn + num_chunks) % gridDim.x;
+    }
+}
+
+// Wait for the chunks of routing that rows `first` to `end` came in; the first block waits for something of every source,
+// so that no rank gets ahead of another by more than a plan.
+__device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end, u32 epoch) {
+    const Comm& comm = args.comm;
+    bool is_ready = true;
+    for (i32 src = 0; src < NUM_SOURCES; ++src) {
+        const i32 begin = max(first, args.first_row[src]) - args.first_row[src];
+        const i32 stop = min(end, args.first_row[src + 1]) - args.first_row[src];
+        i32 chunk = begin * NUM_TOPK / CHUNK_PAIRS, last = (stop * NUM_TOPK - 1) / CHUNK_PAIRS;
+        if (begin >= stop) chunk = 0, last = blockIdx.x == 0 ? 0 : -1;
+        const u32* const flags =
+            section<u32>(comm, comm.rank, comm.routing_ready) + src * max_routing_chunks(comm);
+        for (chunk += threadIdx.x; chunk <= last; chunk += NUM_THREADS)
+            is_ready &= wait_for_epoch(comm, flags + chunk, epoch, EXCHANGING_ROUTING, args.publishers[src]);
+    }
+    return __syncthreads_and(is_ready);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
+    extern __shared__ i32 shared[];
+    const Comm& comm = args.comm;
+    const u32 warp = threadIdx.x / WARP_SIZE, lane = lane_index();
+    const i32 num_experts = args.num_local_experts;
+    i32* const warp_counts = shared;                            // [warp][expert]
+    i32* const num_before = shared + NUM_WARPS * num_experts;   // [expert], rows of earlier blocks
+    i32* const num_all = num_before + num_experts;              // [expert]
+    i32* const first_slot = num_all + num_experts;              // [expert + 1]
+    if (is_broken(comm)) return;
+    const u32 epoch = comm.state[PLAN_EPOCH] + 1;
+
+    // Step 1: push routing. The pool has two sides: a rank that begins plan n has seen all others begin n - 1, so none of
+    // them reads what plan n - 2 left.
+    const u32 parity = epoch % 2;
+    push_routing(args, parity, epoch);
+    for (i32 i = threadIdx.x; i < NUM_WARPS * num_experts; i += NUM_THREADS) warp_counts[i] = 0;
+    const i32 num_rows = args.first_row[NUM_SOURCES];
+    const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
+    const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
+    const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
+    if (!block_waits_for_routing(args, first_row, end_row, epoch)) return;
+
+    // Step 2: count this block's pairs for each expert, warp by warp.
+    const i32 block_first = first_row * NUM_TOPK, block_end = end_row * NUM_TOPK;
+    const i32 rounds = (block_end - block_first + NUM_THREADS - 1) / NUM_THREADS;
+    const i32 warp_first = block_first + warp * rounds * WARP_SIZE;
+    const i32* const pooled_ids = section<i32>(comm, comm.rank, comm.ids);
+    i32* const own_counts = warp_counts + warp * num_experts;
+
+    struct PooledPair {
+        u64 base;  // of the source's pairs
+        i32 pair;  // among them
+    };
+    auto pooled_pair_of = [&](i32 pair) -> PooledPair {
+        const RowPlace place = place_of(args, pair / NUM_TOPK);
+        return {pooled_index(comm, parity, place.src), place.token * NUM_TOPK + pair % NUM_TOPK};
+    };
+    auto pooled_id_of = [&](const PooledPair& place) -> i32 {
+        return *reinterpret_cast<const volatile i32*>(pooled_ids + place.base + place.pair);
+    };
+    auto local_expert_of = [&](i32 id) -> i32 {
+        return id >= 0 && id < args.num_experts ? args.expert_to_local[id] : -1;
+    };
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 pair = warp_first + round * WARP_SIZE + lane;
+        if (pair >= block_end) continue;
+        const i32 id = pooled_id_of(pooled_pair_of(pair));
+        if (id < -1 || id >= args.num_experts) atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
+        const i32 expert = local_expert_of(id);
+        if (expert >= 0) atomicAdd(own_counts + expert, 1);
+    }
+    __syncthreads();
+    for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
+        i32 sum = 0;
+        for (u32 w = 0; w < NUM_WARPS; ++w) {
+            const i32 count = warp_counts[w * num_experts + expert];
+            warp_counts[w * num_experts + expert] = sum;
+            sum += count;
+        }
+        args.run_counts[expert * gridDim.x + blockIdx.x] = sum;
+    }
+    if (!meet_grid(comm)) return;
+    let_next_kernel_come();
+
+    // Step 3: where this block's run begins in every expert's block, and where the blocks begin.
+    for (i32 expert = warp; expert < num_experts; expert += NUM_WARPS) {
+        i32 before = 0, all = 0;
+        for (u32 block = lane; block < gridDim.x; block += WARP_SIZE) {
+            const i32 count = *reinterpret_cast<volatile i32*>(args.run_counts + expert * gridDim.x + block);
+            all += count;
+            if (block < blockIdx.x) before += count;
+        }
+        before = __reduce_add_sync(ALL_LANES, before);
+        all = __reduce_add_sync(ALL_LANES, all);
+        if (lane == 0) num_before[expert] = before, num_all[expert] = all;
+    }
+    __syncthreads();
+    if (warp == 0) {
+        i32 begin = 0;
+        for (i32 first = 0; first < num_experts; first += WARP_SIZE) {
+            const i32 expert = first + lane;
+            const i32 count = expert < num_experts ? num_all[expert] : 0;
+            const i32 padded = (count + args.expert_alignment - 1) / args.expert_alignment * args.expert_alignment;
+            i32 end = padded;
+            for (u32 step = 1; step < WARP_SIZE; step *= 2) {
+                const i32 other = __shfl_up_sync(ALL_LANES, end, step);
+                if (lane >= step) end += other;
+            }
+            if (expert < num_experts) first_slot[expert] = begin + end - padded;
+            begin += __shfl_sync(ALL_LANES, end, WARP_SIZE - 1);
+        }
+        if (lane == 0) first_slot[num_experts] = begin;
+    }
+    __syncthreads();
+
+    // Step 4: give every pair its slot. Lanes with the same expert take consecutive ones.
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 pair = warp_first + round * WARP_SIZE + lane;
+        const bool is_inside = pair < block_end;
+        const PooledPair place = is_inside ? pooled_pair_of(pair) : PooledPair{};
+        const i32 expert = is_inside ? local_expert_of(pooled_id_of(place)) : -1;
+        const u32 same = __match_any_sync(ALL_LANES, expert);
+        i32 slot = NOT_HERE;
+        if (expert >= 0) {
+            slot = first_slot[expert] + num_before[expert] + own_counts[expert] + __popc(same & ((1u << lane) - 1));
+            if (slot >= args.max_slots) slot = DROPPED;
+        }
+        __syncwarp();
+        if (expert >= 0 && lane == __ffs(same) - 1) own_counts[expert] += __popc(same);
+        __syncwarp();
+        if (!is_inside) continue;
+        args.row_to_slots[pair] = slot;
+#if WEIGHT_BYTES == 4
+        reinterpret_cast<u32*>(args.row_weights)[pair] =
+            *const_cast<const volatile u32*>(pooled_weight<u32>(comm, comm.rank, place.base, place.pair));
+#elif WEIGHT_BYTES == 8
+        reinterpret_cast<u64*>(args.row_weights)[pair] =
+            *const_cast<const volatile u64*>(pooled_weight<u64>(comm, comm.rank, place.base, place.pair));
+#endif
+    }
+    i32 num_before_source = 0;
+    for (u32 i = 0; i < NUM_NODES; ++i) {
+        const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
+        const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
+        for (i32 token = blockIdx.x * NUM_THREADS + threadIdx.x; token < num_tokens; token += gridDim.x * NUM_THREADS) {
+            u32 ranks = 0;
+            for (u32 k = 0; k < NUM_TOPK; ++k) {
+                const i32 id = *reinterpret_cast<const volatile i32*>(ids_of_source + token * NUM_TOPK + k);
+                const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
+                if (rank >= 0) ranks |= 1u << rank;
+            }
+            args.token_to_ranks[num_before_source + token] = ranks;
+        }
+        num_before_source += num_tokens;
+    }
+
+    // Step 5: the first block tells what came of it, and closes the epoch, which all blocks had read when they met.
+    if (blockIdx.x == 0) {
+        for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
+            const i32 first = min(first_slot[expert], args.max_slots);
+            args.block_to_first_slot[expert] = first;
+            if (expert < num_experts) args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
+        }
+        if (threadIdx.x == 0) {
+            const u32 bad = *reinterpret_cast<volatile u32*>(comm.state + FIRST_BAD_PAIR);
+            const i32 needed = first_slot[num_experts];
+            Report* const report = args.report;
+            if (bad) {
+                const i32 pair = static_cast<i32>(~bad);
+                const RowPlace place = place_of(args, pair / NUM_TOPK);
+                report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
+                report->bad_id = pooled_id_of(pooled_pair_of(pair));
+                report->bad_ticket = args.ticket;
+                __threadfence_system();
+                report->bad_src = place.src;
+                comm.state[FIRST_BAD_PAIR] = 0;
+            }
+            if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
+                report->overflow_limit = args.max_slots;
+                __threadfence_system();
+                report->overflow_needed = needed;
+            }
+            report->num_slots = needed;
+            __threadfence_system();
+            if (args.ticket) *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
+            comm.state[PLAN_EPOCH] = epoch;
+        }
+    }
+}

@@ -1,0 +1,73 @@
+"""The kernel ``weight_gradients``: combine's backward, rows of gradients times their weights, and dots."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from fusco.core.rows import aligned
+from fusco.cuda.kernels.fields import I64, POINTER, address
+from fusco.cuda.kernels.library import Library
+from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
+
+_NUM_THREADS, _BLOCKS_PER_SM = 256, 8
+_ROWS_OF_A_BLOCK = _NUM_THREADS // 32
+
+
+class WeightArgs(ctypes.Structure):
+    """``WeightArgs`` of weight_gradients.cu."""
+
+    _fields_ = [*((name, POINTER) for name in ("grads", "rows", "weights", "dots")), ("num_rows", I64)]
+
+
+def weight_gradients_on_cuda(
+    grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """See ``fusco.api.weight_gradients``."""
+    with torch.cuda.device(grads.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        return launch(_library_of(grads.device), stream, grads, rows, weights)
+
+
+def launch(
+    library: Library, stream: int, grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor
+) -> torch.Tensor | None:
+    """The same with the kernels of a device, on a stream given as its handle."""
+    (num_rows, hidden), item_bytes = grads.shape, grads.element_size()
+    dots = None
+    if rows is not None:
+        dots = grads.new_empty(num_rows, dtype=torch.promote_types(grads.dtype, torch.float32))
+        rows = aligned(rows)
+    if not grads.numel():
+        return None if dots is None else dots.zero_()
+    assert grads.is_contiguous(), grads.stride()
+    assert grads.data_ptr() % 16 == 0, grads.data_ptr()
+    assert weights.is_contiguous(), weights.stride()
+    assert rows is None or (rows.dtype, rows.shape) == (grads.dtype, grads.shape), (rows.dtype, rows.shape)
+    arguments = WeightArgs(
+        grads=grads.data_ptr(),
+        rows=address(rows),
+        weights=weights.data_ptr(),
+        dots=address(dots),
+        num_rows=num_rows,
+    )
+    constants = {
+        "ARGUMENT_BYTES": ctypes.sizeof(arguments),
+        "NUM_THREADS": _NUM_THREADS,
+        "HIDDEN": hidden,
+        "ROW_TYPE": ELEMENT_TYPES[grads.dtype],
+        "WEIGHT_BYTES": weights.element_size(),
+        "HAS_DOTS": int(dots is not None),
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+    }
+    grid = min(-(-num_rows // _ROWS_OF_A_BLOCK), library.num_sms * _BLOCKS_PER_SM)
+    library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=_NUM_THREADS)
+    return dots
+
+
+@cache
+def _library_of(device: torch.device) -> Library:
+    """Loaded for as long as the process lives: backward passes may outlive their communicator's other kernels."""
+    return Library(device)

@@ -1,0 +1,220 @@
+"""NCCL's point-to-point messages between device memories, on streams of ours and with limits of ours.
+
+Not through PyTorch's process group: that one makes connections without a limit, runs on streams of its own, and ends
+the process if a peer fails. Nor in NCCL's non-blocking mode, in which every launch costs the host a millisecond.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+
+import torch
+
+from fusco.control.store_gather import RollCall
+from fusco.control.threads import in_thread
+from fusco.core.errors import Stall, TransportError
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_INT8 = 0
+_UNIQUE_ID_BYTES = 128
+_LAUNCHING_S = 0.5  # longer than any launch that does not wait for a peer
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
+
+
+_CONFIGURABLE_VERSION = 22800  # since when a communicator can be told how many channels to use
+_UNDEFINED = -(2**31)
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` as of ``_CONFIGURABLE_VERSION``; later versions take it, and have more behind it."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("blocking", "cgaClusterSize", "minCTAs", "maxCTAs")),
+        ("netName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("splitShare", "trafficClass")),
+        ("commName", ctypes.c_char_p),
+        *((name, ctypes.c_int) for name in ("collnetEnable", "CTAPolicy", "shrinkShare", "nvlsCTAs")),
+        *((name, ctypes.c_int) for name in ("nChannelsPerNetPeer", "nvlinkCentricSched")),
+    ]
+
+    @classmethod
+    def of_channels(cls, num_channels: int) -> _Config:
+        """Everything as NCCL has it but the channels to a peer of another node."""
+        config = cls(size=ctypes.sizeof(cls), magic=0xCAFEBEEF, version=_CONFIGURABLE_VERSION)
+        for field in cls._fields_:
+            if field[1] is ctypes.c_int:
+                setattr(config, field[0], _UNDEFINED)
+        config.nChannelsPerNetPeer = num_channels
+        return config
+
+
+@dataclass(frozen=True)
+class Message:
+    """Some device memory that goes to a rank, or comes from it."""
+
+    peer: int
+    address: int
+    num_bytes: int
+
+
+class NcclTransport:
+    """One rank's end of a communicator of NCCL's among all ranks. ``abort`` may be called from another thread."""
+
+    def __init__(
+        self,
+        roll: RollCall,
+        device: torch.device,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+        channels_per_peer: int | None = None,
+    ) -> None:
+        """Connect, together with all ranks.
+
+        Args:
+            roll: finds them.
+            device: whose memory messages come from and go to.
+            wait_until: waits for a condition, and raises if a rank does not come.
+            channels_per_peer: how many of NCCL's channels carry messages to a rank of another node, where NCCL can be
+                told and ``NCCL_NCHANNELS_PER_NET_PEER`` does not say otherwise; ``None`` leaves it to NCCL.
+
+        Raises:
+            TransportError: if NCCL fails; or whatever ``wait_until`` raises if a rank does not come.
+
+        """
+        self._nccl = _library()
+        self._comm, self._lock = ctypes.c_void_p(), Lock()
+        self._is_open, self._is_launching = True, False
+        unique_id = _UniqueId()
+        if roll.rank == 0:
+            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)), "making an id")
+        known = bytes.fromhex(roll.gather("nccl", bytes(unique_id).hex())[0])
+        ctypes.memmove(ctypes.byref(unique_id), known, _UNIQUE_ID_BYTES)
+
+        def connect() -> int:
+            torch.cuda.set_device(device)  # of this thread
+            arguments = (ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank)
+            result: int
+            if channels_per_peer is None or self._version < _CONFIGURABLE_VERSION:
+                result = self._nccl.ncclCommInitRank(*arguments)
+            else:
+                config = _Config.of_channels(channels_per_peer)
+                result = self._nccl.ncclCommInitRankConfig(*arguments, ctypes.byref(config))
+            return result
+
+        # In a thread, as it waits for all ranks without a limit.
+        connecting = in_thread(connect)
+        others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+        stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
+        wait_until(connecting.done, lambda: stall)
+        self._check(connecting.result(), "connecting")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        """Launch messages that travel side by side, on a stream. Every rank's sends and receives must match.
+
+        The first messages between two ranks connect them, for which each waits for the other. Does nothing after
+        ``abort``, and returns soon if it is called meanwhile.
+        """
+        with self._lock:
+            if not (self._is_open and (sends or receives)):
+                return
+            self._is_launching = True
+        try:
+            self._launch(sends, receives, stream)
+        except TransportError:
+            if self._is_open:
+                raise
+        finally:
+            self._is_launching = False
+
+    def _launch(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        self._check(self._nccl.ncclGroupStart(), "beginning a group")
+        try:
+            for messages, call in ((sends, self._nccl.ncclSend), (receives, self._nccl.ncclRecv)):
+                for message in messages:
+                    result = call(message.address, message.num_bytes, _INT8, message.peer, self._comm, stream)
+                    self._check(result, f"a message of {message.num_bytes} bytes with rank {message.peer}")
+        except TransportError:
+            self._nccl.ncclGroupEnd()  # in an open group, whatever else this thread asks of NCCL would be put off
+            raise
+        self._check(self._nccl.ncclGroupEnd(), "launching messages")
+
+    @property
+    def failure(self) -> str:
+        """What went wrong on the network, or ``""``."""
+        with self._lock:
+            if not self._is_open:
+                return ""
+            state = ctypes.c_int()
+            result = self._nccl.ncclCommGetAsyncError(self._comm, ctypes.byref(state)) or state.value
+        return "" if result in (_SUCCESS, _IN_PROGRESS) else f"NCCL: {self._text(result)}"
+
+    def abort(self) -> None:
+        """End everything under way, which leaves garbage, and give everything back; a second call does nothing."""
+        with self._lock:
+            if not (self._is_open and self._comm):
+                return
+            self._is_open = False
+        # A launch is over at once, or it waits for a peer, and only this ends it.
+        deadline = time.monotonic() + _LAUNCHING_S
+        while self._is_launching and time.monotonic() < deadline:
+            time.sleep(_LAUNCHING_S / 100)
+        self._nccl.ncclCommAbort(self._comm)
+
+    def finish(self) -> None:
+        """Give everything back, together with all ranks, once nothing is under way on any; ``abort`` does nothing then.
+
+        To be called while nobody launches anything. Waits for all ranks, without a limit.
+        """
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        self._nccl.ncclCommDestroy(self._comm)
+
+    @property
+    def _version(self) -> int:
+        version = ctypes.c_int()
+        self._check(self._nccl.ncclGetVersion(ctypes.byref(version)), "saying its version")
+        return version.value
+
+    def _check(self, result: int, what: str) -> None:
+        if result not in (_SUCCESS, _IN_PROGRESS):
+            raise TransportError(f"NCCL failed in {what}: {self._text(result)}")
+
+    def _text(self, result: int) -> str:
+        last: bytes = self._nccl.ncclGetLastError(None) or b""
+        words: bytes = self._nccl.ncclGetErrorString(result)
+        return f"{words.decode()} {last.decode(errors='replace').strip()}".strip()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The NCCL that PyTorch has loaded."""
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise TransportError(f"device 'cuda' with several nodes needs NCCL, which was not found: {error}") from error
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name in ("ncclSend", "ncclRecv"):
+        getattr(nccl, name).argtypes = [pointer, size, integer, integer, pointer, pointer]
+    nccl.ncclGetVersion.argtypes = [pointer]
+    nccl.ncclCommInitRank.argtypes = [pointer, integer, _UniqueId, integer]
+    nccl.ncclCommInitRankConfig.argtypes = [pointer, integer, _UniqueId, integer, pointer]
+    nccl.ncclCommGetAsyncError.argtypes = [pointer, pointer]
+    nccl.ncclCommAbort.argtypes = [pointer]
+    nccl.ncclCommDestroy.argtypes = [pointer]
+    nccl.ncclGetLastError.argtypes = [pointer]
+    nccl.ncclGetLastError.restype = ctypes.c_char_p
+    nccl.ncclGetErrorString.argtypes = [integer]
+    nccl.ncclGetErrorString.restype = ctypes.c_char_p
+    return nccl

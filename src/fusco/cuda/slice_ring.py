@@ -1,0 +1,44 @@
+"""Slots for slices on their way between nodes, each free again once the network is through with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusco.core.timeline import NoTimeline, Timeline
+from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.nccl import Message
+from fusco.cuda.network import Network
+
+
+class SliceRing:
+    """Slices of any call take the slots in turn; nothing of it is known to other ranks."""
+
+    def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
+        self._network = network
+        self._slots = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
+
+    def slot(self, number: int, stream: torch.cuda.Stream) -> torch.Tensor:
+        """The bytes of a slice's slot, which the stream waits for."""
+        if is_free := self._is_free[number % len(self._is_free)]:
+            stream.wait_event(is_free)
+        return self._slots[number % len(self._slots)]
+
+    def exchange(
+        self,
+        number: int,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        what: str,
+        producer: torch.cuda.Stream,
+        timeline: Timeline | NoTimeline,
+    ) -> torch.cuda.Event:
+        """Send a slice, once its producer's stream has come so far, beside what is received; the event is its end."""
+        stream = self._network.stream
+        stream.wait_stream(producer)
+        with timeline.span("network", what, stream):
+            done = self._network.exchange(sends, receives, what)
+        self._is_free[number % len(self._is_free)] = done
+        return done

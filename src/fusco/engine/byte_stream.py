@@ -1,0 +1,171 @@
+"""The tasks of ``shuffle``, ``gather_send`` and ``scatter_recv``: byte streams of segments through channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from fusco.control.fingerprint import Record
+from fusco.control.watchdog import Watch
+from fusco.core.errors import MismatchError, Stall
+from fusco.core.segments import Segments
+from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.engine.tasks import Task, run
+
+Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Outgoing(Protocol):
+    """The sending end. ``slot`` gives room for a message, or ``None`` for now; ``commit`` sends its first bytes."""
+
+    def slot(self) -> torch.Tensor | None:
+        """Room for the next message, uint8 (slot_bytes,), or ``None`` if all of it is in use."""
+
+    def commit(self, num_bytes: int) -> None:
+        """Send what was written into the slot."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the other side has everything."""
+
+
+class Incoming(Protocol):
+    """The receiving end, in the order of sending."""
+
+    def message(self) -> torch.Tensor | None:
+        """The oldest message, or ``None`` if it is not there yet; it stays until ``release``."""
+
+    def release(self) -> None:
+        """Done with the oldest message."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the other side knows of every release."""
+
+
+class StreamOut:
+    """Gathers segments slice by slice into a channel."""
+
+    def __init__(
+        self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy = copy_segments
+    ) -> None:
+        self._channel, self._dst, self._copy = channel, dst, copy
+        self._slices: Iterator[Segments] = segments.slices(slice_bytes)
+        self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
+
+    def step(self) -> bool:
+        """Gather one slice if there is room."""
+        slot = self._channel.slot() if self._num_sent < self._num_slices else None
+        if slot is None:
+            return False
+        piece = next(self._slices)
+        ends = piece.num_bytes.cumsum(0)
+        self._copy(piece.memory, piece.offset_bytes, slot, ends - piece.num_bytes, piece.num_bytes)
+        self._channel.commit(int(ends[-1]))
+        self._num_sent += 1
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the other side has everything."""
+        return self._num_sent == self._num_slices and self._channel.is_drained
+
+    def stall(self) -> Stall:
+        """The other side does not take slices."""
+        return Stall(
+            "gathering and sending", (self._dst,), f"{self._num_slices} slices taken", f"{self._num_sent} sent"
+        )
+
+
+class StreamIn:
+    """Scatters slices from a channel to segments."""
+
+    def __init__(
+        self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy = copy_segments
+    ) -> None:
+        self._channel, self._src, self._copy = channel, src, copy
+        self._slices = segments.slices(slice_bytes)
+        self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
+
+    def step(self) -> bool:
+        """Scatter one slice if it is there."""
+        message = self._channel.message() if self._num_taken < self._num_slices else None
+        if message is None:
+            return False
+        piece = next(self._slices)
+        starts = piece.num_bytes.cumsum(0) - piece.num_bytes
+        self._copy(message, starts, piece.memory, piece.offset_bytes, piece.num_bytes)
+        self._channel.release()
+        self._num_taken += 1
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every segment is filled."""
+        return self._num_taken == self._num_slices and self._channel.is_released
+
+    def stall(self) -> Stall:
+        """The other side does not send."""
+        return Stall("receiving and scattering", (self._src,), f"{self._num_slices} slices", f"{self._num_taken}")
+
+
+class StreamMaker(Protocol):
+    """Makes the tasks of streams to and from other ranks, for one collective."""
+
+    device: torch.device
+
+    def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
+        """Send segments to some ranks, and receive segments from some."""
+
+
+def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segments]]:
+    """Partners in order, the next rank first, so that receivers take turns.
+
+    >>> nothing = Segments(torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    >>> [peer for peer, _ in in_turn(1, {0: nothing, 1: nothing, 2: nothing})]
+    [1, 2, 0]
+    """
+    return sorted(partners.items(), key=lambda entry: (entry[0] < rank, entry[0]))
+
+
+def check_sizes(records: Sequence[Record], world_size: int, unit: str = "bytes") -> None:
+    """Raise ``MismatchError``, the same on all ranks, unless everybody expects what the others send.
+
+    ``records[r].counts`` says what rank ``r`` sends to each rank, then what it expects from each, in ``unit``.
+    """
+    everyone = range(world_size)
+    differing = [
+        f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
+        for src in everyone
+        for dst in everyone
+        if (sent := records[src].counts[dst]) != (expected := records[dst].counts[world_size + src])
+    ]
+    if differing:
+        raise MismatchError(f"ranks disagree in {records[0].agreement.operation}: {'; '.join(differing)}")
+
+
+def stream_sizes(send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> list[int]:
+    """What a rank tells the others of a shuffle: bytes to each rank, then bytes from each."""
+    return [part[rank].total_bytes if rank in part else 0 for part in (send, receive) for rank in range(world_size)]
+
+
+@contextmanager
+def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, watch: Watch) -> Iterator[None]:
+    """A stream to or from one rank, which both sides enter with their number of bytes."""
+    ours, theirs = word(segments.total_bytes, streams.device), word(0, streams.device)
+    run(streams.tasks({peer: ours}, {peer: theirs}), watch)
+    if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
+        watch.end()
+        raise MismatchError(
+            f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
+        )
+    yield
+    watch.end()
+
+
+def word(value: int, device: torch.device) -> Segments:
+    """One int64 as a payload."""
+    return Segments(torch.tensor([value], device=device), torch.tensor([0]), torch.tensor([8]))

@@ -1,0 +1,1 @@
+"""Processes that play ranks, for benchmarks, training and tests."""

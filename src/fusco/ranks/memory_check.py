@@ -1,0 +1,36 @@
+"""Whether this machine's memory holds what a benchmark is about to make, so that it is refused and does not swap."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fusco.ranks.joined_world import launched
+
+_MEMORY = Path("/proc/meminfo")
+
+
+def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
+    """Raise ``ValueError`` if the ranks of this machine, all of them or those that a launcher started, need too much.
+
+    Args:
+        what: the benchmark's word for it, with the options that make it smaller.
+        bytes_per_rank: what each rank has at once, at least.
+        num_ranks: of the benchmark.
+
+    """
+    job = launched()
+    num_local = job.local_world_size if job else num_ranks
+    needed, free = bytes_per_rank * num_local, free_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"{what} need {needed:,} bytes on {num_local} rank{'s' if num_local > 1 else ''} of this machine, but "
+            f"{free:,} are free"
+        )
+
+
+def free_memory_bytes() -> int:
+    """What Linux says can be had without swapping."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text(encoding="utf-8"))
+    return int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

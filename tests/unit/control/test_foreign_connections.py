@@ -1,0 +1,91 @@
+"""Ids that are no expert, within a node: each is told as the mistake of the dispatch that had it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from simulated_device import Machine
+from simulated_nodes import Rank, World
+
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
+from fusco.control.fingerprint import Agreement
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.layout import DeviceLayout
+from fusco.engine.base import DispatchOrder
+from fusco.planner.routing import Routing
+
+NUM_RANKS, NUM_EXPERTS, NUM_TOPK = 3, 6, 2
+PLACEMENT = ExpertPlacement.contiguous(NUM_EXPERTS, NUM_RANKS)
+RANGE = "is no expert: ids go from 0 to 5, and -1 means none"
+STATIC = StaticSlots(64)
+
+
+def ids(num_tokens: int) -> torch.Tensor:
+    return torch.arange(num_tokens * NUM_TOPK).view(-1, NUM_TOPK) % NUM_EXPERTS
+
+
+def with_stranger(stranger: int, token: int) -> torch.Tensor:
+    wrong = ids(8)
+    wrong[token, 1] = stranger
+    return wrong
+
+
+def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticSlots | None) -> Exception | None:
+    order = DispatchOrder(
+        routing=Routing(topk_idx),
+        payloads=[torch.zeros(len(topk_idx), 4)],
+        placement=PLACEMENT,
+        balancer=BALANCERS["static"],
+        expert_alignment=1,
+        static=static,
+        launch=Launch(),
+    )
+    return at.node.dispatch(Agreement("dispatch"), order, at.stream)[2]
+
+
+class Engine(CudaEngine):
+    """What an engine tells of its reports."""
+
+    def __init__(self, at: Rank) -> None:
+        self._arena, self._placement, self._rank = at.arena, PLACEMENT, at.rank
+
+
+def on_ranks(program: Any, order: int) -> list[Any]:
+    capacity = Capacity(max_tokens_per_rank=8, max_bytes_per_token=16, num_topk=NUM_TOPK)
+    layout = DeviceLayout(Topology((0,) * NUM_RANKS), capacity, Settings(slice_bytes=64))
+    return World(layout, PLACEMENT, Machine(order)).run(program)
+
+
+@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("num_tokens", [2, 8])  # fewer than the earlier dispatch had, and as many
+def test_an_exact_dispatch_is_not_blamed_for_an_earlier_one(order, num_tokens):
+    def program(at: Rank) -> list[Exception | None]:
+        dispatch(at, with_stranger(99, token=5) if at.rank == 1 else ids(8), STATIC)
+        rejection = dispatch(at, ids(num_tokens), None)
+        engine = Engine(at)
+        return [rejection, engine.pending_error(), engine.pending_error()]
+
+    for rejection, pending, again in on_ranks(program, order):
+        assert rejection is None
+        assert type(pending) is ValueError
+        assert str(pending) == f"in an earlier dispatch into static slots, rank 1 gave topk_idx[5, 1] = 99 {RANGE}"
+        assert again is None
+
+
+@pytest.mark.parametrize("stranger", [99, -2, 2**31 - 1, 2**40, -(2**40)])
+@pytest.mark.parametrize("is_first_wrong", [False, True])
+def test_an_exact_dispatch_is_told_of_its_own(stranger, is_first_wrong):
+    def program(at: Rank) -> tuple[Exception | None, Exception | None]:
+        dispatch(at, with_stranger(50, token=3) if is_first_wrong else ids(8), STATIC)
+        rejection = dispatch(at, with_stranger(stranger, token=5) if at.rank == 1 else ids(8), None)
+        return rejection, Engine(at).pending_error()
+
+    rejections = on_ranks(program, order=0)
+    what = f"topk_idx[5, 1] = {stranger} {RANGE}"
+    assert (type(rejections[1][0]), str(rejections[1][0])) == (ValueError, what)
+    for rank, (rejection, pending) in enumerate(rejections):
+        assert pending is None
+        if rank != 1:
+            assert str(rejection).startswith("dispatch was called off on all ranks, since rank 1 rejected its input: ")

@@ -1,0 +1,116 @@
+"""Where everything stands in a rank's shared segment."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusco import Capacity, Settings, Topology, memory_size_hint
+from fusco.control.layout import ArenaLayout
+from fusco.control.shared_segment import SharedSegment
+
+CACHE_LINE = 64
+
+
+@st.composite
+def layouts(draw):
+    ranks_per_node = draw(st.integers(1, 9))
+    topology = Topology.of_equal_nodes(draw(st.integers(1, 9)) * ranks_per_node, ranks_per_node)
+    capacity = Capacity(
+        max_tokens_per_rank=draw(st.integers(1, 5000)),
+        max_bytes_per_token=draw(st.integers(1, 20_000)),
+        num_topk=draw(st.integers(1, 12)),
+    )
+    settings = Settings(slice_bytes=draw(st.integers(1, 1 << 21)), ring_depth=draw(st.integers(2, 7)))
+    return ArenaLayout(topology, capacity, settings)
+
+
+def sections(layout: ArenaLayout) -> list[tuple[int, int]]:
+    """First and end byte of everything in a segment."""
+    num_nodes, tokens = layout.topology.num_nodes, layout.capacity.max_tokens_per_rank
+    ids = 4 * tokens * layout.capacity.num_topk
+    parts = [(0, layout.flags_bytes)]
+    parts += [(layout.record_offset(node), layout.record_bytes) for node in range(num_nodes)]
+    for region in range(num_nodes):
+        parts += [(layout.ids_offset(region), ids), (layout.weights_offset(region), 2 * ids)]
+        parts.append((layout.pool_offset(region), tokens * layout.capacity.max_row_bytes))
+    for consumer in range(layout.topology.ranks_per_node):
+        slots = range(layout.settings.ring_depth)
+        parts += [(layout.ring_offset(consumer, slot), layout.slot_bytes) for slot in slots]
+    return [(first, first + num_bytes) for first, num_bytes in parts]
+
+
+def flag_indices(layout: ArenaLayout) -> list[int]:
+    nodes, locals_ = range(layout.topology.num_nodes), range(layout.topology.ranks_per_node)
+    return [
+        layout.done_flag,
+        layout.rows_flag,
+        *map(layout.record_flag, nodes),
+        *map(layout.routing_flag, nodes),
+        *map(layout.arrival_flag, nodes),
+        *map(layout.produced_flag, locals_),
+        *map(layout.consumed_flag, locals_),
+    ]
+
+
+@given(layouts())
+def test_sections_are_aligned_and_do_not_overlap(layout):
+    ordered = sorted(sections(layout))
+    assert all(first % CACHE_LINE == 0 for first, _ in ordered)
+    assert all(end <= first for (_, end), (first, _) in itertools.pairwise(ordered))
+    assert ordered[-1][1] <= layout.num_bytes
+
+
+@given(layouts())
+def test_every_flag_has_a_place_of_its_own(layout):
+    indices = flag_indices(layout)
+    assert len(set(indices)) == len(indices)
+    assert min(indices) >= 0
+    assert 8 * (max(indices) + 1) <= layout.flags_bytes
+
+
+@given(layouts())
+def test_the_hint_is_what_the_layout_takes(layout):
+    size = memory_size_hint(layout.topology, layout.capacity, layout.settings)
+    assert size.shared_bytes == layout.num_bytes
+    assert size.total_bytes == sum(astuple(size))
+    assert min(astuple(size)) > 0
+    num_remote = layout.topology.world_size - layout.topology.ranks_per_node
+    assert size.private_bytes == (layout.settings.ring_depth + 2 * num_remote + 2) * layout.slot_bytes
+
+
+@given(layouts())
+def test_a_slot_takes_a_row_of_sums_twice_as_wide(layout):
+    assert layout.slot_bytes >= layout.settings.slice_bytes
+    assert layout.rows_per_slot(2 * layout.capacity.max_row_bytes) >= 1
+
+
+@given(layouts(), st.data())
+def test_regions_of_a_rank_are_one_for_each_node_its_own_first(layout, data):
+    nodes = range(layout.topology.num_nodes)
+    own = data.draw(st.sampled_from(nodes))
+    assert sorted(layout.region_of(own, node) for node in nodes) == list(nodes)
+    assert layout.region_of(own, own) == 0
+
+
+def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_everybody():
+    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
+    layout = ArenaLayout(Topology.of_equal_nodes(72, 8), capacity, Settings())
+    assert layout.record_ints >= 2 + 2 * 72
+
+
+def test_tags_grow_with_the_collective_first():
+    assert ArenaLayout.tag(3, 0) < ArenaLayout.tag(3, 1) < ArenaLayout.tag(3, (1 << 32) - 1) < ArenaLayout.tag(4, 0)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_the_hint_is_what_a_real_segment_takes(ranks_per_node):
+    topology = Topology.of_equal_nodes(4, ranks_per_node)
+    capacity = Capacity(max_tokens_per_rank=100, max_bytes_per_token=500, num_topk=3)
+    size = memory_size_hint(topology, capacity, Settings(slice_bytes=4096))
+    with SharedSegment.create(size.shared_bytes) as segment:
+        assert len(segment.memory) == segment.address.num_bytes == size.shared_bytes

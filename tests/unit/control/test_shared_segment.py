@@ -1,0 +1,84 @@
+"""Shared memory without a name, for its owner only."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+from fusco import SharedMemoryError
+from fusco.control.shared_segment import SHARED_MEMORY_DIR, SegmentAddress, SharedSegment
+
+
+def test_a_peer_sees_what_the_owner_writes_and_the_other_way_round():
+    with SharedSegment.create(5000) as own, SharedSegment.open_peer(own.address) as peer:
+        assert own.memory.dtype == torch.uint8
+        assert own.memory.tolist() == [0] * 5000
+        own.memory[4999], peer.memory[0] = 3, 4
+        assert (peer.memory[4999], own.memory[0]) == (3, 4)
+
+
+def test_only_its_owner_may_open_it_and_it_has_no_name():
+    before = sorted(os.listdir(SHARED_MEMORY_DIR))
+    with SharedSegment.create(4096) as segment:
+        status = os.fstat(segment.address.fd)
+        assert status.st_mode & 0o777 == 0o600
+        assert status.st_nlink == 0
+        assert sorted(os.listdir(SHARED_MEMORY_DIR)) == before
+        assert not os.get_inheritable(segment.address.fd)
+    assert sorted(os.listdir(SHARED_MEMORY_DIR)) == before
+
+
+def test_all_its_memory_is_reserved():
+    with SharedSegment.create(3 << 20) as segment:
+        status = os.fstat(segment.address.fd)
+        assert status.st_size == 3 << 20
+        assert status.st_blocks * 512 >= 3 << 20
+
+
+@pytest.mark.parametrize(("num_bytes", "num_ranks"), [(1 << 50, 1), (1 << 42, 256)])
+def test_too_large_a_segment_says_what_is_needed_and_what_is_free(num_bytes, num_ranks):
+    with pytest.raises(SharedMemoryError) as caught:
+        SharedSegment.create(num_bytes, num_ranks)
+    needed, free = re.search(r"need ([\d,]+) bytes .* room for ([\d,]+);", str(caught.value)).groups()
+    assert int(needed.replace(",", "")) == num_bytes
+    room = os.statvfs(SHARED_MEMORY_DIR)
+    assert 0 < int(free.replace(",", "")) <= room.f_blocks * room.f_frsize
+    assert f"{num_ranks} rank(s)" in str(caught.value)
+
+
+def test_room_is_checked_for_all_ranks_of_the_machine_together():
+    room = os.statvfs(SHARED_MEMORY_DIR)
+    with pytest.raises(SharedMemoryError, match=r"4 rank\(s\)"):
+        SharedSegment.create(room.f_bavail * room.f_frsize // 3, num_ranks=4)
+
+
+def test_memory_that_ranks_take_besides_is_counted():
+    private_bytes = 1 << 50
+    with pytest.raises(SharedMemoryError, match=rf"2 rank\(s\) .* {private_bytes:,} of their own each, but it has"):
+        SharedSegment.create(4096, num_ranks=2, private_bytes=private_bytes)
+
+
+def test_a_peer_that_is_gone():
+    with SharedSegment.create(4096) as segment:
+        address = segment.address
+    with pytest.raises(SharedMemoryError, match=rf"/proc/{address.pid}/fd/{address.fd} .*ranks_per_node=1"):
+        SharedSegment.open_peer(SegmentAddress(address.pid, address.fd, 4096))
+
+
+def test_memory_in_use_survives_closing_and_descriptors_do_not():
+    before = os.listdir("/proc/self/fd")
+    own = SharedSegment.create(4096)
+    peer = SharedSegment.open_peer(own.address)
+    row = own.memory[:8].view(torch.int64)
+    own.close()
+    own.close()
+    row[0] = 9
+    assert peer.memory[0] == 9
+    assert len(own.memory) == 0
+    peer.close()
+    del row
+    # mmap keeps a descriptor of its own as long as the memory is mapped.
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 2

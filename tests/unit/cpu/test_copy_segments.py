@@ -1,0 +1,56 @@
+"""``copy_segments`` against its PyTorch twin, bit for bit."""
+
+import pytest
+import torch
+
+from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.reference.copy_segments import copy_segments as reference
+from generator import any_bits, number_of, random_of
+
+
+def test_a_segment_goes_to_two_places():
+    dst = torch.zeros(6, dtype=torch.uint8)
+    two = torch.tensor([2, 2, 1])
+    copy_segments(torch.arange(5, dtype=torch.uint8), torch.tensor([3, 3, 0]), dst, torch.tensor([0, 4, 2]), two)
+    assert dst.tolist() == [3, 4, 0, 0, 3, 4]
+
+
+def test_later_segments_overwrite_earlier_ones():
+    src, dst = torch.arange(1, 6, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    copy_segments(src, torch.tensor([0, 3]), dst, torch.tensor([0, 1]), torch.tensor([4, 2]))
+    assert dst.tolist() == [1, 4, 5, 4]
+
+
+def test_nothing_to_copy():
+    none, nowhere = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.uint8)
+    copy_segments(nowhere, none, nowhere, none, none)
+    dst = torch.full((3,), 7, dtype=torch.uint8)
+    copy_segments(dst.clone(), torch.tensor([1, 3]), dst, torch.tensor([0, 3]), torch.tensor([0, 0]))
+    assert dst.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_segments(seed):
+    num_segments, largest = number_of(0, 40, seed, "segments"), number_of(0, 300, seed, "largest")
+    sizes = torch.randint(0, largest + 1, (num_segments,), generator=random_of(seed, "sizes"))
+    src = any_bits((2 * largest + 7,), torch.uint8, seed, "src")
+    src_offset = (torch.rand(num_segments, generator=random_of(seed, "from")) * (len(src) - sizes + 1)).long()
+    # Any order of destinations, with gaps between them.
+    order = torch.randperm(num_segments, generator=random_of(seed, "order"))
+    ends = (sizes[order] + 3).cumsum(0)
+    dst_offset = torch.empty_like(sizes)
+    dst_offset[order] = ends - sizes[order] - 1
+
+    poison = any_bits((int(sizes.sum()) + 3 * num_segments,), torch.uint8, seed, "dst")
+    copied, expected = poison.clone(), poison.clone()
+    copy_segments(src, src_offset, copied, dst_offset, sizes)
+    reference(src, src_offset, expected, dst_offset, sizes)
+    assert torch.equal(copied, expected)
+
+
+def test_arrays_that_are_views_with_strides():
+    src, dst = any_bits((100,), torch.uint8, "src"), torch.zeros(100, dtype=torch.uint8)
+    table = torch.tensor([[0, 50, 10], [30, 0, 20]])
+    copy_segments(src, table[:, 0], dst, table[:, 1], table[:, 2])
+    assert torch.equal(dst[50:60], src[:10])
+    assert torch.equal(dst[:20], src[30:50])

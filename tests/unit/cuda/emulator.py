@@ -1,0 +1,202 @@
+"""The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, run in any order that they allow.
+
+``emulation/base.cuh`` stands in for the kernels' own, in which everything is that is not plain C++; everything else is
+the very source. A thread goes on until it meets others, sleeps, or touches a flag; a seed chooses who is next. So what
+is found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulated_device import END_OF_KERNEL, Machine
+
+from fusco.cuda.kernels.compiler import SOURCE_DIR
+
+_HERE = Path(__file__).parent / "emulation"
+_CXX = shutil.which("g++") or shutil.which("clang++")
+_FLAGS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+# Blocks of two warps, whatever they are on a GPU: contexts are not threads.
+NUM_THREADS = 64
+
+is_available = _CXX is not None
+
+
+class Emulator:
+    """An actor of a simulated machine: the processors of all devices. One at a time in a process."""
+
+    def __init__(self, folder: Path, seed: int, patience: int = 1) -> None:
+        """Keep what is compiled in ``folder``; lets a millisecond pass ``patience`` times while all threads wait."""
+        self._folder, self._patience = folder, patience
+        self._simt = _load_scheduler(folder)
+        self._simt.simt_reset(seed)
+        self._random = random.Random(seed)
+        self.favour = self._random.choice((1, 8, 64))
+        self._num_launched = self._num_idle = 0
+
+    def launch(
+        self,
+        name: str,
+        constants: Mapping[str, object],
+        arguments: ctypes.Structure,
+        stream: int,
+        *,
+        grid: int,
+        shared_bytes: int,
+        comes_early: bool,
+        max_resident: int,
+    ) -> int:
+        """Put a kernel into a stream; returns its number. No more than ``max_resident`` of its blocks run at once."""
+        kernel = _load_kernel(self._folder, name, tuple({**constants, "NUM_THREADS": NUM_THREADS}.items()))
+        number: int = self._simt.simt_launch(
+            kernel.simt_entry,
+            ctypes.byref(arguments),
+            ctypes.sizeof(arguments),
+            stream,
+            grid,
+            NUM_THREADS,
+            shared_bytes,
+            comes_early,
+            max_resident,
+        )
+        self._num_launched += 1
+        return number
+
+    def is_done(self, number: int) -> bool:
+        """Whether a kernel is."""
+        return bool(self._simt.simt_is_done(number))
+
+    def is_ready(self) -> bool:
+        """Whether threads may have something to do; they may not if others have done nothing since they last looked."""
+        return bool(self._simt.simt_num_done() < self._num_launched) and self._num_idle < self._patience
+
+    def go_on(self) -> None:
+        """Run threads for a while."""
+        has_gone_on = self._simt.simt_go_on(self._random.choice((1, 20, 1000)))
+        if failure := self._simt.simt_failure():
+            raise AssertionError(failure.decode())
+        self._num_idle = 0 if has_gone_on else self._num_idle + 1
+
+    def look_again(self) -> None:
+        """Somebody else has done something."""
+        self._num_idle = 0
+
+
+@cache
+def _load_scheduler(folder: Path) -> ctypes.CDLL:
+    library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), ())
+    simt = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    simt.simt_launch.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_ulonglong,
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_size_t,
+        ctypes.c_bool,
+        ctypes.c_uint,
+    ]
+    simt.simt_is_done.restype = simt.simt_go_on.restype = ctypes.c_bool
+    simt.simt_failure.restype = ctypes.c_char_p
+    return simt
+
+
+@cache
+def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], ...]) -> ctypes.CDLL:
+    source = as_host_code((SOURCE_DIR / f"{name}.cu").read_text())
+    arguments = re.search(r"__grid_constant__ (\w+) args", source)
+    assert arguments, f"{name} takes one struct"
+    entry = f'extern "C" void simt_entry(const void* at) {{ {name}(*static_cast<const {arguments[1]}*>(at)); }}\n'
+    return ctypes.CDLL(str(_build(folder, name, source + entry, constants)))
+
+
+def as_host_code(source: str) -> str:
+    """What no macro can stand in for: shared memory, which is a block's."""
+    source = source.replace(
+        "extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());"
+    )
+    source = re.sub(r"__shared__ (\w+) (\w+)\[(.+?)\];", r"auto& \2 = simt::shared<\1[\3], __COUNTER__>();", source)
+    source = re.sub(r"__shared__ (\w+) (\w+);", r"auto& \2 = simt::shared<\1, __COUNTER__>();", source)
+    assert "__shared__" not in source
+    return source
+
+
+def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, object], ...]) -> Path:
+    macros = [f"-D{key}={value}" for key, value in constants]
+    headers = folder / "headers"
+    if not headers.exists():
+        headers.mkdir(parents=True)
+        for header in (*SOURCE_DIR.glob("*.cuh"), _HERE / "base.cuh", _HERE / "simt.hpp"):
+            (headers / header.name).write_text(as_host_code(header.read_text()))
+    key = hashlib.sha256("\n".join([source, *macros]).encode()).hexdigest()[:16]
+    library = folder / f"{name}-{key}.so"
+    if not library.exists():
+        code = folder / f"{name}-{key}.cpp"
+        code.write_text(source)
+        command = [str(_CXX), *_FLAGS, f"-I{headers}", *macros, str(code), "-o", str(library)]
+        built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert built.returncode == 0, built.stderr
+    return library
+
+
+class EmulatedLibrary:
+    """Stands in for ``Library`` on a simulated machine."""
+
+    def __init__(self, machine: Machine, emulator: Emulator, num_sms: int) -> None:
+        self.device, self.num_sms = torch.device("cpu"), num_sms
+        self._machine, self._emulator = machine, emulator
+
+    def get(self, name: str, constants: Mapping[str, Any]) -> EmulatedKernel:
+        return EmulatedKernel(self._machine, self._emulator, name, constants, self.num_sms)
+
+
+class EmulatedKernel:
+    """Stands in for ``Kernel``. Of a grid, no more blocks are there at once than there are multiprocessors."""
+
+    def __init__(
+        self, machine: Machine, emulator: Emulator, name: str, constants: Mapping[str, Any], num_sms: int
+    ) -> None:
+        self._machine, self._emulator, self._name, self._constants = machine, emulator, name, constants
+        self._num_sms = num_sms
+
+    def launch(
+        self,
+        arguments: ctypes.Structure,
+        stream: int,
+        *,
+        grid: int,
+        num_threads: int,
+        shared_bytes: int = 0,
+        comes_early: bool = False,
+    ) -> None:
+        assert grid >= 1
+        numbers: list[int] = []
+
+        def begin() -> None:
+            number = self._emulator.launch(
+                self._name,
+                self._constants,
+                arguments,
+                stream,
+                grid=grid,
+                shared_bytes=shared_bytes,
+                comes_early=comes_early,
+                max_resident=self._num_sms,
+            )
+            numbers.append(number)
+
+        queue = self._machine.stream_of(stream)
+        launch = queue.launch_early if comes_early else queue.launch
+        launch(f"the beginning of {self._name}", begin)
+        queue.launch(END_OF_KERNEL + self._name, lambda: None, lambda: self._emulator.is_done(numbers[0]))

@@ -1,0 +1,226 @@
+"""Ranks of several nodes with simulated devices: all of the CUDA engine but its kernels, NCCL and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from simulated_device import Event, Machine, OnDevice, Stream
+from simulated_kernels import NodeWords, SimulatedLibrary
+
+from fusco.control.fingerprint import Agreement, Record, check_agreement
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.cuda.arena import Arena
+from fusco.cuda.context import Kernels
+from fusco.cuda.internode import InternodeShuffle
+from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.intranode import NodeShuffle
+from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.nccl import Message
+
+
+class Meetings:
+    """Where all ranks bring something, one meeting after the other, and none goes on before all have."""
+
+    def __init__(self, machine: Machine, num_ranks: int) -> None:
+        self._machine, self._num_ranks = machine, num_ranks
+        self._num_met = [0] * num_ranks
+        self._brought: list[dict[int, Any]] = []
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        number = self._num_met[rank]
+        self._num_met[rank] += 1
+        if number == len(self._brought):
+            self._brought.append({})
+        here = self._brought[number]
+        here[rank] = thing
+        self._machine.wait(lambda: len(here) == self._num_ranks)
+        return [here[r] for r in range(self._num_ranks)]
+
+
+@dataclass
+class Exchange:
+    """What one rank sends and receives side by side; begun, when the stream has come to it, and what has arrived."""
+
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+    has_begun: bool = False
+    has_received: bool = False
+
+
+class SimulatedNccl:
+    """All ranks' messages. They are copied some time between the moment when both ends have begun and the end."""
+
+    def __init__(self, machine: Machine, num_ranks: int) -> None:
+        self._machine = machine
+        self.exchanges: list[list[Exchange]] = [[] for _ in range(num_ranks)]
+
+    def exchange(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], stream: Stream) -> None:
+        number, exchange = len(self.exchanges[rank]), Exchange(sends, receives)
+        self.exchanges[rank].append(exchange)
+
+        def of(peer: int) -> Exchange | None:
+            known = self.exchanges[peer]
+            return known[number] if number < len(known) else None
+
+        def begin() -> None:
+            exchange.has_begun = True
+
+        def have_senders_begun() -> bool:
+            return all((there := of(message.peer)) is not None and there.has_begun for message in receives)
+
+        def receive() -> None:
+            for src in {message.peer for message in receives}:
+                there = of(src)
+                assert there
+                self._copy(
+                    [message for message in there.sends if message.peer == rank],
+                    [message for message in receives if message.peer == src],
+                )
+            exchange.has_received = True
+
+        def have_receivers_received() -> bool:
+            return all((there := of(message.peer)) is not None and there.has_received for message in sends)
+
+        stream.launch("beginning messages", begin)
+        stream.launch("receiving messages", receive, have_senders_begun)
+        stream.launch("sending messages", lambda: None, have_receivers_received)
+
+    def _copy(self, sent: Sequence[Message], received: Sequence[Message]) -> None:
+        sizes, expected = ([message.num_bytes for message in messages] for messages in (sent, received))
+        assert sizes == expected, f"messages of {sizes} bytes were sent, of {expected} bytes expected"
+        for source, target in zip(sent, received, strict=True):
+            shape = (source.num_bytes,)
+            rows = self._machine.at(source.address, torch.uint8, shape)
+            self._machine.at(target.address, torch.uint8, shape).copy_(rows)
+
+
+class SimulatedNetwork:
+    """Stands in for ``Network``."""
+
+    def __init__(self, nccl: SimulatedNccl, rank: int, stream: Stream) -> None:
+        self.stream = stream
+        self._nccl, self._rank = nccl, rank
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Event:
+        assert all(message.num_bytes for message in (*sends, *receives)), what
+        self._nccl.exchange(self._rank, sends, receives, self.stream)
+        done = Event()
+        done.record(self.stream)
+        return done
+
+
+class SimulatedRounds:
+    """Stands in for ``Rounds``."""
+
+    def __init__(self, meetings: Meetings, rank: int) -> None:
+        self.profile = CallProfile()
+        self._meetings, self._rank = meetings, rank
+
+    def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
+        records: list[Record] = self._meetings.meet(self._rank, Record(agreement, tuple(counts)))
+        check_agreement([record.agreement for record in records], self._rank)
+        return records
+
+
+class SimulatedWatch:
+    """Stands in for ``Watch``: nobody is ever late."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Any]) -> None:
+        stall()
+        self._machine.wait(is_ready)
+
+
+@dataclass
+class Roll:
+    rank: int
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Stands in for PyTorch's handle of symmetric memory."""
+
+    memories: Sequence[torch.Tensor]
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        return [memory.data_ptr() for memory in self.memories]
+
+    def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.memories[rank][: size[0]]
+
+
+@dataclass
+class Rank:
+    """One rank of a simulated world; ``stream`` is the caller's."""
+
+    rank: int
+    arena: Arena
+    node: NodeShuffle
+    internode: InternodeShuffle | NodeShuffle  # the former, unless there is one node only
+    stream: Stream
+    profile: CallProfile
+    library: Any
+
+
+class World:
+    """All ranks of a layout's topology."""
+
+    def __init__(
+        self,
+        layout: DeviceLayout,
+        placement: ExpertPlacement,
+        machine: Machine,
+        library: Callable[[], Any] | None = None,
+    ) -> None:
+        """``library`` makes each rank's stand-in for ``Library``; ``None`` means the kernels' twins."""
+        self.layout, self.placement, self.machine, self._library = layout, placement, machine, library
+        topology = layout.topology
+        self._words = [NodeWords(layout.num_ranks) for _ in range(topology.num_nodes)]
+        self._records, self._buffers = (Meetings(machine, topology.world_size) for _ in range(2))
+        self.nccl = SimulatedNccl(machine, topology.world_size)
+
+    def run(self, program: Callable[[Rank], Any]) -> list[Any]:
+        """Run a program on every rank; returns what it returns, once all that it launched is done."""
+
+        def on_rank(rank: int) -> Any:
+            stream = self.machine.new_stream()
+            with OnDevice(self.machine, stream):
+                return program(self._start(rank, stream))
+
+        own_rows = vars(InternodePlan)["own_rows"]
+        with (
+            self.machine.installed(),
+            mock.patch("fusco.cuda.arena.rendezvous", self._rendezvous),
+            # Until Python 3.12, one rank at a time can be in a cached property, but here it waits for others inside.
+            mock.patch.object(own_rows, "lock", nullcontext(), create=True),
+        ):
+            return self.machine.run(on_rank, self.layout.topology.world_size)
+
+    def _rendezvous(self, memory: torch.Tensor, roll: Roll, ranks: Sequence[int], name: str) -> Mapped:
+        met = self._buffers.meet(roll.rank, (name, memory))
+        assert {other for other, _ in met} == {name}
+        return Mapped([met[rank][1] for rank in ranks])
+
+    def _start(self, rank: int, stream: Stream) -> Rank:
+        layout, machine = self.layout, self.machine
+        memory = torch.zeros(layout.offsets["end"], dtype=torch.uint8)
+        arena = Arena(layout, memory, Roll(rank))
+        words = self._words[layout.topology.rank_to_node[rank]]
+        library = self._library() if self._library else SimulatedLibrary(machine, words)
+        kernels = Kernels(library, arena, self.placement)
+        kernels.stream = stream.cuda_stream
+        rounds = SimulatedRounds(self._records, rank)
+        node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
+        if layout.topology.num_nodes == 1:
+            return Rank(rank, arena, node, node, stream, rounds.profile, library)
+        network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
+        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile, library)

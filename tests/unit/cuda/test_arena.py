@@ -1,0 +1,63 @@
+"""Buffers that peers see: all ranks of a communicator have the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from fusco import Capacity, Settings, Topology
+from fusco.core.errors import SharedMemoryError
+from fusco.cuda import rendezvous as module
+from fusco.cuda.arena import Arena
+from fusco.cuda.layout import DeviceLayout
+from rolls import ThreadsRoll, on_ranks
+
+LAYOUT = DeviceLayout(
+    Topology.of_equal_nodes(2, 2), Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1), Settings()
+)
+
+
+@dataclass(frozen=True)
+class Handle:
+    memory: torch.Tensor
+
+    @property
+    def buffer_ptrs(self):
+        return [self.memory.data_ptr()] * 2
+
+    def get_buffer(self, rank, size, dtype):
+        return self.memory[: size[0]]
+
+
+class SymmetricMemory:
+    """Stands in for ``_SymmetricMemory``; memory that begins with 7 is out of reach."""
+
+    def set_group_info(self, name, rank, world_size, store) -> None:
+        pass
+
+    def rendezvous(self, memory, name):
+        if int(memory[0]) == 7:
+            raise RuntimeError("peer access is not supported")
+        return Handle(memory)
+
+
+def test_a_buffer_that_one_rank_cannot_map_is_nobodys_and_the_next_one_is_everybodys():
+    def share(roll: ThreadsRoll):
+        arena = Arena(LAYOUT, torch.zeros(LAYOUT.offsets["end"], dtype=torch.uint8), roll)
+        outcomes = []
+        for mark in (7 * roll.rank, 0):
+            try:
+                arena.share(torch.full((16,), mark, dtype=torch.uint8))
+            except SharedMemoryError as error:
+                outcomes.append(str(error)[:7])
+            outcomes.append(len(arena.buffers))
+        return outcomes
+
+    with (
+        mock.patch.object(module, "_SymmetricMemory", SymmetricMemory()),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda memory: memory),
+    ):
+        outcomes = on_ranks(2, share, timeout_s=2.0)
+    assert outcomes == {rank: ["rank 1:", 1, 2] for rank in range(2)}

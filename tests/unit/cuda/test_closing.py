@@ -1,0 +1,282 @@
+"""How a communicator on CUDA ends: nobody takes away what others need, nothing is lost in silence, nothing hangs.
+
+Ranks are threads, a node each, with connections as they are; devices only say whether what was launched is done.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+import warnings
+import weakref
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
+from fusco.api.communicator import Communicator
+from fusco.control.layout import ArenaLayout
+from fusco.core.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
+from fusco.cpu.engine import CpuEngine
+from fusco.cuda.engine import CudaEngine
+from rolls import on_ranks
+
+TIMEOUT_S, SLACK_S = 2.0, 5.0
+OWN = threading.local()  # the device of the rank whose thread this is
+
+
+class Device:
+    """What a rank's device does, and what was done to its connections over NCCL."""
+
+    def __init__(self) -> None:
+        self.is_done = lambda: True
+        self.log: list[tuple[str, float]] = []
+
+    @property
+    def deeds(self) -> list[str]:
+        return [what for what, _ in self.log]
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``."""
+
+    def __init__(self) -> None:
+        self._device = OWN.device
+
+    def record(self, stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self._device.is_done()
+
+
+class Nccl:
+    """Stands in for ``NcclTransport``."""
+
+    failure = ""
+
+    def __init__(self, *_, **__) -> None:
+        self._log = OWN.device.log
+
+    def finish(self) -> None:
+        self._log.append(("finish", time.monotonic()))
+
+    def abort(self) -> None:
+        if "finish" not in [what for what, _ in self._log]:
+            self._log.append(("abort", time.monotonic()))
+
+
+def visible(num_bytes, device):
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def mapped(memory, roll, ranks, name):
+    return SimpleNamespace(buffer_ptrs=[memory.data_ptr()], get_buffer=lambda rank, size, dtype: memory)
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    streams = [mock.MagicMock(name="stream", cuda_stream=1) for _ in range(2)]
+    with ExitStack() as stack:
+        for name, stand_in in (
+            ("Stream", lambda *_, **__: streams[0]),
+            ("current_stream", lambda *_: streams[1]),
+            ("Event", Event),
+            ("stream", lambda _: nullcontext()),
+            ("device", lambda _: nullcontext()),
+            ("current_device", lambda: None),
+            ("synchronize", lambda _: None),
+            ("is_current_stream_capturing", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
+        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
+        stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
+        library = SimpleNamespace(device=torch.device("cpu"), num_sms=4, max_shared_bytes=1 << 20)
+        stack.enter_context(mock.patch("fusco.cuda.engine.Library", return_value=library))
+        yield
+
+
+def layout_for(num_ranks, timeout_s) -> ArenaLayout:
+    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1)
+    return ArenaLayout(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
+
+
+def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
+    """The communicator of a rank, which has launched something."""
+    OWN.device = Device()
+    num_ranks = roll.world_size
+    layout = layout_for(num_ranks, timeout_s)
+    placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
+    engine = CudaEngine(roll, layout, ["here"] * num_ranks, "127.0.0.1", placement, torch.device("cpu"))
+    with engine._order.on_stream(Launch()):
+        pass
+    communicator = Communicator.__new__(Communicator)
+    communicator._engine, communicator._is_closed = engine, False
+    communicator._checks = mock.Mock()  # of arguments
+    return communicator
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
+
+
+def test_nobody_ends_nccl_before_all_devices_are_done():
+    def close(roll):
+        communicator, began = open_on(roll, timeout_s=20.0), time.monotonic()
+        if roll.rank == 1:
+            OWN.device.is_done = lambda: time.monotonic() > began + 0.5
+        communicator.close()
+        return OWN.device, began
+
+    ended = on_ranks(3, close)
+    done_at = ended[1][1] + 0.5
+    for device, _ in ended.values():
+        assert device.deeds == ["finish"]
+        assert device.log[0][1] > done_at
+
+
+def left_alone(befall, timeout_s=TIMEOUT_S):
+    """What ``close`` raises on rank 0, whose device something befalls, when rank 1 has left; and rank 0's device."""
+
+    has_left = threading.Event()
+
+    def close(roll):
+        communicator = open_on(roll, timeout_s)
+        if roll.rank == 1:
+            communicator.leave()
+            has_left.set()
+            return None
+        has_left.wait()
+        befall(communicator._engine)
+        return error_of(communicator.close), OWN.device
+
+    return on_ranks(2, close)[0]
+
+
+def nothing(engine) -> None:
+    pass
+
+
+def test_a_rank_that_has_left_is_no_error_where_everything_is_complete():
+    error, device = left_alone(nothing)
+    assert error is None
+    assert device.deeds == ["abort"]
+
+
+def break_off(engine) -> None:
+    engine._arena._state[0] = 1
+
+
+def end_network(engine) -> None:
+    engine._network.guard.stall = Stall("the network", (1,), "slice 3", "nothing")
+
+
+def wait_in_vain(engine) -> None:
+    engine._arena.failure.is_set = 1
+
+
+@pytest.mark.parametrize("befall", [break_off, end_network, wait_in_vain])
+def test_a_rank_that_has_left_is_an_error_where_results_are_garbage(befall):
+    def later(engine):
+        # It shows after the meeting at which rank 1 is missed has begun.
+        publish = engine._rounds.publish
+        engine._rounds.publish = lambda *arguments: (befall(engine), publish(*arguments))[1]
+
+    error, _ = left_alone(later)
+    assert type(error) is PeerFailureError
+    assert error.has_left
+
+
+def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
+    def hang(engine):
+        OWN.device.is_done = lambda: False
+
+    with pytest.warns(UserWarning, match=r"has not ended within 1\.0 s: .* memory is never given back"):
+        error, _ = left_alone(hang)
+    assert type(error) is PeerFailureError
+
+
+def test_an_overflow_is_told_though_a_rank_has_left():
+    def overflow(engine):
+        engine._arena.report.overflow_limit, engine._arena.report.overflow_needed = 8, 9
+
+    error, _ = left_alone(overflow)
+    assert type(error) is SlotOverflowError
+
+
+def fail() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("query", [lambda: False, fail], ids=["hangs", "failed"])
+def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
+    def leave(roll):
+        communicator = open_on(roll)
+        engine = communicator._engine
+        address = engine._watch._sentinel.address
+        OWN.device.is_done = query
+        began = time.monotonic()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            communicator.leave()
+        took_s = time.monotonic() - began
+        assert len(engine._arena.buffers) == 1
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address.host, address.port), timeout=1.0)
+        return took_s, [str(warning.message) for warning in caught], weakref.ref(engine)
+
+    took_s, texts, engine = on_ranks(1, leave)[0]
+    gc.collect()
+    assert took_s < TIMEOUT_S + SLACK_S
+    assert len(texts) == 1
+    assert "what a communicator launched on cpu has not ended within 1.0 s" in texts[0]
+    assert engine() is not None
+
+
+def test_a_device_that_is_done_keeps_nothing():
+    def leave(roll):
+        communicator = open_on(roll)
+        engine = communicator._engine
+        communicator.leave()
+        assert engine._arena.buffers == []
+        return weakref.ref(engine)
+
+    engine = on_ranks(1, leave)[0]
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])
+def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
+    def synchronize(roll):
+        communicator = open_on(roll)
+        if has_failed:
+            communicator._engine.abandon("a test")
+        else:
+            communicator.leave()
+        error = error_of(communicator.synchronize)
+        communicator.leave()
+        return error
+
+    assert type(on_ranks(1, synchronize)[0]) is ClosedError
+
+
+def test_nor_is_anybody_on_the_cpu():
+    def synchronize(roll):
+        engine = CpuEngine(roll, layout_for(1, TIMEOUT_S), ["here"], "127.0.0.1")
+        engine.synchronize()
+        engine.close()
+        return error_of(engine.synchronize)
+
+    assert type(on_ranks(1, synchronize)[0]) is ClosedError

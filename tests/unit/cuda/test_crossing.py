@@ -1,0 +1,308 @@
+"""Which rows cross between nodes, and where they stand: by hand, against the planner, and for any traffic."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from comparison import assert_same_bits
+from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
+from fusco.cuda.device_plan import _picked
+from fusco.cuda.internode_plan import Crossing, InternodePlan
+from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
+from fusco.planner.forwarding import plan_forwarding
+from fusco.reference import plan_forwarding as twin
+from generator import KINDS, Case, number_of
+
+CPU = torch.device("cpu")
+TOPOLOGIES = (Topology((0,)), Topology((0, 0, 1, 1)), Topology((0, 1, 0, 1)), Topology((0, 1, 2)), Topology((0, 1) * 4))
+
+
+def placement_of(case: Case) -> ExpertPlacement:
+    owners = [number_of(0, case.world_size - 1, case.seed, "owner", e) for e in range(case.num_experts)]
+    return ExpertPlacement.explicit(owners, case.world_size)
+
+
+def forwarding_of(
+    ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int
+) -> tuple[DeviceForwarding, torch.Tensor]:
+    table = placement.membership_table(topology.rank_to_node, CPU)
+    return twin.plan_forwarding(ids, table, topology.num_nodes, node)
+
+
+def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:
+    forwarding, summary = forwarding_of(ids, placement, topology, node)
+    planned = plan_forwarding(ids, placement, topology).node_to_tokens
+    expected = [tokens[:0] if n == node else tokens for n, tokens in enumerate(planned)]
+    assert forwarding.node_to_tokens.dtype == forwarding.token_to_place.dtype == torch.int32
+    assert summary.dtype == torch.int64
+    assert summary.tolist() == [*map(len, expected), ids.numel(), 0]
+    assert forwarding.token_to_place.shape == (topology.num_nodes, len(ids))
+    for n, tokens in enumerate(expected):
+        assert forwarding.node_to_tokens[n, : len(tokens)].tolist() == tokens.tolist()
+        places = torch.full((len(ids),), -1)
+        places[tokens] = torch.arange(len(tokens))
+        assert forwarding.token_to_place[n].tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_forwarding_is_the_planners(kind, dtype):
+    for seed, topology in enumerate(TOPOLOGIES):
+        num_ranks = topology.world_size
+        case = Case(kind=kind, seed=seed, world_size=num_ranks, num_experts=24, num_topk=1 + seed, max_tokens=17)
+        for rank, node in enumerate(topology.rank_to_node):
+            ids = case.topk_idx(rank).to(dtype)
+            check_forwarding(ids, placement_of(case), topology, node)
+            check_forwarding(ids.T.contiguous().T, placement_of(case), topology, node)
+
+
+@pytest.mark.parametrize("stranger", [4, -2, 1 << 30, -(1 << 31)])
+def test_the_first_id_that_is_no_expert_is_told_and_counts_as_none(stranger):
+    placement, topology = ExpertPlacement.contiguous(4, 2), Topology((0, 1))
+    ids = torch.tensor([[3, 0], [-1, stranger], [7, 2]])
+    for dtype in (torch.int32, torch.int64):
+        forwarding, summary = forwarding_of(ids.to(dtype), placement, topology, node=0)
+        assert summary.tolist() == [0, 2, 3, stranger]
+        assert forwarding.node_to_tokens[1, :2].tolist() == [0, 2]
+        assert forwarding.token_to_place.tolist() == [[-1, -1, -1], [0, -1, 1]]
+
+
+def test_an_id_beyond_32_bits_is_told_as_it_is():
+    ids = torch.tensor([[0], [1 << 40]])
+    _, summary = forwarding_of(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
+    assert summary.tolist() == [1, 0, 1, 1 << 40]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0)])
+def test_no_tokens_or_no_slots_cross_nowhere(shape):
+    ids = torch.empty(shape, dtype=torch.int64)
+    check_forwarding(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
+
+
+def three_nodes() -> Crossing:
+    """Seen from rank 2 of three nodes with two ranks each; ranks 0, 3 and 4 are a group, and so are 1, 2 and 5."""
+    groups = Groups(Topology((0, 0, 1, 1, 2, 2)), ((0, 1, 0), (1, 0, 1)))
+    return Crossing(2, groups, ((0, 5, 1), (0, 3, 1), (4, 0, 2), (1, 0, 7), (6, 2, 0), (6, 8, 0)))
+
+
+def test_who_sends_to_whom_by_hand():
+    crossing = three_nodes()
+    assert crossing.node == 1
+    assert crossing.destinations == ((2, 5), (0, 1))
+    assert crossing.local_to_sources == ((1, 5), (0, 4))
+    assert crossing.sources == (1, 5)
+    assert crossing.num_forwarded == (3 + 8, 5 + 2)
+    assert crossing.num_rows_on_node([9, 9, 4, 0, 9, 9]) == [5, 3, 4, 0, 2, 8]
+
+
+def test_slices_by_hand():
+    crossing = three_nodes()
+    assert crossing.num_slices(rows_per_slice=3) == 3  # of the 8 rows of rank 5, and of the 7 that rank 3 sends
+    assert [crossing.cut(5, 1, number, 3) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 8)]
+    assert [crossing.cut(1, 1, number, 3) for number in range(2)] == [(0, 3), (3, 3)]
+    # Slice 0 has three rows of rank 1 and three of rank 5; slices 1 and 2 what is left of rank 5's.
+    assert [crossing.first_in_pool(0, number, 3) for number in range(4)] == [0, 6, 9, 11]
+    assert [crossing.first_in_pool(1, number, 3) for number in range(4)] == [0, 5, 7, 7]
+
+
+def test_nothing_crosses_without_other_nodes_or_rows():
+    alone = Crossing(1, Groups.of_same_local_rank(Topology((0, 0))), ((0,), (0,)))
+    assert (alone.destinations, alone.sources, alone.num_slices(4), alone.num_forwarded) == ((), (), 0, (0, 0))
+    empty = Crossing(0, Groups.of_same_local_rank(Topology((0, 1))), ((0, 0), (0, 0)))
+    assert (empty.num_slices(1), empty.num_forwarded) == (0, (0,))
+
+
+@st.composite
+def crossings(draw):
+    """What all ranks of a random world see."""
+    num_nodes, ranks_per_node = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    world_size, is_interleaved = num_nodes * ranks_per_node, draw(st.booleans())
+    topology = (
+        Topology(tuple(rank % num_nodes for rank in range(world_size)))
+        if is_interleaved
+        else Topology.of_equal_nodes(world_size, ranks_per_node)
+    )
+    counts = st.lists(st.integers(0, draw(st.sampled_from([0, 1, 30]))), min_size=num_nodes, max_size=num_nodes)
+    drawn = draw(st.lists(counts, min_size=world_size, max_size=world_size))
+    num_rows = tuple(
+        tuple(0 if node == topology.rank_to_node[rank] else count for node, count in enumerate(of_rank))
+        for rank, of_rank in enumerate(drawn)
+    )
+    groups = BALANCERS[draw(st.sampled_from(sorted(BALANCERS)))](Traffic.from_counts(topology, num_rows))
+    return [Crossing(rank, groups, num_rows) for rank in range(world_size)]
+
+
+@given(crossings())
+def test_destinations_and_sources_agree_with_the_groups(world):
+    topology = world[0].groups.topology
+    for crossing in world:
+        rank = crossing.rank
+        assert sorted(node for node, _ in crossing.destinations) == sorted(topology.remote_nodes(rank))
+        if crossing.destinations:
+            assert crossing.destinations[0][0] == (crossing.node + 1) % topology.num_nodes
+        for node, forwarder in crossing.destinations:
+            assert topology.rank_to_node[forwarder] == node
+            assert world[rank].groups.rank_to_group[forwarder] == world[rank].groups.rank_to_group[rank]
+            assert rank in world[forwarder].sources
+        assert [topology.rank_to_node[src] for src in crossing.sources] == sorted(topology.remote_nodes(rank))
+        for local, other in enumerate(topology.node_to_ranks[crossing.node]):
+            assert crossing.local_to_sources[local] == world[other].sources
+            assert crossing.num_forwarded[local] == sum(
+                crossing.num_rows[src][crossing.node] for src in world[other].sources
+            )
+
+
+@given(crossings(), st.integers(1, 12))
+def test_every_row_is_in_one_slice_and_both_ends_cut_alike(world, rows_per_slice):
+    num_slices = world[0].num_slices(rows_per_slice)
+    for crossing in world:
+        assert crossing.num_slices(rows_per_slice) == num_slices
+        for node, forwarder in crossing.destinations:
+            cuts = [crossing.cut(crossing.rank, node, number, rows_per_slice) for number in range(num_slices)]
+            assert cuts == [
+                world[forwarder].cut(crossing.rank, world[forwarder].node, number, rows_per_slice)
+                for number in range(num_slices)
+            ]
+            assert all(0 <= end - first <= rows_per_slice for first, end in cuts)
+            rows = itertools.chain.from_iterable(itertools.starmap(range, cuts))
+            assert list(rows) == list(range(crossing.num_rows[crossing.rank][node]))
+
+
+@given(crossings(), st.integers(1, 12))
+def test_slices_stand_in_the_pool_one_behind_the_other(world, rows_per_slice):
+    num_slices = world[0].num_slices(rows_per_slice)
+    for crossing in world:
+        for local, sources in enumerate(crossing.local_to_sources):
+            place = 0
+            for number in range(num_slices):
+                assert crossing.first_in_pool(local, number, rows_per_slice) == place
+                cuts = [crossing.cut(src, crossing.node, number, rows_per_slice) for src in sources]
+                place += sum(end - first for first, end in cuts)
+            assert place == crossing.num_forwarded[local]
+
+
+def plan_of(crossing: Crossing, num_tokens: list[int], num_topk: int) -> InternodePlan:
+    """A plan whose every entry is another number."""
+    num_rows = crossing.num_rows_on_node(num_tokens)
+    first_row, held = (0, *itertools.accumulate(num_rows)), (crossing.rank, *crossing.sources)
+    row_to_slots = torch.arange(first_row[-1] * num_topk, dtype=torch.int32).view(-1, num_topk)
+    num_held, none = sum(num_rows[src] for src in held), torch.empty(0, dtype=torch.int32)
+    return InternodePlan(
+        rank=crossing.rank,
+        placement=ExpertPlacement.contiguous(1, 1),
+        first_row=first_row,
+        held=held,
+        num_slots=0,
+        row_to_slots=row_to_slots,
+        weights=row_to_slots * 0.5,
+        num_rows_per_expert=none,
+        block_to_first_slot=none,
+        token_to_ranks=torch.arange(num_held, dtype=torch.int32) + 1000,
+        crossing=crossing,
+        forwarding=DeviceForwarding(none, none),
+    )
+
+
+def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
+    """``local_to_rows`` lists (source, row among the source's) of what each rank of the node holds, in order."""
+    rows = [plan.first_row[src] + row for of_rank in local_to_rows for src, row in of_rank]
+    assert held.first_row == (0, *itertools.accumulate(map(len, local_to_rows)))
+    assert held.longest == max(map(len, local_to_rows))
+    assert_same_bits(held.row_to_slots, plan.row_to_slots[rows], "slots")
+    assert_same_bits(held.weights, plan.weights[rows], "weights")
+    own = local_to_rows[plan.crossing.groups.topology.rank_to_local[plan.rank]]
+    before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
+    assert held.token_to_ranks.tolist() == [1000 + before[src] + row for src, row in own]
+
+
+@given(crossings(), st.integers(1, 12), st.integers(1, 3), st.data())
+def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, data):
+    crossing = data.draw(st.sampled_from(world))
+    topology, node = crossing.groups.topology, crossing.node
+    num_tokens = [data.draw(st.integers(max(counts), max(counts) + 2)) for counts in crossing.num_rows]
+    plan = plan_of(crossing, num_tokens, num_topk)
+    assert plan.num_tokens == num_tokens[crossing.rank]
+    own = [[(rank, token) for token in range(num_tokens[rank])] for rank in topology.node_to_ranks[node]]
+    check_rows(plan, plan.own_rows, own)
+
+    slices = plan.slices(rows_per_slice)
+    assert plan.slices(rows_per_slice) is slices
+    assert len(slices) == crossing.num_slices(rows_per_slice)
+    for number, held in enumerate(slices):
+        begin, end = number * rows_per_slice, (number + 1) * rows_per_slice
+        check_rows(
+            plan,
+            held,
+            [
+                [(src, row) for src in sources for row in range(begin, min(end, crossing.num_rows[src][node]))]
+                for sources in crossing.local_to_sources
+            ],
+        )
+
+
+class Operations(TorchDispatchMode):
+    """What PyTorch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def square_world(num_nodes: int, *, are_nodes_interleaved: bool = False) -> InternodePlan:
+    """The plan of rank 1 where every rank has three tokens for every other node."""
+    world_size = num_nodes**2
+    rank_to_node = tuple(rank % num_nodes if are_nodes_interleaved else rank // num_nodes for rank in range(world_size))
+    num_rows = tuple(tuple(3 * (node != own) for node in range(num_nodes)) for own in rank_to_node)
+    return plan_of(Crossing(1, Groups.of_same_local_rank(Topology(rank_to_node)), num_rows), [5] * world_size, 2)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_own_rows_are_views_where_a_nodes_ranks_follow_each_other(num_nodes):
+    plan = square_world(num_nodes)
+    with Operations() as asked:
+        own = plan.own_rows
+    assert asked.names == ["slice"] * 3  # slots, weights, marks
+    assert own.row_to_slots.untyped_storage().data_ptr() == plan.row_to_slots.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
+    with Operations() as asked:
+        own = square_world(num_nodes, are_nodes_interleaved=True).own_rows
+    assert asked.names.count("cat") == 2
+    assert len(own.row_to_slots) == 5 * num_nodes
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
+    values = torch.arange(12)
+    with Operations() as asked:
+        picked = _picked(values, [(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9)])
+    assert asked.names == ["slice"]
+    assert picked.tolist() == list(range(first, 9))
+
+
+def test_a_plan_without_weights_has_none_in_its_slices():
+    crossing = three_nodes()
+    plan = replace(plan_of(crossing, [9] * 6, 2), weights=None)
+    assert plan.own_rows.weights is None
+    assert [held.weights for held in plan.slices(4)] == [None, None]
+
+
+def test_what_a_plan_holds_on_the_device_is_told_without_gaps():
+    plan = plan_of(three_nodes(), [9] * 6, 2)
+    on_device = {id(value) for value in vars(plan).values() if isinstance(value, torch.Tensor)}
+    on_device |= {id(plan.forwarding.node_to_tokens), id(plan.forwarding.token_to_place)}
+    assert {id(tensor) for tensor in plan.tensors} == on_device

@@ -1,0 +1,276 @@
+"""The CUDA kernels themselves, under the code that launches them: on the CPU, in any order that they allow.
+
+``test_internode`` runs the same scenes with the kernels' twins. Here every wait, flag, barrier and share of work is
+the kernels' own. (On a GPU: ``tests/cuda`` and ``tests/multirank --device cuda``.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from emulator import EmulatedLibrary, Emulator, is_available
+from simulated_device import Machine
+from simulated_nodes import Rank, World
+from test_internode import PAYLOADS, Play, Scene
+
+from comparison import assert_same_bits
+from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
+from fusco.control.fingerprint import Agreement
+from fusco.cuda.arena import Arena
+from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.failure import stall_of
+from fusco.cuda.intranode import STAGED
+from fusco.cuda.kernels import combine_rows, held_rows
+from fusco.cuda.kernels import plan as plan_kernel
+from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
+from fusco.cuda.layout import DeviceLayout
+from fusco.engine.base import DispatchOrder
+from fusco.planner.routing import Routing
+from fusco.reference.copy_segments import copy_segments
+from fusco.reference.weight_gradients import weight_gradients
+from generator import KINDS, random_of
+
+pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def as_many_blocks_as_for_many_tokens(monkeypatch):
+    monkeypatch.setattr(plan_kernel, "_PAIRS_PER_BLOCK", 8)
+
+
+class Emulated:
+    """Worlds whose kernels are emulated."""
+
+    def __init__(self, folder, order: int, patience: int = 1) -> None:
+        self.machine = Machine(order)
+        self.machine.processor = self._emulator = Emulator(folder, order, patience)
+        self._order = order
+
+    def world(self, layout: DeviceLayout, placement: ExpertPlacement, num_sms: int | None = None) -> World:
+        """Devices of a few multiprocessors; a grid never has more blocks at once."""
+        num_sms = num_sms or 1 + self._order % 4
+        return World(layout, placement, self.machine, lambda: EmulatedLibrary(self.machine, self._emulator, num_sms))
+
+
+class EmulatedPlay(Play):
+    """A play whose kernels are emulated."""
+
+    def __init__(self, scene: Scene, folder, num_sms: int | None = None) -> None:
+        super().__init__(scene)
+        self._folder, self._num_sms = folder, num_sms
+
+    def run(self, order: int) -> Any:
+        world = Emulated(self._folder, order).world(self.scene.layout, self.scene.placement, self._num_sms)
+        return world.run(self._on_rank)
+
+
+def play(scene: Scene, folder, order: int = 0, num_sms: int | None = None) -> None:
+    whole = EmulatedPlay(scene, folder, num_sms)
+    whole.check(whole.run(order))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_within_a_node(kind, folder):
+    for order, num_ranks in enumerate((1, 2, 3, 8)):
+        play(Scene(num_nodes=1, ranks_per_node=num_ranks, kind=kind, seed=order), folder, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_nodes(kind, folder):
+    for order, (num_nodes, ranks_per_node) in enumerate([(2, 2), (3, 1), (2, 3)]):
+        play(Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order), folder, order)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"payloads": PAYLOADS[1], "is_in_place": True},
+        {"payloads": PAYLOADS[2], "alignment": 4, "is_static": True},
+        {"payloads": PAYLOADS[3], "is_weighted": False},
+        {"dtype": torch.float64, "hidden": 1},
+        {"dtype": torch.float16, "hidden": 8},
+        {"dtype": torch.bfloat16, "wire_dtype": torch.float32, "hidden": 300},
+        {"dtype": torch.float32, "hidden": 33, "is_in_place": True, "is_static": True},
+        {"dtype": torch.float16, "wire_dtype": torch.float32, "alignment": 4, "is_in_place": True},
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 4), (2, 2)])
+def test_dtypes_widths_and_ways_to_have_rows(changes, num_nodes, ranks_per_node, folder):
+    for order, kind in enumerate(("ragged with holes", "skewed")):
+        scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=4 + order, **changes)
+        play(scene, folder, order)
+
+
+def test_many_rows_for_each_warp(folder, monkeypatch):
+    """Rows are not shared among warps then."""
+    monkeypatch.setattr(held_rows, "_ROWS_FOR_ALL_WARPS", 1)
+    for order in range(3):
+        play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "ragged with holes", "repeated experts"])
+def test_sums_have_the_bits_of_the_twins(kind, folder):
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
+        scene = Scene(num_nodes=2, ranks_per_node=2, kind=kind, seed=seed, dtype=dtype, hidden=17)
+        emulated, twins = EmulatedPlay(scene, folder).run(seed), Play(scene).run(seed)
+        for rank, (ours, theirs) in enumerate(zip(emulated, twins, strict=True)):
+            for one, other in zip(ours.sums, theirs.sums, strict=True):
+                assert_same_bits(one, other, f"sums of rank {rank} in {dtype}")
+
+
+@pytest.mark.parametrize("order", range(6))
+def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
+    """As beside kernels on other streams that wait for other ranks themselves: one of combine's blocks finds room."""
+    monkeypatch.setattr(combine_rows, "_ON_FEW_SMS", (512, 3, 2))
+    play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
+
+
+NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 6, 3, 40
+EPOCHS = [1, 2, 3, 9]  # PLAN_EPOCH, ROWS_EPOCH, COMBINE_EPOCH and STAGED_EPOCH of comm.cuh
+
+
+class Repeated:
+    """Dispatches into static slots of one node, one after the other, which no host waits for."""
+
+    def __init__(self, folder, order: int, num_ranks: int = 2, timeout_s: float = 60.0, patience: int = 1) -> None:
+        capacity = Capacity(max_tokens_per_rank=NUM_TOKENS, max_bytes_per_token=8, num_topk=NUM_TOPK)
+        topology = Topology.of_equal_nodes(num_ranks, num_ranks)
+        self.layout = DeviceLayout(topology, capacity, Settings(timeout_s=timeout_s))
+        self.placement = ExpertPlacement.contiguous(NUM_EXPERTS, num_ranks)
+        self.machine = (emulated := Emulated(folder, order, patience)).machine
+        self.world = emulated.world(self.layout, self.placement, num_sms=2)
+
+    def order(self, rank: int, number: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> DispatchOrder:
+        """Rows that are like their weights, which are in ``dtype``: the number of the token, and of the dispatch."""
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        token = torch.arange(1, num_tokens + 1, dtype=torch.float64) + 1000 * number
+        weights = token[:, None].expand(-1, NUM_TOPK).to(dtype).contiguous()
+        return DispatchOrder(
+            routing=Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
+            payloads=[token],
+            placement=self.placement,
+            balancer=lambda *_: None,
+            expert_alignment=1,
+            static=StaticSlots(self.layout.num_ranks * NUM_TOKENS * NUM_TOPK),
+            launch=Launch(),
+        )
+
+
+def dispatch(at: Rank, order: DispatchOrder) -> tuple[torch.Tensor, DevicePlan]:
+    """Rows in all slots there are; the plan says how many of these have something."""
+    plan, (rows,), _ = at.internode.dispatch(Agreement(""), order, at.stream)
+    return rows, plan
+
+
+@pytest.mark.parametrize("order", range(8))
+@pytest.mark.parametrize("tokens_of_rank_0", [NUM_TOKENS, 0])
+def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, order, tokens_of_rank_0):
+    repeated = Repeated(folder, order)
+
+    def on_rank(at: Rank) -> None:
+        dtypes = (torch.float32, torch.float64) * 3
+        num_tokens = NUM_TOKENS if at.rank else tokens_of_rank_0
+        orders = [repeated.order(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
+        sent = [dispatch(at, order) for order in orders]
+        for number, (rows, plan) in enumerate(sent):
+            end = int(plan.block_to_first_slot[-1])
+            assert torch.equal(plan.slot_weights[:end].double(), rows[:end]), f"dispatch {number} on rank {at.rank}"
+            assert (rows[:end] // 1000 == number).all()
+
+    repeated.world.run(on_rank)
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_epochs_wrap_around(folder, order):
+    repeated, last = Repeated(folder, order), -3  # as an unsigned number, three epochs before it is 0 again
+
+    def on_rank(at: Rank) -> None:
+        layout, arena = repeated.layout, at.arena
+        arena._state[EPOCHS] = last
+        arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
+        at.internode.rounds.publish(Agreement(""), [])  # nobody begins before all are here
+        for number in range(6):
+            order = repeated.order(at.rank, number, torch.float32)
+            rows, plan = dispatch(at, order)
+            assert (rows[: int(plan.block_to_first_slot[-1])] // 1000 == number).all()
+            out = at.internode.combine(
+                plan, rows[:, None].clone(), torch.float64, Launch(), at.stream, is_weighted=False
+            )
+            num_terms = out[:, 0] / order.payloads[0]
+            assert torch.equal(num_terms, num_terms.round())
+            assert num_terms.max() <= NUM_TOPK
+        assert arena._state[EPOCHS].tolist() == [last + 6] * len(EPOCHS)
+
+    repeated.world.run(on_rank)
+
+
+def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
+    repeated = Repeated(folder, order=1, num_ranks=3, timeout_s=0.05, patience=1000)
+
+    def on_rank(at: Rank) -> Arena:
+        if at.rank == 1:
+            at.internode.rounds.publish(Agreement(""), [NUM_TOKENS, *STAGED])  # and launches nothing
+        else:
+            dispatch(at, repeated.order(at.rank, 0, torch.float32))
+        return at.arena
+
+    arenas = repeated.world.run(on_rank)
+    for rank in (0, 2):
+        stall = stall_of(arenas[rank].failure, arenas[rank].node_ranks)
+        assert stall.phase == "exchanging routing on the device"
+        assert stall.on_ranks == (1,)
+    assert not arenas[1].failure.is_set
+
+
+def alone(folder, program) -> Any:
+    """What a program gives on the only rank of a world, with whatever kernels it launches."""
+    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
+    layout = DeviceLayout(Topology((0,)), capacity, Settings())
+    return Emulated(folder, order=2).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
+
+
+@pytest.mark.parametrize("num_segments", [2, 3, 40])
+def test_scattered_segments_are_copied(num_segments, folder):
+    random = random_of("segments", num_segments)
+    sizes = torch.randint(0, 70_000 // num_segments, (num_segments,), generator=random)
+    src = torch.randint(0, 256, (int(sizes.sum()) + 5,), generator=random, dtype=torch.uint8)
+    order = torch.randperm(num_segments, generator=random)
+    starts = sizes.cumsum(0) - sizes
+    dst_starts = torch.empty_like(starts)
+    dst_starts[order] = sizes[order].cumsum(0) - sizes[order] + 3
+    expected = torch.zeros_like(src)
+    copy_segments(src, starts, expected, dst_starts, sizes)
+
+    def program(at: Rank) -> torch.Tensor:
+        dst = torch.zeros_like(src)
+        at.node.kernels.copy_segments(src, starts, dst, dst_starts, sizes)
+        return dst
+
+    assert torch.equal(alone(folder, program), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden"), [(1, 1), (30, 33), (9, 520)])
+def test_gradients_of_weights(num_rows, hidden, dtype, folder):
+    random = random_of(num_rows, hidden)
+    grads, rows = (torch.randn(num_rows, hidden, generator=random).to(dtype) for _ in range(2))
+    weights = torch.rand(num_rows, generator=random)
+    expected, _ = weight_gradients(grads, rows, weights)
+
+    def program(at: Rank) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weighted = grads.clone()
+        return weighted, launch_weight_gradients(at.library, at.stream.cuda_stream, weighted, rows, weights)
+
+    weighted, dots = alone(folder, program)
+    assert_same_bits(weighted, expected, "weighted rows")
+    products = grads.double() * rows.double()
+    bound = (hidden + 2) * torch.finfo(dots.dtype).eps * products.abs().sum(1)
+    assert bool(((dots.double() - products.sum(1)).abs() <= bound).all())

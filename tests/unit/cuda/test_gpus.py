@@ -1,0 +1,76 @@
+"""A GPU that cannot do what is asked of it is refused while the communicator is made, in plain words."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from fusco import Capacity, ExpertPlacement, Settings, Topology
+from fusco.api.validation import check_device
+from fusco.control.layout import ArenaLayout
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.kernels.plan import plan_shared_bytes
+
+pytest.importorskip("cuda.core", reason="without cuda-core every GPU is refused")
+
+HOPPER, A100 = 227 << 10, 163 << 10  # bytes of shared memory in a block
+
+
+class BegunError(Exception):
+    """The engine has begun to connect."""
+
+
+@pytest.fixture
+def gpu():
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla V100"),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)) as capability,
+    ):
+        yield capability
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_new_gpus_are_taken(gpu, capability):
+    gpu.return_value = capability
+    assert check_device("cuda:1") == torch.device("cuda", 1)
+    gpu.assert_called_once_with(1)
+
+
+def test_an_old_gpu_is_refused(gpu):
+    gpu.return_value = (7, 5)
+    with pytest.raises(ValueError, match=r"'cuda:1', a Tesla V100 of compute capability 7\.5; fusco needs 8\.0 "):
+        check_device("cuda:1")
+
+
+def make_engine(placement: ExpertPlacement, limit: int) -> None:
+    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=1)
+    layout = ArenaLayout(Topology((0, 0)), capacity, Settings())
+    with (
+        mock.patch.object(
+            torch.cuda, "get_device_properties", return_value=mock.Mock(shared_memory_per_block_optin=limit)
+        ),
+        mock.patch.object(torch.cuda, "device", side_effect=BegunError),
+        mock.patch("fusco.cuda.engine.connect", side_effect=BegunError),
+    ):
+        CudaEngine(mock.Mock(rank=0), layout, ["a", "a"], "", placement, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("limit", [HOPPER, A100])
+def test_as_many_experts_as_a_block_can_count_for(limit):
+    most = (limit // 4 - 1) // 19
+    assert plan_shared_bytes(most) <= limit < plan_shared_bytes(most + 1)
+    with pytest.raises(BegunError):
+        make_engine(ExpertPlacement.contiguous(2 * most, 2), limit)
+    words = rf"num_experts={2 * most + 2} puts {most + 1} on one rank, .* bytes .* but cuda:0 has {limit:,}"
+    with pytest.raises(ValueError, match=words):
+        make_engine(ExpertPlacement.contiguous(2 * most + 2, 2), limit)
+
+
+def test_a_rank_with_few_experts_refuses_too_where_another_has_too_many():
+    most = (HOPPER // 4 - 1) // 19
+    with pytest.raises(ValueError, match=f"puts {most + 1} on one rank"):
+        make_engine(ExpertPlacement.explicit([0] + [1] * (most + 1), 2), HOPPER)

@@ -1,0 +1,428 @@
+"""CUDA between nodes on simulated devices: what arrives is the law, however it is sliced and whatever runs first.
+
+Everything but the kernels, NCCL and the exchange of records is the very code that runs on a GPU: which rows a slice
+has, where they stand in rings and pools, what each kernel is told, and which stream waits for which.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import Machine
+from simulated_kernels import SimulatedLibrary
+from simulated_nodes import Rank, World
+
+from comparison import assert_same_bits, assert_within, world_rows
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RejectedInputError, Settings, StaticSlots, Topology
+from fusco.control.fingerprint import Agreement
+from fusco.core.profile import CallProfile
+from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.layout import DeviceLayout
+from fusco.engine.base import DispatchOrder
+from fusco.planner.cost import routing_bytes_per_row
+from fusco.planner.routing import Routing
+from generator import KINDS, Case, any_bits, number_of
+from law import Law
+
+NUM_EXPERTS = 12
+PAYLOADS = (
+    ((torch.bfloat16, (5,)),),
+    ((torch.float32, (8,)),),
+    ((torch.uint8, (3,)), (torch.float32, (4,)), (torch.float64, ())),
+    ((torch.float8_e4m3fn, (32,)), (torch.float32, (1,))),
+)
+ID_LAYOUTS = {
+    "rows": torch.Tensor.clone,
+    "columns": lambda ids: ids.T.contiguous().T,
+    "half of wider rows": lambda ids: torch.cat([ids, ids], dim=1)[:, : ids.shape[1]],
+    "behind another number": lambda ids: torch.cat([ids.new_zeros(1), ids.view(-1)])[1:].view(ids.shape),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A world, its routing, and how it is to be moved."""
+
+    num_nodes: int
+    ranks_per_node: int
+    kind: str = "ragged with holes"
+    seed: int = 0
+    are_nodes_interleaved: bool = False
+    balancer: str = "send-and-receive"
+    slice_bytes: int = 64
+    ring_depth: int = 2
+    payloads: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = PAYLOADS[0]
+    dtype: torch.dtype = torch.bfloat16
+    wire_dtype: torch.dtype | None = None
+    hidden: int = 5
+    alignment: int = 1
+    is_static: bool = False
+    is_weighted: bool = True
+    is_in_place: bool = False
+    id_layout: str = "rows"
+
+    @property
+    def topology(self) -> Topology:
+        world_size = self.num_nodes * self.ranks_per_node
+        if self.are_nodes_interleaved:
+            return Topology(tuple(rank % self.num_nodes for rank in range(world_size)))
+        return Topology.of_equal_nodes(world_size, self.ranks_per_node)
+
+    @property
+    def case(self) -> Case:
+        return Case(
+            kind=self.kind,
+            seed=self.seed,
+            world_size=self.topology.world_size,
+            num_experts=NUM_EXPERTS,
+            num_topk=1 + self.seed % 5,
+            max_tokens=9,
+        )
+
+    @cached_property
+    def placement(self) -> ExpertPlacement:
+        """Equal shares, or any; some ranks may have no expert then."""
+        world_size = self.topology.world_size
+        if self.seed % 2 and NUM_EXPERTS % world_size == 0:
+            return ExpertPlacement.contiguous(NUM_EXPERTS, world_size)
+        owners = [number_of(0, world_size - 1, self.seed, "owner", e) for e in range(NUM_EXPERTS)]
+        return ExpertPlacement.explicit(owners, world_size)
+
+    @cached_property
+    def law(self) -> Law:
+        return Law(self.case.world_topk_idx, self.placement.expert_to_rank, self.alignment)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, self.wire_dtype or self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token, all payloads together."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.payloads)
+
+    @property
+    def layout(self) -> DeviceLayout:
+        """With room for nothing more than this."""
+        capacity = Capacity(
+            max_tokens_per_rank=self.case.max_tokens,
+            max_bytes_per_token=max(self.row_bytes, self.hidden * self.sent_dtype.itemsize),
+            num_topk=self.case.num_topk,
+        )
+        return DeviceLayout(self.topology, capacity, Settings(slice_bytes=self.slice_bytes, ring_depth=self.ring_depth))
+
+    def rows(self, what: str, rank: int) -> list[torch.Tensor]:
+        """Each payload of a rank."""
+        num_tokens = self.case.num_tokens(rank)
+        return [
+            any_bits((num_tokens, *shape), dtype, self.seed, what, p, rank)
+            for p, (dtype, shape) in enumerate(self.payloads)
+        ]
+
+
+class Outcome(NamedTuple):
+    """What one rank has of it all; bytes are those that it sent to other nodes while dispatching."""
+
+    plan: InternodePlan
+    moved: dict[str, list[torch.Tensor]]
+    sums: list[torch.Tensor]
+    row_bytes: int
+    metadata_bytes: int
+
+
+class Play:
+    """All verbs on all ranks, none of which is waited for, and what must come of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, case, self._ranks = scene, scene.case, scene.law.ranks
+        self.x = {what: [scene.rows(what, rank) for rank in self._ranks] for what in ("x", "other x")}
+        self.y = world_rows(scene.law, scene.hidden, scene.dtype, scene.seed)
+        weights_dtype = torch.float64 if scene.dtype == torch.float64 else torch.float32
+        self.weights = case.world_topk_weights(weights_dtype) if scene.is_weighted else None
+        self.ids = [ids.to(torch.int32 if scene.seed % 3 else torch.int64) for ids in case.world_topk_idx]
+
+    def run(self, order: int) -> list[Outcome]:
+        """Everything, in an order that a number chooses."""
+        return World(self.scene.layout, self.scene.placement, Machine(order)).run(self._on_rank)
+
+    def _on_rank(self, at: Rank) -> Outcome:
+        scene, rank, agreement, launch = self.scene, at.rank, Agreement(""), Launch()
+        order = self._order(rank, self._payloads(at))
+        plan, rows, rejection = at.internode.dispatch(agreement, order, at.stream)
+        assert plan is not None
+        assert rejection is None
+        sent = at.profile.internode_row_bytes, at.profile.internode_metadata_bytes
+        others = [made_on(at, rows) for rows in self.x["other x"][rank]]
+        moved = {"x": rows, "other x": at.internode.dispatch_along(agreement, plan, others, launch, at.stream)}
+        sums = []
+        for is_weighted in self._weightings:
+            y = made_on(at, self.y[rank])
+            sums.append(at.internode.combine(plan, y, scene.sent_dtype, launch, at.stream, is_weighted=is_weighted))
+        return Outcome(plan, moved, sums, *sent)
+
+    @property
+    def _weightings(self) -> Sequence[bool]:
+        return (True, False) if self.scene.is_weighted else (False,)
+
+    def _order(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchOrder:
+        scene, weights = self.scene, self.weights
+        laid_out = ID_LAYOUTS[scene.id_layout]
+        return DispatchOrder(
+            routing=Routing(laid_out(self.ids[rank]), None if weights is None else laid_out(weights[rank])),
+            payloads=payloads,
+            placement=scene.placement,
+            balancer=BALANCERS[scene.balancer],
+            expert_alignment=scene.alignment,
+            static=StaticSlots(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
+            launch=Launch(),
+        )
+
+    def _payloads(self, at: Rank) -> list[torch.Tensor]:
+        """In memory of their own, or where peers see them."""
+        payloads = [made_on(at, rows) for rows in self.x["x"][at.rank]]
+        if not (self.scene.is_in_place and len(payloads) == 1):
+            return payloads
+        at.arena.share(torch.zeros(max(16, payloads[0].nbytes), dtype=torch.uint8))
+        if at.rank % 3 == 2:  # ranks need not all do so
+            return payloads
+        memory = at.arena.buffers[-1].memory[: payloads[0].nbytes]
+        return [memory.view(payloads[0].dtype).view(payloads[0].shape).copy_(payloads[0])]
+
+    def check(self, outcomes: Sequence[Outcome]) -> None:
+        """All outcomes against the law."""
+        for rank, outcome in enumerate(outcomes):
+            self._check_rows(rank, outcome)
+            self._check_sums(rank, outcome.sums)
+        scene = self.scene
+        num_crossings = scene.law.num_crossings(scene.topology.rank_to_node)
+        weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
+        metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
+        assert sum(outcome.row_bytes for outcome in outcomes) == num_crossings * scene.row_bytes
+        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_crossings * metadata_bytes
+
+    def _check_rows(self, rank: int, outcome: Outcome) -> None:
+        law, plan = self.scene.law, outcome.plan
+        num_slots = len(law.slots(rank))
+        assert plan.num_rows_per_expert.tolist() == law.counts(rank)
+        for what, outputs in outcome.moved.items():
+            for p, output in enumerate(outputs):
+                expected = law.rows(rank, [payloads[p] for payloads in self.x[what]])
+                assert_same_bits(output[:num_slots], expected, f"payload {p} of {what} on rank {rank}")
+        if self.weights is not None:
+            expected = law.row_weights(rank, self.weights)
+            assert_same_bits(plan.slot_weights[:num_slots], expected, f"weights by slot on rank {rank}")
+
+    def _check_sums(self, rank: int, sums: Sequence[torch.Tensor]) -> None:
+        scene, law = self.scene, self.scene.law
+        for is_weighted, out in zip(self._weightings, sums, strict=True):
+            assert out.dtype == scene.dtype
+            # Partial sums travel within a node, and then between nodes.
+            exact = law.sums(rank, self.y, self.weights if is_weighted else None, law.ranks)
+            bound = law.error_bound(exact, scene.dtype, scene.wire_dtype, num_journeys=2)
+            assert_within(out, exact.exact, bound, f"sums of rank {rank}")
+
+
+def made_on(at: Rank, values: torch.Tensor) -> torch.Tensor:
+    """A tensor that the caller's stream fills when it comes to it."""
+    made = torch.empty_like(values)
+    at.stream.launch("making rows", lambda: made.copy_(values))
+    return made
+
+
+def play(scene: Scene, order: int) -> None:
+    """Run a scene, and check it."""
+    whole = Play(scene)
+    whole.check(whole.run(order))
+
+
+@st.composite
+def scenes(draw):
+    num_nodes = draw(st.integers(2, 4))
+    return Scene(
+        num_nodes=num_nodes,
+        ranks_per_node=draw(st.integers(1, 4)),
+        kind=draw(st.sampled_from(KINDS)),
+        seed=draw(st.integers(0, 1000)),
+        are_nodes_interleaved=draw(st.booleans()),
+        balancer=draw(st.sampled_from(sorted(BALANCERS))),
+        # From a row for each other node in a slice to all rows in one.
+        slice_bytes=draw(st.sampled_from([1, 16, 40])) * num_nodes * draw(st.integers(1, 12)),
+        ring_depth=draw(st.integers(2, 3)),
+        payloads=draw(st.sampled_from(PAYLOADS)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float64])),
+        wire_dtype=draw(st.sampled_from([None, torch.float32])),
+        hidden=draw(st.sampled_from([1, 5, 8])),
+        alignment=draw(st.sampled_from([1, 4])),
+        is_static=draw(st.booleans()),
+        is_weighted=draw(st.booleans()),
+        is_in_place=draw(st.booleans()),
+        id_layout=draw(st.sampled_from(sorted(ID_LAYOUTS))),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_arrives_is_the_law(kind):
+    for order, (num_nodes, ranks_per_node) in enumerate([(2, 1), (2, 2), (3, 2), (4, 1)]):
+        play(Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order), order)
+
+
+@given(scene=scenes(), order=st.integers(0, 1000))
+@settings(max_examples=25)
+def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
+    play(scene, order)
+
+
+@pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
+@pytest.mark.parametrize("seed", [3, 4])  # int64 and int32
+def test_routing_may_stand_in_memory_in_any_order(layout, seed):
+    play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "ragged and skewed", "repeated experts"])
+def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
+    scene = Scene(num_nodes=3, ranks_per_node=2, kind=kind, seed=4, slice_bytes=20)
+    in_rows = Play(scene).run(order=0)
+    at_once = Play(replace(scene, slice_bytes=4096, ring_depth=3)).run(order=1)
+    for rank, (one, other) in enumerate(zip(in_rows, at_once, strict=True)):
+        num_slices, num_other = (max(map(len, outcome.plan._slices.values())) for outcome in (one, other))
+        assert num_slices > num_other >= 1
+        for ours, theirs in zip(one.sums, other.sums, strict=True):
+            assert_same_bits(ours, theirs, f"sums of rank {rank}")
+
+
+def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatch):
+    launches, get = Counter(), SimulatedLibrary.get
+    monkeypatch.setattr(SimulatedLibrary, "get", lambda self, name, *a: launches.update([name]) or get(self, name, *a))
+    scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
+    world = World(scene.layout, scene.placement, Machine(0))
+    num_slices = world.run(Play(scene)._on_rank)[0].plan.crossing.num_slices(
+        scene.layout.rows_per_slice(scene.row_bytes)
+    )
+    # For each rank weights and ids of a dispatch, its rows slice by slice, and those of the other one.
+    assert launches["gather_rows"] == 4 * (2 + 2 * num_slices)
+    for rank in range(4):
+        first = world.nccl.exchanges[rank][0]
+        assert len(first.sends) == len(first.receives) == 3 * 2  # to each other node its rows, and routing
+
+
+def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):
+    asked, offset = [], DeviceLayout.forwarded_offset
+    monkeypatch.setattr(DeviceLayout, "forwarded_offset", lambda *args: asked.append(args) or offset(*args))
+    scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
+    (outcome, *_) = Play(scene).run(order=0)
+    assert outcome.plan.crossing.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
+    assert outcome.plan.crossing.num_forwarded is outcome.plan.crossing.num_forwarded
+    num_ranks, num_calls, num_payloads = 4, 2, 3
+    # To receive, what the rank forwards; to scatter, what both ranks of its node do.
+    assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)
+
+
+class Profiled(Play):
+    """A dispatch and another of the same routing: what each took by its profile, and by the clock."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        order = replace(self._order(at.rank, self._payloads(at)), launch=Launch(num_sms=20))
+        others = [made_on(at, rows) for rows in self.x["other x"][at.rank]]
+        seen: list[tuple[CallProfile, float, int]] = []
+        node, shuffle, kernels = at.node, at.internode, at.node.kernels
+
+        def profiled(call: Callable[[], Any]) -> Any:
+            kernels.begin(at.stream.cuda_stream)
+            node.rounds.profile = profile = CallProfile()
+            start = time.perf_counter()
+            result = call()
+            seen.append((profile, time.perf_counter() - start, kernels.num_sms))
+            return result
+
+        y, agreement, stream = made_on(at, self.y[at.rank]), Agreement(""), at.stream
+        plan, _, _ = profiled(lambda: shuffle.dispatch(agreement, order, stream))
+        profiled(lambda: shuffle.dispatch_along(agreement, plan, others, order.launch, stream))
+        profiled(lambda: shuffle.combine(plan, y, y.dtype, order.launch, stream, is_weighted=False))
+        return seen
+
+
+@pytest.mark.parametrize(("num_nodes", "slice_bytes"), [(1, 16), (2, 16), (2, 4096)])
+def test_profiles_tell_launch_times_by_kind_and_multiprocessors_taken_at_once(num_nodes, slice_bytes):
+    scene = Scene(num_nodes=num_nodes, ranks_per_node=2, kind="balanced", seed=3, slice_bytes=slice_bytes)
+    for dispatched, again, combined in Profiled(scene).run(order=0):
+        for (profile, elapsed_s, _), is_planned in ((dispatched, True), (again, False)):
+            assert profile.staging_s > 0 < profile.wire_s
+            assert (profile.planning_s > 0) == is_planned
+            assert profile.planning_s + profile.staging_s + profile.wire_s <= elapsed_s  # nothing twice
+        # Own rows leave staging its 5, of which it takes one for its one chunk; slices come later, and take 20.
+        at_once = 1 + 15 if num_nodes == 1 else 20
+        assert [num_sms for _, _, num_sms in (dispatched, again, combined)] == [at_once, at_once, 20]
+
+
+@dataclass(frozen=True)
+class Three:
+    """Three nodes of one rank and one expert each; the token of rank 1 goes to all of them."""
+
+    rows: tuple[float, float, float]
+
+    def sum(self) -> float:
+        placement = ExpertPlacement.contiguous(3, 3)
+        capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=4, num_topk=3)
+        layout = DeviceLayout(Topology((0, 1, 2)), capacity, Settings(slice_bytes=64))
+        return World(layout, placement, Machine(0)).run(self._on_rank)[1]
+
+    def _on_rank(self, at: Rank) -> float:
+        num_tokens = int(at.rank == 1)
+        order = DispatchOrder(
+            routing=Routing(torch.arange(3).expand(num_tokens, 3)),
+            payloads=[torch.ones(num_tokens, 1)],
+            placement=ExpertPlacement.contiguous(3, 3),
+            balancer=BALANCERS["static"],
+            expert_alignment=1,
+            static=None,
+            launch=Launch(),
+        )
+        plan, _, _ = at.internode.dispatch(Agreement(""), order, at.stream)
+        y = torch.tensor([[self.rows[at.rank]]])
+        out = at.internode.combine(plan, y, torch.float32, Launch(), at.stream, is_weighted=False)
+        return float(out.sum())
+
+
+def test_the_own_nodes_sum_comes_first_then_the_others_ascending():
+    # In float32, (1e8 + 1) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1.
+    assert Three((1.0, 1e8, -1e8)).sum() == 0.0
+    assert Three((-1e8, 1e8, 1.0)).sum() == 1.0
+    assert Three((1e8, 1.0, -1e8)).sum() == 0.0
+
+
+class Misrouted(Play):
+    """Rank 1 gives an id that is no expert, to begin with."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        order = self._order(at.rank, self._payloads(at))
+        wrong = order.routing.topk_idx.clone()
+        wrong[2, 1], wrong[3, 0] = NUM_EXPERTS, -2
+        is_wrong = at.rank == 1
+        try:
+            plan, rows, rejection = at.internode.dispatch(
+                Agreement("dispatch"), replace(order, routing=Routing(wrong)) if is_wrong else order, at.stream
+            )
+        except RejectedInputError as error:
+            rejection, plan, rows = error, None, []
+        assert (plan, rows) == (None, [])
+        super()._on_rank(at)  # all go on
+        return rejection
+
+
+def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
+    scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_weighted=False)
+    refused = Misrouted(scene).run(order=1)
+    what = f"topk_idx[2, 1] = {NUM_EXPERTS} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    assert type(refused[1]) is ValueError
+    assert str(refused[1]) == what
+    for rank in (0, 2, 3):
+        assert str(refused[rank]) == f"dispatch was called off on all ranks, since rank 1 rejected its input: {what}"

@@ -1,0 +1,163 @@
+"""Memory lives as long as any stream reads it, though the caller may let go of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from simulated_device import Event, Machine, Stream
+
+from fusco import BALANCERS, ExpertPlacement, Launch, Topology
+from fusco.control.fingerprint import Agreement
+from fusco.core.profile import CallProfile
+from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.internode_plan import Crossing, InternodePlan
+from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
+from fusco.cuda.stream_order import StreamOrder
+from fusco.planner.balancer import Traffic
+
+TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
+NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))
+NUM_TOKENS = 3
+FIRST_ROW = (0, 3, 6, 8, 10, 12, 14)  # all tokens of the own node's ranks, two of each other rank
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def plan_of_rank_0() -> InternodePlan:
+    """A plan on the first of three nodes, of which each rank forwards for two others."""
+    groups = BALANCERS["static"](Traffic.from_counts(TOPOLOGY, NUM_ROWS))
+    crossing = Crossing(0, groups, NUM_ROWS)
+    return InternodePlan(
+        rank=0,
+        placement=ExpertPlacement.contiguous(6, 6),
+        first_row=FIRST_ROW,
+        held=(0, *crossing.sources),
+        num_slots=4,
+        row_to_slots=ints(FIRST_ROW[-1], 2),
+        weights=torch.zeros(FIRST_ROW[-1], 2),
+        num_rows_per_expert=torch.zeros(1, dtype=torch.int64),
+        block_to_first_slot=ints(2),
+        token_to_ranks=ints(NUM_TOKENS + 4),
+        crossing=crossing,
+        forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS)),
+    )
+
+
+class Streams:
+    """Streams of PyTorch's, of which one is current, and who reads which memory."""
+
+    def __init__(self) -> None:
+        machine = Machine(seed=0)
+        self._make = machine.new_stream
+        self.callers, self.others = machine.new_stream(), machine.new_stream()
+        self.current = self.callers
+        self.readers: dict[int, set[int]] = {}
+
+    def reads(self, tensor: torch.Tensor) -> set[int]:
+        return self.readers.get(tensor.untyped_storage().data_ptr(), set())
+
+    @contextmanager
+    def installed(self) -> Iterator[Streams]:
+        def record(tensor: torch.Tensor, stream: Stream) -> None:
+            self.readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream.cuda_stream)
+
+        with (
+            mock.patch.multiple(
+                torch.cuda,
+                Stream=lambda *_: self._make(),
+                Event=Event,
+                current_stream=lambda *_: self.current,
+                current_device=lambda: 0,
+                stream=lambda _: nullcontext(),
+                is_current_stream_capturing=lambda: False,
+            ),
+            mock.patch.object(torch.Tensor, "record_stream", record),
+        ):
+            yield self
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    with Streams().installed() as streams:
+        yield streams
+
+
+class Shuffle:
+    """Stands in for ``NodeShuffle``: nothing moves, and the stream is noted."""
+
+    stream: Stream
+
+    def combine(self, _plan, rows, _dtype, _launch, stream, **_) -> torch.Tensor:
+        self.stream = stream
+        return torch.empty_like(rows)
+
+    def dispatch_along(self, _agreement, _plan, payloads, _launch, stream) -> list[torch.Tensor]:
+        self.stream = stream
+        return [torch.empty_like(payload) for payload in payloads]
+
+
+class Engine(CudaEngine):
+    """An engine of nothing but an order of streams."""
+
+    def __init__(self) -> None:
+        self._order = StreamOrder(torch.device("cuda", 0), mock.Mock(), [])
+        self._rounds = mock.Mock(profile=CallProfile())
+        self._kernels, self._wire_dtype = mock.Mock(num_sms=0), None
+        self._internode, self._node = None, Shuffle()
+
+
+def combine(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
+    engine.combine(Agreement("combine"), plan, rows, plan.weights, launch)
+
+
+def dispatch_along(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
+    engine.dispatch_along(Agreement("dispatch_again"), plan, [rows], launch)
+
+
+VERBS = pytest.mark.parametrize("verb", [combine, dispatch_along])
+
+
+@VERBS
+def test_a_plan_lives_until_the_own_stream_has_read_it(streams: Streams, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    verb(engine, plan, rows, Launch(own_stream=True))
+    own = {engine._node.stream.cuda_stream}
+    assert own != {streams.callers.cuda_stream}
+    for tensor in (rows, plan.row_to_slots, plan.weights, plan.token_to_ranks, plan.forwarding.node_to_tokens):
+        assert streams.reads(tensor) == own
+
+
+@VERBS
+def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: Streams, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    streams.current = streams.others
+    verb(engine, plan, rows, Launch())
+    assert streams.reads(plan.row_to_slots) == {streams.others.cuda_stream}
+    assert not streams.reads(rows)  # the caller can see to that
+
+
+@VERBS
+def test_what_was_copied_from_a_plan_lives_as_long(streams: Streams, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    copies = [plan.own_rows, *plan.slices(1)]
+    assert len(copies) == 3
+    verb(engine, plan, rows, Launch(own_stream=True))
+    for held in copies:
+        assert held.weights is not None
+        for tensor in (held.row_to_slots, held.weights, held.token_to_ranks):
+            assert streams.reads(tensor) == {engine._node.stream.cuda_stream}
+
+
+def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
+    plan = plan_of_rank_0()
+    num_before = len(plan.tensors)
+    assert "own_rows" not in vars(plan)
+    plan.slices(1)
+    assert len(plan.tensors) == num_before + 6

@@ -1,0 +1,315 @@
+"""What is under way between nodes is watched over: nothing waits for ever, and nothing that moves is given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from fusco.core.errors import Stall, TransportError
+from fusco.cuda.nccl import Message
+from fusco.cuda.network import Guard, Network
+
+DEVICE = torch.device("cuda", 3)
+LIMIT_S, NO_LIMIT_S = 0.3, 600.0
+SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
+
+
+class Nccl:
+    """Stands in for ``NcclTransport``; a launch hangs until it is aborted, if it is told to."""
+
+    def __init__(self, *_, channels_per_peer=None) -> None:
+        self.channels_per_peer = channels_per_peer
+        self.failure, self.aborts, self.finishes, self.launches, self.hangs = "", [], [], [], False
+        self.has_aborted = threading.Event()
+
+    def exchange(self, sends, receives, stream) -> None:
+        self.launches.append((sends, receives, stream))
+        if self.hangs:
+            self.has_aborted.wait(10 * SLACK_S)
+
+    def abort(self) -> None:
+        self.aborts.append(time.monotonic())
+        self.has_aborted.set()
+
+    def finish(self) -> None:
+        self.finishes.append(time.monotonic())
+
+
+class Watch:
+    is_anybody_gone = False
+
+    def wait_until(self, is_ready, stall) -> None:
+        raise AssertionError("nobody waits here")
+
+
+class Scene:
+    """A guard, and what it has done."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.nccl, self.watch = Nccl(), Watch()
+        self.guard = Guard(self.nccl, self.watch, timeout_s, DEVICE)
+        self.calls: list[tuple[Stall | None, int]] = []  # the stall and the aborts when the guard said that it gives up
+        self.guard.on_stall = lambda: self.calls.append((self.guard.stall, len(self.nccl.aborts)))
+        self.began = time.monotonic()
+        self.close = self.guard.close
+
+    def watch_over(self, what: str, done_after_s: float) -> None:
+        self.guard.watch_over(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
+
+    def gave_up_on(self, what: str) -> float:
+        """After how long the guard gave up; what it waited for was this, and it said so once, then ended everything."""
+        assert self.nccl.has_aborted.wait(SLACK_S)
+        self.guard.close()  # when it has done all that it does
+        assert self.guard.stall == stall_of(what)
+        assert self.calls == [(stall_of(what), 0)]
+        assert len(self.nccl.aborts) == 1
+        return self.nccl.aborts[0] - self.began
+
+    @property
+    def is_untouched(self) -> bool:
+        return (self.guard.stall, self.calls, self.nccl.aborts) == (None, [], [])
+
+
+def stall_of(what: str) -> Stall:
+    return Stall("the network", (1,), what, "nothing")
+
+
+def never() -> bool:
+    return False
+
+
+def test_what_gets_done_in_time_is_left_alone_however_long_all_of_it_takes():
+    with closing(Scene(LIMIT_S)) as scene:
+        for number in range(8):
+            scene.watch_over(f"slice {number}", done_after_s=number * LIMIT_S / 3)
+        time.sleep(3 * LIMIT_S)
+        assert scene.is_untouched
+        assert scene.guard._thread.is_alive()
+
+
+def test_a_guard_gives_up_when_nothing_has_been_done_for_the_limit():
+    with closing(Scene(LIMIT_S)) as scene:
+        scene.watch_over("slice 0", NO_LIMIT_S)
+        assert LIMIT_S <= scene.gave_up_on("slice 0") < LIMIT_S + SLACK_S
+
+
+def test_the_limit_begins_anew_with_all_that_gets_done():
+    with closing(Scene(LIMIT_S)) as scene:
+        scene.watch_over("slice 0", done_after_s=LIMIT_S / 2)
+        scene.watch_over("slice 1", NO_LIMIT_S)
+        scene.watch_over("slice 2", done_after_s=0.0)
+        assert scene.gave_up_on("slice 1") >= 1.5 * LIMIT_S
+
+
+def test_the_limit_begins_with_what_is_watched_over_after_a_pause():
+    with closing(Scene(LIMIT_S)) as scene:
+        scene.watch_over("slice 0", done_after_s=0.0)
+        time.sleep(1.5 * LIMIT_S)
+        scene.watch_over("slice 1", done_after_s=2 * LIMIT_S)
+        time.sleep(LIMIT_S)
+        assert scene.is_untouched
+
+
+@pytest.mark.parametrize("fault", ["a rank is gone", "the network failed"])
+def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.watch_over("slice 0", NO_LIMIT_S)
+        time.sleep(0.1)
+        assert scene.is_untouched
+        if fault == "a rank is gone":
+            scene.watch.is_anybody_gone = True
+        else:
+            scene.nccl.failure = "NCCL: socket closed"
+        assert scene.gave_up_on("slice 0") < SLACK_S
+
+
+def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.watch.is_anybody_gone = True
+        scene.watch_over("slice 0", done_after_s=0.0)
+        time.sleep(0.1)
+        assert scene.is_untouched
+
+
+@pytest.mark.parametrize("num_under_way", [0, 1, 3])
+def test_closing_ends_the_thread_and_nothing_else(num_under_way):
+    scene = Scene(NO_LIMIT_S)
+    for number in range(num_under_way):
+        scene.guard.watch_over(never, stall_of(f"slice {number}"))
+    scene.close()
+    assert not scene.guard._thread.is_alive()
+    assert scene.is_untouched
+
+
+def test_an_idle_guard_takes_no_time():
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.watch_over("slice 0", done_after_s=0.0)
+        time.sleep(0.05)
+        began = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - began < 0.1
+        assert scene.guard._thread.is_alive()
+
+
+def test_a_guard_that_cannot_look_gives_up_and_says_why():
+    def fail():
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.guard.watch_over(fail, stall_of("slice 0"))
+        assert scene.nccl.has_aborted.wait(SLACK_S)
+        scene.guard.close()
+        assert scene.guard.stall.phase == "looking after the network"
+        assert scene.guard.stall.seen == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+        assert scene.calls == [(scene.guard.stall, 0)]
+
+
+def test_a_guard_enters_its_device_before_it_looks():
+    deeds = []
+
+    def enter(device):
+        time.sleep(0.1)
+        deeds.append((device, threading.current_thread()))
+
+    with mock.patch("fusco.cuda.network.enter_device", enter), closing(Scene(NO_LIMIT_S)) as scene:
+        scene.guard.watch_over(lambda: not deeds.append("a look"), stall_of("slice 0"))
+        time.sleep(0.3)
+    assert deeds == [(DEVICE, scene.guard._thread), "a look"]
+
+
+def test_a_guard_that_cannot_enter_its_device_gives_up():
+    with (
+        mock.patch("fusco.cuda.network.enter_device", side_effect=TransportError("no")),
+        closing(Scene(NO_LIMIT_S)) as scene,
+    ):
+        assert scene.nccl.has_aborted.wait(SLACK_S)
+        assert scene.guard.stall.seen == "TransportError: no"
+
+
+def test_a_guard_that_is_held_up_is_not_waited_for():
+    scene = Scene(LIMIT_S)
+    may_end = threading.Event()
+    with mock.patch.object(scene.nccl, "abort", may_end.wait):
+        scene.watch_over("slice 0", NO_LIMIT_S)
+        while scene.guard.stall is None:
+            time.sleep(0.01)
+        began = time.monotonic()
+        scene.close()
+        assert time.monotonic() - began < LIMIT_S + SLACK_S
+        assert scene.guard._thread.is_alive()
+        may_end.set()
+
+
+def test_a_guard_looks_now_and_then():
+    looks = []
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.guard.watch_over(lambda: bool(looks.append(time.monotonic())), stall_of("slice 0"))
+        time.sleep(0.4)
+    took_s = time.monotonic() - scene.began
+    assert 2 <= len(looks) <= took_s / 0.02 + 2
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``."""
+
+    made: list[Event]
+
+    def __init__(self) -> None:
+        self.stream, self.is_done = None, False
+        Event.made.append(self)
+
+    def record(self, stream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@contextmanager
+def network_to(num_remote_nodes):
+    Event.made = []
+    with (
+        mock.patch("fusco.cuda.network.NcclTransport", Nccl),
+        mock.patch.object(torch.cuda, "Stream", return_value=mock.Mock(cuda_stream=77)),
+        mock.patch.object(torch.cuda, "Event", Event),
+    ):
+        network = Network(mock.Mock(), Watch(), DEVICE, LIMIT_S, num_remote_nodes)
+        yield network
+        network.close()
+
+
+@pytest.fixture
+def network():
+    with network_to(1) as network:
+        yield network
+
+
+@pytest.mark.parametrize(("num_remote_nodes", "channels"), [(1, 4), (2, None), (3, None), (7, None)])
+def test_one_other_node_gets_more_channels_than_nccl_would_take(num_remote_nodes, channels):
+    with network_to(num_remote_nodes) as network:
+        assert network._nccl.channels_per_peer == channels
+
+
+SENDS, RECEIVES = [Message(3, 100, 10)], [Message(2, 200, 1500), Message(3, 300, 500)]
+
+
+def test_messages_are_watched_over_until_the_event_behind_them(network):
+    done = network.exchange(SENDS, RECEIVES, "slice 4")
+    assert network._nccl.launches == [(SENDS, RECEIVES, 77)]
+    assert Event.made == [done]
+    assert done.stream is network.stream
+    assert network._nccl.has_aborted.wait(SLACK_S)
+    assert network.guard.stall == Stall("the network", (2, 3), "slice 4", "not all of 2,000 bytes")
+
+
+def test_messages_that_have_travelled_are_forgotten(network):
+    network.exchange(SENDS, RECEIVES, "slice 4").is_done = True
+    time.sleep(1.5 * LIMIT_S)
+    assert network.guard.stall is None
+    assert not network._nccl.aborts
+
+
+def test_a_launch_that_hangs_is_ended_within_the_limit(network):
+    network._nccl.hangs = True
+    began = time.monotonic()
+    network.exchange(SENDS, [], "routing")
+    assert LIMIT_S <= time.monotonic() - began < LIMIT_S + SLACK_S
+    assert network.guard.stall == Stall("the network", (3,), "routing", "not all of 0 bytes")
+
+
+def test_closing_a_network_ends_what_is_under_way(network):
+    network.exchange(SENDS, RECEIVES, "slice 4")
+    network.close()
+    assert not network.guard._thread.is_alive()
+    assert network.guard.stall is None
+    assert len(network._nccl.aborts) == 1
+
+
+def test_a_network_that_finishes_ends_nothing(network):
+    network.exchange(SENDS, RECEIVES, "slice 4").is_done = True
+    network.finish()
+    assert not network.guard._thread.is_alive()
+    assert (len(network._nccl.finishes), network._nccl.aborts) == (1, [])
+
+
+@pytest.mark.parametrize("how", ["finish", "close"])
+def test_a_network_that_does_not_end_is_left_to_a_thread(network, how):
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def hang():
+        may_end.wait()
+        has_ended.set()
+
+    network._nccl.finish = network._nccl.abort = hang
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match=r"NCCL has not given back what it has on cuda:3 within 0\.1 s"):
+        getattr(network, how)()
+    assert time.monotonic() - began < LIMIT_S + SLACK_S
+    may_end.set()
+    assert has_ended.wait(SLACK_S)
+    network._nccl.abort = lambda: None

@@ -1,0 +1,107 @@
+"""Whoever waits for its own device accuses no peer of what is queued there."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from simulated_device import Machine
+from simulated_nodes import Rank, World
+
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
+from fusco.control.fingerprint import Agreement
+from fusco.core.errors import Stall
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.failure import own_backlog
+from fusco.cuda.layout import DeviceLayout
+from fusco.engine.base import DispatchOrder
+from fusco.planner.routing import Routing
+
+PLACEMENT = ExpertPlacement.contiguous(4, 4)
+PLAN = own_backlog("the plan")
+COUNTS = own_backlog("the number of rows for each node")
+
+
+class Patience:
+    """Stands in for ``Watch``: asks for words at the beginning of a wait, and at its end."""
+
+    def __init__(self, machine: Machine, work: Work) -> None:
+        self._machine, self._work = machine, work
+        self.stalls: list[tuple[bool, Stall]] = []
+
+    def wait_until(self, is_ready: Any, stall: Any) -> None:
+        self.stalls.append((self._work.is_done, stall()))
+        self._work.may_end = True
+        self._machine.wait(is_ready)
+        self.stalls.append((self._work.is_done, stall()))
+
+
+class Work:
+    """Work of the caller's on a stream, which takes until it may end."""
+
+    def __init__(self, at: Rank) -> None:
+        self.may_end = self.is_done = False
+        at.stream.launch("work of the caller's", self._end, lambda: self.may_end)
+
+    def _end(self) -> None:
+        self.is_done = True
+
+
+def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[bool, Stall]]]:
+    topology = Topology.of_equal_nodes(4, 4 // num_nodes)
+    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=1)
+    machine = Machine(order)
+
+    def program(at: Rank) -> list[tuple[bool, Stall]]:
+        ids, payload = torch.arange(4).view(4, 1), torch.zeros(4, 4)
+        at.node.watch = watch = Patience(machine, Work(at))
+        dispatched = DispatchOrder(
+            routing=Routing(ids),
+            payloads=[payload],
+            placement=PLACEMENT,
+            balancer=BALANCERS["static"],
+            expert_alignment=1,
+            static=None,
+            launch=Launch(),
+        )
+        shuffle = at.internode if num_nodes > 1 else at.node
+        shuffle.dispatch(Agreement("dispatch"), dispatched, at.stream)
+        return watch.stalls
+
+    return World(DeviceLayout(topology, capacity, Settings(slice_bytes=64)), PLACEMENT, machine).run(program)
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_a_plan_is_waited_for_on_the_own_device_until_it_is_begun(order):
+    for rank, stalls in enumerate(stalls_of_an_exact_dispatch(1, order)):
+        others = tuple(r for r in range(4) if r != rank)
+        assert stalls == [(False, PLAN), (True, Stall("planning on the device", others, "the plan", "none yet"))]
+    assert PLAN.on_ranks == ()
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_between_nodes_no_peer_is_waited_for_until_rows_are_counted(order):
+    for rank, stalls in enumerate(stalls_of_an_exact_dispatch(2, order)):
+        assert stalls[:2] == [(False, COUNTS), (True, COUNTS)]
+        # Only then for the plan, which needs the node's other rank.
+        assert stalls[2:] == [(True, Stall("planning on the device", (rank ^ 1,), "the plan", "none yet"))] * 2
+
+
+class Engine(CudaEngine):
+    """An engine with work under way."""
+
+    def __init__(self) -> None:
+        self._order, self._rounds, self._watch = mock.Mock(), mock.MagicMock(broken=""), mock.Mock()
+        self._topology, self._rank = Topology.of_equal_nodes(4, 4), 0
+
+    def _device_stall(self) -> Stall | None:
+        return None
+
+
+def test_synchronize_waits_for_no_peer():
+    engine = Engine()
+    engine.synchronize()
+    _, stall = engine._watch.wait_until.call_args.args
+    assert stall() == own_backlog("everything launched to be done")

@@ -1,0 +1,158 @@
+"""The twin of the kernel ``plan`` by hand, then against the planner."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comparison import assert_same_bits
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
+from fusco.reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
+from generator import KINDS, Case, number_of
+
+ALIGNMENTS = (1, 2, 5, 16)
+WORLD_SIZES = (1, 2, 3, 8)
+
+
+def table_of(placement: ExpertPlacement, rank: int) -> torch.Tensor:
+    return placement.local_index_table(rank, torch.device("cpu"))[:-1].int()
+
+
+def placement_of(case: Case) -> ExpertPlacement:
+    """Equal shares, or any; some ranks may have no expert then."""
+    if case.seed % 2 == 0:
+        return ExpertPlacement.contiguous(case.num_experts, case.world_size)
+    ranks = [number_of(0, case.world_size - 1, case.seed, "owner", e) for e in range(case.num_experts)]
+    return ExpertPlacement.explicit(ranks, case.world_size)
+
+
+def routing_of(case: Case) -> NodeRouting:
+    counts = [case.num_tokens(rank) for rank in range(case.world_size)]
+    return NodeRouting(torch.cat(case.world_topk_idx), None, (0, *itertools.accumulate(counts)))
+
+
+def check_against_planner(case: Case, rank: int, alignment: int, max_slots: int | None) -> None:
+    placement, routing = placement_of(case), routing_of(case)
+    expected = distribute(routing, placement, rank, alignment, max_slots)
+    num_local = len(placement.rank_to_experts[rank])
+    plan = plan_slots(routing.topk_idx, table_of(placement, rank), num_local, alignment, max_slots)
+    assert_same_bits(plan.row_to_slots, slots_of(expected, routing, placement, rank), "row_to_slots")
+    assert_same_bits(plan.num_rows_per_expert, expected.num_rows_per_expert, "num_rows_per_expert")
+    assert plan.block_to_first_slot.dtype == torch.int32
+    assert plan.block_to_first_slot.tolist() == list(expected.block_to_first_slot)
+    assert plan.num_slots_needed == expected.num_slots_needed
+
+
+def slots_of(plan: ExpertDistribution, routing: NodeRouting, placement: ExpertPlacement, rank: int) -> torch.Tensor:
+    """The planner's slots by row: what it has no pair for was dropped, if its expert is here."""
+    is_here = placement.local_index_table(rank, torch.device("cpu"))[routing.topk_idx] >= 0
+    slots = torch.where(is_here, DROPPED, NOT_HERE)
+    slots[plan.pair_to_row, plan.pair_to_k] = plan.pair_to_slot
+    return slots.int()
+
+
+def test_slots_by_hand():
+    # The routing of the planner's own test: expert 0 takes rows 0 and 2, expert 1 rows 0, 1 and 3.
+    ids, table = torch.tensor([[1, 0], [1, 2], [0, -1], [3, 1]]), torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+    plan = plan_slots(ids, table, num_local_experts=2)
+    assert plan.row_to_slots.tolist() == [[2, 0], [3, -1], [1, -1], [-1, 4]]
+    assert plan.row_to_slots.dtype == plan.block_to_first_slot.dtype == torch.int32
+    assert plan.num_rows_per_expert.tolist() == [2, 3]
+    assert plan.num_rows_per_expert.dtype == torch.int64
+    assert plan.block_to_first_slot.tolist() == [0, 2, 5]
+    assert plan.num_slots_needed == 5
+
+
+def test_blocks_are_rounded_up():
+    ids, table = torch.tensor([[1, 0], [1, 2], [0, -1], [3, 1]]), torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+    plan = plan_slots(ids, table, num_local_experts=2, expert_alignment=4)
+    assert plan.row_to_slots.tolist() == [[4, 0], [5, -1], [1, -1], [-1, 6]]
+    assert plan.num_rows_per_expert.tolist() == [2, 3]
+    assert plan.block_to_first_slot.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("max_slots", "slots", "num_rows", "firsts"),
+    [
+        (8, [[4, 0], [5, -1], [1, -1], [-1, 6]], [2, 3], [0, 4, 8]),
+        (6, [[4, 0], [5, -1], [1, -1], [-1, -2]], [2, 2], [0, 4, 6]),
+        (4, [[-2, 0], [-2, -1], [1, -1], [-1, -2]], [2, 0], [0, 4, 4]),
+        (1, [[-2, 0], [-2, -1], [-2, -1], [-1, -2]], [1, 0], [0, 1, 1]),
+    ],
+)
+def test_what_does_not_fit_is_dropped(max_slots, slots, num_rows, firsts):
+    ids, table = torch.tensor([[1, 0], [1, 2], [0, -1], [3, 1]]), torch.tensor([0, 1, -1, -1], dtype=torch.int32)
+    plan = plan_slots(ids, table, num_local_experts=2, expert_alignment=4, max_slots=max_slots)
+    assert plan.row_to_slots.tolist() == slots
+    assert plan.num_rows_per_expert.tolist() == num_rows
+    assert plan.block_to_first_slot.tolist() == firsts
+    assert plan.num_slots_needed == 8
+
+
+def test_the_same_expert_twice_takes_two_slots_in_order_of_k():
+    table = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
+    assert plan_slots(torch.tensor([[2, 3, 2]]), table, num_local_experts=2).row_to_slots.tolist() == [[0, 2, 1]]
+
+
+def test_ids_that_are_no_experts_have_no_slot_and_no_rank():
+    ids = torch.tensor([[-1, -7], [2, 1 << 40], [0, 1]])
+    plan = plan_slots(ids, torch.tensor([0, 1], dtype=torch.int32), num_local_experts=2)
+    assert plan.row_to_slots.tolist() == [[-1, -1], [-1, -1], [0, 1]]
+    assert mark_ranks(ids, torch.tensor([0, 1], dtype=torch.int32)).tolist() == [0, 0, 3]
+
+
+def test_a_rank_without_experts_and_a_world_without_rows():
+    nothing = plan_slots(torch.tensor([[0, 1]]), torch.tensor([-1, -1], dtype=torch.int32), 0, expert_alignment=4)
+    assert (nothing.row_to_slots.tolist(), nothing.block_to_first_slot.tolist()) == ([[-1, -1]], [0])
+    assert (nothing.num_rows_per_expert.tolist(), nothing.num_slots_needed) == ([], 0)
+    empty = plan_slots(torch.empty(0, 2, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), 2)
+    assert (empty.row_to_slots.shape, empty.num_rows_per_expert.tolist()) == ((0, 2), [0, 0])
+    assert mark_ranks(torch.empty(0, 2, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)).shape == (0,)
+
+
+def test_the_mark_of_rank_31_is_the_sign():
+    owners = torch.tensor([31, 0], dtype=torch.int32)
+    assert mark_ranks(torch.tensor([[0, -1], [0, 1], [1, 1]]), owners).tolist() == [-(1 << 31), 1 - (1 << 31), 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_as_the_planner(kind, world_size):
+    for seed in range(4):
+        num_topk = number_of(1, 8, seed, "topk")
+        case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=num_topk, max_tokens=13)
+        for alignment, rank in itertools.product(ALIGNMENTS, range(world_size)):
+            check_against_planner(case, rank, alignment, None)
+            needed = distribute(routing_of(case), placement_of(case), rank, alignment).num_slots_needed
+            for max_slots in {1, max(1, needed // 2), max(1, needed - 1), max(1, needed), needed + 3}:
+                check_against_planner(case, rank, alignment, max_slots)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10_000),
+    world_size=st.sampled_from(WORLD_SIZES),
+    num_topk=st.integers(1, 32),
+    alignment=st.integers(1, 40),
+    max_slots=st.none() | st.integers(1, 300),
+)
+def test_as_the_planner_for_any_sizes(kind, seed, world_size, num_topk, alignment, max_slots):
+    case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=num_topk, max_tokens=9)
+    check_against_planner(case, seed % world_size, alignment, max_slots)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_of_own_tokens_as_the_planner(kind):
+    for seed, world_size in itertools.product(range(4), WORLD_SIZES):
+        case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=4, max_tokens=13)
+        placement, routing = placement_of(case), routing_of(case)
+        is_marked = mark_local_ranks(routing, placement, Topology((0,) * world_size), node=0)
+        expected = (is_marked.int() << torch.arange(world_size, dtype=torch.int32)).sum(1).int()
+        owners = torch.tensor(placement.expert_to_rank, dtype=torch.int32)
+        assert_same_bits(mark_ranks(routing.topk_idx, owners), expected, "token_to_ranks")

@@ -1,0 +1,204 @@
+"""Where ranks come from: nodes played on one machine, and jobs that a launcher has started."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fusco import Topology
+from fusco.cli.running import choose_shape
+from fusco.core.shared_gpus import SHARE_GPUS
+from fusco.ranks.emulation import describe_emulation, emulated_network
+from fusco.ranks.joined_world import Launched
+from fusco.ranks.local_world import LocalWorld, RankFailedError, _deaf_to_interrupts
+
+TWO_BY_TWO = Topology((0, 0, 1, 1))
+
+
+def test_ranks_of_a_node_share_a_host_and_meet_others_over_the_loopback_device():
+    ranks = emulated_network(TWO_BY_TWO, {})
+    assert [rank["NCCL_HOSTID"] for rank in ranks] == ["fusco-node-0"] * 2 + ["fusco-node-1"] * 2
+    shared = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "8"}
+    for rank in ranks:
+        assert {**rank, **shared, "NCCL_IB_DISABLE": "1"} == rank
+
+
+def test_what_the_user_has_set_wins_and_is_told():
+    inherited = {"NCCL_SOCKET_NTHREADS": "2", "PATH": "/bin"}
+    ranks = emulated_network(TWO_BY_TWO, inherited)
+    assert not any({"NCCL_SOCKET_NTHREADS", "PATH"} & set(rank) for rank in ranks)
+    assert describe_emulation(TWO_BY_TWO, inherited) == (
+        "set: NCCL_HOSTID=fusco-node-0 | fusco-node-1, NCCL_SOCKET_IFNAME=lo, NCCL_NSOCKS_PERTHREAD=8, "
+        "NCCL_IB_DISABLE=1; kept: NCCL_SOCKET_NTHREADS=2"
+    )
+    everything = dict.fromkeys(ranks[0], "mine") | inherited
+    assert emulated_network(TWO_BY_TWO, everything) == [{}] * 4
+    assert describe_emulation(TWO_BY_TWO, everything).startswith("set: nothing; kept: NCCL_HOSTID=mine")
+
+
+def test_one_node_needs_nothing():
+    one = Topology((0, 0, 0))
+    assert emulated_network(one, {}) == [{}] * 3
+    assert describe_emulation(one, {"NCCL_HOSTID": "a"}) == ""
+
+
+def variables(group: dist.ProcessGroup) -> tuple[str | None, str | None]:
+    return os.environ.get("FUSCO_TEST_OWN"), os.environ.get("FUSCO_TEST_ALL")
+
+
+@pytest.mark.multirank
+def test_each_process_has_its_own_variables_on_top_of_the_shared_ones(monkeypatch):
+    monkeypatch.setenv("FUSCO_TEST_ALL", "from the parent")
+    with LocalWorld(2, environment=[{"FUSCO_TEST_OWN": "a"}, {"FUSCO_TEST_ALL": "replaced"}]) as world:
+        assert world.run(variables, 2) == [("a", "from the parent"), (None, "replaced")]
+    assert "FUSCO_TEST_OWN" not in os.environ
+
+
+def fail_or_sleep(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 1:
+        raise ValueError("rank 1 has had enough")
+    time.sleep(600)
+
+
+@pytest.mark.multirank
+def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr("fusco.ranks.local_world._GRACE_S", 0.2)
+    monkeypatch.setattr("fusco.ranks.local_world._LEAVING_S", 0.2)
+    with (
+        pytest.raises(RankFailedError, match=r"(?s)\[0\] gave no result within 0.2 s after another failed.*had enough"),
+        LocalWorld(2) as world,
+    ):
+        world.run(fail_or_sleep, 2)
+
+
+@pytest.mark.multirank
+def test_a_world_left_by_an_error_does_not_wait_for_ranks_at_work():
+    world = LocalWorld(2)
+    world.run(rank_of, 2)
+    world.start(fail_or_sleep, 2)
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="anything"), world:
+        raise KeyError("anything")
+    assert time.monotonic() - start < 10.0
+    assert not any(process.is_alive() for process in world.processes)
+
+
+def rank_of(group: dist.ProcessGroup) -> int:
+    return dist.get_rank(group)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_an_interrupt_is_for_the_parent_alone(start_method):
+    with LocalWorld(2, start_method=start_method) as world:
+        if start_method == "forkserver":  # a moment after it is forked
+            world.run(rank_of, 2)
+        for process in world.processes:
+            os.kill(process.pid, signal.SIGINT)
+        assert world.run(rank_of, 2) == [0, 1]
+
+
+def die(group: dist.ProcessGroup) -> None:
+    os._exit(3)
+
+
+@pytest.mark.multirank
+def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
+    with LocalWorld(2) as world:
+        world.run(rank_of, 2)
+        world.start(die, 2)
+        for process in world.processes:
+            process.join(timeout=30)
+        with pytest.raises(RankFailedError, match=r"^rank 0: its process died with exit code 3$"):
+            world.start(rank_of, 2)
+
+
+def test_environments_must_be_as_many_as_ranks():
+    with pytest.raises(ValueError, match="3 ranks need an environment each, got 2"):
+        LocalWorld(3, environment=[{}, {}])
+
+
+def test_what_a_launcher_says():
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "HOME": "/"}
+    assert Launched.from_environment(torchrun) == Launched(5, 8, 1, 4)
+    assert Launched.from_environment({"HOME": "/", "LOCAL_RANK": "0"}) is None
+    del torchrun["LOCAL_WORLD_SIZE"]
+    with pytest.raises(ValueError, match=r"needs RANK, WORLD_SIZE.*LOCAL_RANK=1, LOCAL_WORLD_SIZE=None"):
+        Launched.from_environment(torchrun)
+    with pytest.raises(ValueError, match="RANK=five"):
+        Launched.from_environment({**torchrun, "LOCAL_WORLD_SIZE": "4", "RANK": "five"})
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "num_gpus", "shape"),
+    [
+        ("cpu", (None, None), 0, (2, 2)),
+        ("cpu", (3, 1), 0, (3, 1)),
+        ("cuda", (None, None), 4, (1, 4)),
+        ("cuda", (2, None), 4, (2, 2)),
+        ("cuda", (4, None), 4, (4, 1)),
+        ("cuda", (None, 2), 4, (1, 2)),
+        ("cuda", (2, 1), 4, (2, 1)),
+    ],
+)
+def test_shape_on_this_machine(device, asked, num_gpus, shape):
+    assert choose_shape(device, *asked, None, num_gpus) == shape
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "message"),
+    [
+        ((2, 4), 4, "8 ranks need a GPU each, but torch finds 4"),
+        ((None, None), 0, "--device cuda needs a GPU, and torch finds none"),
+        ((3, None), 4, "4 GPUs do not divide among 3 nodes; pass --ranks-per-node"),
+        ((3, 2), 4, "6 ranks need a GPU each, but torch finds 4"),
+    ],
+)
+def test_too_few_gpus(asked, num_gpus, message, monkeypatch):
+    monkeypatch.delenv(SHARE_GPUS, raising=False)
+    with pytest.raises(ValueError, match=message):
+        choose_shape("cuda", *asked, None, num_gpus)
+
+
+def test_ranks_that_share_gpus_may_be_more(monkeypatch):
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    assert choose_shape("cuda", 2, 4, None, 1) == (2, 4)
+    with pytest.raises(ValueError, match="torch finds none"):
+        choose_shape("cuda", 2, 4, None, 0)
+
+
+def test_shape_of_a_launched_job():
+    job = Launched(rank=0, world_size=16, local_rank=0, local_world_size=8)
+    assert choose_shape("cuda", None, None, job, 8) == (2, 8)
+    assert choose_shape("cuda", 4, 4, job, 8) == (4, 4)
+    assert choose_shape("cpu", None, 2, job, 0) == (8, 2)
+    with pytest.raises(ValueError, match="16 ranks were launched, 8 on this machine, which are not 3 nodes of 8"):
+        choose_shape("cuda", 3, None, job, 8)
+    with pytest.raises(ValueError, match="not 5 nodes of 3"):
+        choose_shape("cuda", None, 3, job, 8)
+
+
+def test_an_interrupt_waits_until_ranks_are_started_and_does_not_reach_them():
+    is_blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)  # does not block the signal, and so is who gets it
+    other.start()
+    goes_on = False
+    try:
+        with pytest.raises(KeyboardInterrupt), _deaf_to_interrupts():  # noqa: PT012  the block is what is tested
+            child = subprocess.run([sys.executable, "-c", is_blocked], capture_output=True, text=True, check=True)
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            time.sleep(0.1)
+            goes_on = True
+    finally:
+        done.set()
+        other.join()
+    assert goes_on
+    assert child.stdout == "True\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
