@@ -2,17 +2,16 @@
 
 Layers, each importing only those below it::
 
-    cli  train  bench  fsdp                     commands, training that is measured, benchmarks | training on FSDP2
-    collectives                                 verbs without a communicator made first
-    communicator                                the public verbs
-    founding  checked_engine                    how a communicator is made | what all ranks do in each verb
-    checks  autograd  handle  introduction      what the verbs are made of
-    engine                                      executes plans: slices, rings, overlap
-    memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
-    planner                                     routing -> plan
-    balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
-    groups  topology  placement  segments  rows  settings  launch     plain values, made of those below
-    hosts  shared_gpus  timeline  errors  integers      this machine | spans of time | what goes wrong | whole numbers
+    cli  train  bench       commands | training that is measured | benchmarks
+    fsdp                    expert parallelism on FSDP2
+    api                     the public verbs, and what all ranks do in each of them
+    ranks                   processes that play ranks, for benchmarks, training and tests
+    cpu  cuda               the two backends; neither imports the other
+    engine                  what both share: the contract, byte streams, tasks
+    reference               plain PyTorch twins of the kernels
+    planner                 routing -> plan, traffic -> communication groups
+    schedule  control       bytes -> one-to-one stages | how ranks find each other, agree and fail together
+    core                    plain values, errors, configuration
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
 """
@@ -57,34 +56,34 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAME_TO_MODULE = {
-    "BALANCERS": "balancer",
-    "Balancer": "balancer",
-    "Traffic": "balancer",
-    "all_to_all": "collectives",
-    "Communicator": "communicator",
-    "Dispatched": "handle",
-    "ClosedError": "errors",
-    "CompileError": "errors",
-    "FuscoError": "errors",
-    "LaunchError": "errors",
-    "MismatchError": "errors",
-    "OutputMemoryError": "errors",
-    "PeerFailureError": "errors",
-    "RejectedInputError": "errors",
-    "SharedMemoryError": "errors",
-    "SlotOverflowError": "errors",
-    "TransportError": "errors",
-    "Groups": "groups",
-    "Handle": "handle",
-    "Launch": "launch",
-    "StaticSlots": "launch",
-    "Capacity": "memory.layout",
-    "MemorySize": "memory.layout",
-    "memory_size_hint": "memory.size_hint",
-    "ExpertPlacement": "placement",
-    "Segments": "segments",
-    "Settings": "settings",
-    "Topology": "topology",
+    "Communicator": "api.communicator",
+    "all_to_all": "api.functional",
+    "Dispatched": "api.handle",
+    "Handle": "api.handle",
+    "memory_size_hint": "api.memory_size",
+    "Capacity": "control.layout",
+    "MemorySize": "control.layout",
+    "Settings": "core.config",
+    "ClosedError": "core.errors",
+    "CompileError": "core.errors",
+    "FuscoError": "core.errors",
+    "LaunchError": "core.errors",
+    "MismatchError": "core.errors",
+    "OutputMemoryError": "core.errors",
+    "PeerFailureError": "core.errors",
+    "RejectedInputError": "core.errors",
+    "SharedMemoryError": "core.errors",
+    "SlotOverflowError": "core.errors",
+    "TransportError": "core.errors",
+    "Groups": "core.groups",
+    "Launch": "core.launch",
+    "StaticSlots": "core.launch",
+    "ExpertPlacement": "core.placement",
+    "Segments": "core.segments",
+    "Topology": "core.topology",
+    "BALANCERS": "planner.balancer",
+    "Balancer": "planner.balancer",
+    "Traffic": "planner.balancer",
 }
 
 _MODULES = ("fsdp", "schedule")  # public as modules, loaded when first used like the names above

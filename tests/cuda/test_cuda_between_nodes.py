@@ -5,7 +5,7 @@ import torch
 from one_rank import taken
 
 from comparison import assert_same_bits
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype
 from fusco.reference.add_returned import add_returned
 from generator import any_bits, values
 

@@ -7,7 +7,7 @@ import torch
 from one_rank import MAX_TOKENS, OneRank, case_of
 
 import fusco
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES
+from fusco.core.rows import ROW_DTYPES
 from generator import KINDS
 
 pytestmark = pytest.mark.cuda

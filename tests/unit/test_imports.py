@@ -72,6 +72,17 @@ def test_no_two_parts_import_each_other():
     tuple(TopologicalSorter(part_to_imports()).static_order())  # raises CycleError
 
 
+def test_neither_backend_imports_the_other():
+    imports = part_to_imports()
+    assert "cuda" not in imports["cpu"]
+    assert "cpu" not in imports["cuda"]
+
+
+def test_nothing_lies_loose_at_the_top():
+    loose = {path.name for path in PACKAGE.iterdir() if path.is_file()}
+    assert loose == {"__init__.py", "__main__.py", "py.typed"}
+
+
 @pytest.mark.parametrize("statement", ["import fusco", "import fusco; dir(fusco); fusco.__version__"])
 def test_importing_fusco_loads_no_torch(statement):
     script = f"{statement}; import sys; sys.exit(bool({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"

@@ -15,9 +15,8 @@ from fusco.control.layout import Capacity
 from fusco.core.integers import MAX_INT64
 from fusco.core.launch import StaticSlots
 from fusco.core.placement import ExpertPlacement
-from fusco.core.rows import describe_rows, plain, row_bytes
+from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes
 from fusco.core.segments import Segments
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.engine.base import ExchangeOrder
 from fusco.planner.routing import Routing

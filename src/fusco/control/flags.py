@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import torch
 
-from fusco.cpu.kernels.intrinsics import load_acquire, store_release
+from fusco.control.atomics import load_acquire, store_release
 
 
 @numba.njit(numba.int64(numba.int64[::1], numba.int64), cache=True)

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import torch
 
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows of ``dtype`` are summed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 _ALIGNMENT = 16  # bytes of the widest access of a kernel's
 
 

@@ -11,6 +11,7 @@ from fusco.control.node_memory import NodeMemory
 from fusco.core.segments import Segments
 from fusco.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
 from fusco.cpu.gloo import GlooTransport
+from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.engine.byte_stream import Incoming, Outgoing, StreamIn, StreamOut, in_turn
 from fusco.engine.tasks import Task
 
@@ -37,7 +38,7 @@ class Streams:
             if dst in self._memory.ranks
             else GlooOut(self._send_ring, dst)
         )
-        return StreamOut(segments, channel, dst, self._slice_bytes)
+        return StreamOut(segments, channel, dst, self._slice_bytes, copy_segments)
 
     def _incoming(self, segments: Segments, src: int) -> StreamIn:
         channel: Incoming
@@ -48,7 +49,7 @@ class Streams:
             first = self._depth + 2 * remote.index(src)
             sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
             channel = GlooIn(self._transport, src, list(self._private[first : first + 2]), sizes)
-        return StreamIn(segments, channel, src, self._slice_bytes)
+        return StreamIn(segments, channel, src, self._slice_bytes, copy_segments)
 
 
 def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:

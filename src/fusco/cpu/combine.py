@@ -14,10 +14,11 @@ import torch
 from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
+from fusco.core.rows import accumulation_dtype
 from fusco.cpu.channel import RingIn, RingOut, SendRing
 from fusco.cpu.dispatch import ReceiveRows, cut
 from fusco.cpu.kernels.add_rows import add_rows
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype, reduce_rows
+from fusco.cpu.kernels.reduce_rows import reduce_rows
 from fusco.planner.plan import DispatchPlan
 
 

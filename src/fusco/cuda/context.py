@@ -18,9 +18,10 @@ from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan import PlanTables, PlanTerms, PublishedRouting, plan_slots
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding, plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import plan_forwarding
 from fusco.cuda.kernels.scatter_rows import is_staged, scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows
+from fusco.planner.forwarding import DeviceForwarding
 
 
 class Kernels:

@@ -19,19 +19,18 @@ import torch
 
 from fusco.control.fingerprint import Agreement
 from fusco.core.launch import Launch
-from fusco.core.rows import aligned, row_bytes
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype, aligned, row_bytes
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import Crossing, InternodePlan
 from fusco.cuda.intranode import NodeShuffle
 from fusco.cuda.kernels.payload import Payload
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
 from fusco.engine.base import DispatchOrder
 from fusco.planner.balancer import Traffic
+from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.routing import Routing, describe_stranger
 
 # Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.

@@ -12,7 +12,7 @@ import torch
 from fusco.core.groups import Groups
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
+from fusco.planner.forwarding import DeviceForwarding
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from fusco.core.rows import aligned, row_bytes
 from fusco.cuda.context import Kernels
 from fusco.cuda.internode_plan import Crossing
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import messages_of
+from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.routing import Routing
 
 _ALIGNMENT = 16

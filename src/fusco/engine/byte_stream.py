@@ -12,7 +12,6 @@ from fusco.control.fingerprint import Record
 from fusco.control.watchdog import Watch
 from fusco.core.errors import MismatchError, Stall
 from fusco.core.segments import Segments
-from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.engine.tasks import Task, run
 
 Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -49,9 +48,7 @@ class Incoming(Protocol):
 class StreamOut:
     """Gathers segments slice by slice into a channel."""
 
-    def __init__(
-        self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy = copy_segments
-    ) -> None:
+    def __init__(self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._dst, self._copy = channel, dst, copy
         self._slices: Iterator[Segments] = segments.slices(slice_bytes)
         self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
@@ -83,9 +80,7 @@ class StreamOut:
 class StreamIn:
     """Scatters slices from a channel to segments."""
 
-    def __init__(
-        self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy = copy_segments
-    ) -> None:
+    def __init__(self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._src, self._copy = channel, src, copy
         self._slices = segments.slices(slice_bytes)
         self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)

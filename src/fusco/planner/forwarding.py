@@ -25,6 +25,21 @@ class NodeForwarding:
         return tuple(map(len, self.node_to_tokens))
 
 
+@dataclass(frozen=True)
+class DeviceForwarding:
+    """What one rank sends to each other node, as ``fusco.planner.NodeForwarding``, without the host knowing how much.
+
+    Attributes:
+        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; what follows them means
+            nothing.
+        token_to_place: int32 (num_nodes, num_tokens): where a token stands among those for a node; -1 if not at all.
+
+    """
+
+    node_to_tokens: torch.Tensor
+    token_to_place: torch.Tensor
+
+
 def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
     """Which parts (nodes, or local ranks) want which tokens.
 

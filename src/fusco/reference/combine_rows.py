@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype
 
 
 def sum_partially(

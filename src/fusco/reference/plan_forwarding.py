@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.forwarding import DeviceForwarding, mark_destinations
 
 
 def plan_forwarding(

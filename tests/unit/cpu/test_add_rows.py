@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.add_rows import add_rows
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES, accumulation_dtype
 from fusco.reference.add_rows import add_rows as reference
 from generator import random_of, values
 

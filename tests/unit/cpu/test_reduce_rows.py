@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES, accumulation_dtype, reduce_rows
+from fusco.core.rows import ROW_DTYPES, accumulation_dtype
+from fusco.cpu.kernels.reduce_rows import reduce_rows
 from fusco.reference.reduce_rows import reduce_rows as reference
 from generator import number_of, random_of, values
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from simulated_device import Machine, Stream
 
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.widths import vector_bytes
 from fusco.reference.add_returned import add_returned

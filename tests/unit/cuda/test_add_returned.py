@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from comparison import assert_same_bits, assert_within
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES, accumulation_dtype
+from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.reference.add_returned import add_returned
 from generator import random_of, values
 

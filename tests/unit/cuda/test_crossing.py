@@ -16,8 +16,7 @@ from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
 from fusco.cuda.device_plan import _picked
 from fusco.cuda.internode_plan import Crossing, InternodePlan
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
-from fusco.planner.forwarding import plan_forwarding
+from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
 

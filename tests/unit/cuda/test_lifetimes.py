@@ -16,9 +16,9 @@ from fusco.core.profile import CallProfile
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode_plan import Crossing, InternodePlan
-from fusco.cuda.kernels.plan_forwarding import DeviceForwarding
 from fusco.cuda.stream_order import StreamOrder
 from fusco.planner.balancer import Traffic
+from fusco.planner.forwarding import DeviceForwarding
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
 NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))

@@ -13,10 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-
-def _element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [index])
+from fusco.control.atomics import element_pointer
 
 
 @intrinsic
@@ -24,8 +21,8 @@ def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: An
     """``memcpy`` between two uint8 arrays: ``dst[dst_offset:][:num_bytes] = src[src_offset:][:num_bytes]``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = _element_pointer(context, builder, signature.args[0], args[0], args[1])
-        origin = _element_pointer(context, builder, signature.args[2], args[2], args[3])
+        to = element_pointer(context, builder, signature.args[0], args[0], args[1])
+        origin = element_pointer(context, builder, signature.args[2], args[2], args[3])
         cgutils.raw_memcpy(builder, to, origin, args[4], 1)
         return context.get_dummy_value()
 
@@ -46,26 +43,3 @@ def widen(_typing: Any, value: Any) -> Any:
         return args[0]
 
     return (types.float32 if is_bits else value)(value), generate
-
-
-@intrinsic
-def load_acquire(_typing: Any, array: Any, index: Any) -> Any:
-    """Read an int64 that another process writes with ``store_release``: what it wrote before is visible after."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(array, types.int64), generate
-
-
-@intrinsic
-def store_release(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write an int64 that another process reads with ``load_acquire``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _element_pointer(context, builder, signature.args[0], args[0], args[1])
-        builder.store_atomic(args[2], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate

@@ -10,12 +10,6 @@ import torch
 from fusco.cpu.kernels.reduce_rows_loop import reduce_rows as reduce_rows_cpu
 
 _BITS_OF_HALVES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which rows of ``dtype`` are summed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:

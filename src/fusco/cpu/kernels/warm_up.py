@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.copy_segments import copy_segments
-from fusco.cpu.kernels.reduce_rows import ROW_DTYPES, accumulation_dtype, reduce_rows
+from fusco.cpu.kernels.reduce_rows import reduce_rows
 
 
 def warm_up_cpu() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from fusco.cpu.kernels.reduce_rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.fields import I32, POINTER
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
 from fusco.cuda.kernels.fields import I32, POINTER
 from fusco.cuda.kernels.launcher import Launcher
+from fusco.planner.forwarding import DeviceForwarding
 
 _NUM_THREADS = 1024
-
-
-@dataclass(frozen=True)
-class DeviceForwarding:
-    """What one rank sends to each other node, as ``fusco.planner.NodeForwarding``, without the host knowing how much.
-
-    Attributes:
-        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; what follows them means
-            nothing.
-        token_to_place: int32 (num_nodes, num_tokens): where a token stands among those for a node; -1 if not at all.
-
-    """
-
-    node_to_tokens: torch.Tensor
-    token_to_place: torch.Tensor
 
 
 class ForwardingArgs(ctypes.Structure):
