@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from fusco.transport import nccl
 
 from fusco.core.errors import PeerFailureError, TransportError
+from fusco.cuda import nccl
 from fusco.cuda.nccl import Message, NcclTransport
 from rolls import ThreadsRoll, on_ranks
 
