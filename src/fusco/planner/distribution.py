@@ -83,9 +83,26 @@ def distribute(
     >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot
     ([2, 2], (0, 2, 4))
     """
-    topk_idx = routing.topk_idx
-    num_local_experts = len(placement.rank_to_experts[rank])
-    local_expert = placement.local_index_table(rank, topk_idx.device)[topk_idx.long()]
+    local_expert = placement.local_index_table(rank, routing.topk_idx.device)[routing.topk_idx.long()]
+    return assign_slots(local_expert, len(placement.rank_to_experts[rank]), expert_alignment, static_slots)
+
+
+def assign_slots(
+    local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_slots: int | None = None
+) -> ExpertDistribution:
+    """Stable counting sort by expert: the one place that says which slot a row has.
+
+    Args:
+        local_expert: int (num_rows, num_topk), the index among this rank's experts; -1 for none, or another rank's.
+        num_local_experts: experts of this rank.
+        expert_alignment: each block is rounded up to a multiple of this.
+        static_slots: rows of the output; ``None`` means as many as needed.
+
+    >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
+    [1, 0, 2]
+
+    """
+    device = local_expert.device
     pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
     pair_to_expert = local_expert[pair_to_row, pair_to_k]
 
@@ -97,8 +114,8 @@ def distribute(
     # Step 2: a stable sort by expert keeps (source rank, token, k) order inside a block.
     by_expert = torch.argsort(pair_to_expert, stable=True)
     first_pair = num_rows.cumsum(0) - num_rows
-    first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=topk_idx.device)
-    position = torch.arange(len(by_expert), device=topk_idx.device)
+    first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=device)
+    position = torch.arange(len(by_expert), device=device)
     sorted_expert = pair_to_expert[by_expert]
     pair_to_slot = torch.empty_like(pair_to_row)
     pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
@@ -111,7 +128,7 @@ def distribute(
 
     # Step 3: drop what does not fit.
     is_kept = pair_to_slot < static_slots
-    firsts = torch.tensor(block_to_first_slot, device=topk_idx.device).clamp(max=static_slots)
+    firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=static_slots)
     return ExpertDistribution(
         pair_to_row[is_kept],
         pair_to_k[is_kept],

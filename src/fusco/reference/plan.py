@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.planner.distribution import assign_slots
+
 NOT_HERE = -1  # the pair's expert is on another rank, or there is none
 DROPPED = -2  # the pair's expert is here, but its slot lies behind the last one
 
@@ -70,29 +72,14 @@ def plan_slots(
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
     local_expert = torch.where(is_expert, expert_to_local[topk_idx.long().clamp(0, num_experts - 1)], NOT_HERE)
 
-    # Step 1: count.
-    is_for = local_expert.view(-1, 1) == torch.arange(num_local_experts, device=topk_idx.device)
-    num_all = is_for.sum(0)
-    padded = (num_all + expert_alignment - 1) // expert_alignment * expert_alignment
-    block_end = padded.cumsum(0)
-    block_to_first_slot = torch.cat([block_end.new_zeros(1), block_end])
-
-    # Step 2: a pair's slot is its block's first, and as many further as the expert has earlier pairs.
-    place = block_to_first_slot[:-1] + is_for.cumsum(0) - 1
-    slot = torch.where(is_for, place, 0).sum(1).view(topk_idx.shape)
-    slot = torch.where(local_expert >= 0, slot, NOT_HERE)
-
-    # Step 3: drop what does not fit.
-    num_slots_needed = int(block_to_first_slot[-1])
-    if max_slots is not None:
-        slot = torch.where(slot >= max_slots, DROPPED, slot)
-        block_to_first_slot = block_to_first_slot.clamp(max=max_slots)
-        num_all = torch.minimum(num_all, max_slots - block_to_first_slot[:-1])
+    pairs = assign_slots(local_expert, num_local_experts, expert_alignment, max_slots)
+    row_to_slots = torch.where(local_expert >= 0, DROPPED, NOT_HERE)
+    row_to_slots[pairs.pair_to_row, pairs.pair_to_k] = pairs.pair_to_slot.to(row_to_slots.dtype)
     return PlannedSlots(
-        row_to_slots=slot.int(),
-        num_rows_per_expert=num_all,
-        block_to_first_slot=block_to_first_slot.int(),
-        num_slots_needed=num_slots_needed,
+        row_to_slots=row_to_slots.int(),
+        num_rows_per_expert=pairs.num_rows_per_expert,
+        block_to_first_slot=torch.tensor(pairs.block_to_first_slot, dtype=torch.int32, device=topk_idx.device),
+        num_slots_needed=pairs.num_slots_needed,
     )
 
 
