@@ -80,13 +80,13 @@ class Segments:
         """
         ends = self.num_bytes.cumsum(0)
         total = self.total_bytes
-        slice_begin = torch.arange(0, total, slice_bytes)
+        slice_begin = torch.arange(0, total, slice_bytes, device="cpu")
         slice_end = (slice_begin + slice_bytes).clamp(max=total)
         first = torch.searchsorted(ends, slice_begin, right=True)
         num_segments = torch.searchsorted(ends, slice_end) + 1 - first
         # All slices at once, one behind the other, since a call of PyTorch's takes as long for one as for all.
         before = num_segments.cumsum(0) - num_segments
-        index = torch.arange(int(num_segments.sum())) + (first - before).repeat_interleave(num_segments)
+        index = torch.arange(int(num_segments.sum()), device="cpu") + (first - before).repeat_interleave(num_segments)
         segment_begin = (ends - self.num_bytes)[index]
         begin = torch.maximum(segment_begin, slice_begin.repeat_interleave(num_segments))
         offset_bytes = self.offset_bytes[index] + begin - segment_begin

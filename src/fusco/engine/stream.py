@@ -168,4 +168,5 @@ def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, 
 
 def word(value: int, device: torch.device) -> Segments:
     """One int64 as a payload."""
-    return Segments(torch.tensor([value], device=device), torch.tensor([0]), torch.tensor([8]))
+    first, size = torch.tensor([0], device="cpu"), torch.tensor([8], device="cpu")
+    return Segments(torch.tensor([value], device=device), first, size)

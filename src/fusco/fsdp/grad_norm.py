@@ -61,7 +61,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
             dist.all_reduce(total, op, mesh.get_group(dim))
         totals.append(total)
     if not totals:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     stacked = torch.stack(totals)
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 

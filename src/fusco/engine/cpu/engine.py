@@ -58,7 +58,7 @@ class CpuEngine:
             self._watch, self._memory = connections.watch, connections.memory
             self._transport = _connect_over_gloo(roll, layout, connections)
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
-            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
+            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8, device="cpu")
             self._rounds = Rounds(roll.rank, connections)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
             self._resources = resources.pop_all()
@@ -253,7 +253,7 @@ class CpuEngine:
         memory, error = None, None
         if not agreement.rejection:
             try:
-                memory = torch.empty(shape, dtype=dtype)
+                memory = torch.empty(shape, dtype=dtype, device="cpu")
             except RuntimeError as failure:
                 num_bytes, why = math.prod(shape) * dtype.itemsize, str(failure).splitlines()[0]
                 error = SharedMemoryError(f"{num_bytes:,} bytes of memory could not be had: {why}")

@@ -47,7 +47,7 @@ class InternodeShuffle:
         device = node.arena.device
         self.packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = SliceRing(network, layout, device)
-        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
+        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64, device="cpu").pin_memory()
         self._has_summary = torch.cuda.Event()
 
     def dispatch(
