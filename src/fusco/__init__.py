@@ -11,7 +11,7 @@ Layers, each importing only those below it::
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
     balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
-    groups  topology  placement  segments  rows  settings  launch     plain values, made of those below
+    groups  topology  placement  segments  rows  movable  settings  launch     plain values, made of those below
     hosts  shared_gpus  timeline  errors  integers      this machine | spans of time | what goes wrong | whole numbers
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.

@@ -183,7 +183,12 @@ class CheckedEngine:
         work: Callable[[Agreement, _Checked | None], _Result | None],
     ) -> _Result:
         """Check, agree, work. A rank whose check fails takes part just far enough for the others to learn of it."""
-        checked, rejection = attempt(check)
+
+        def check_all() -> _Checked:
+            self.checks.surroundings(operation)
+            return check()
+
+        checked, rejection = attempt(check_all)
         rejection = self.engine.pending_error() or rejection
         agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
         with self.engine.collective(operation):

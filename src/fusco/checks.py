@@ -17,6 +17,7 @@ from fusco.kernels.reduce_rows import ROW_DTYPES
 from fusco.launch import StaticSlots
 from fusco.memory.device_layout import MAX_PAYLOADS
 from fusco.memory.layout import Capacity
+from fusco.movable import why_not_movable, why_nothing_moves_here
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
 from fusco.rows import describe_rows, plain, row_bytes
@@ -36,6 +37,11 @@ class Checks:
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
+
+    def surroundings(self, verb: str) -> None:
+        """Where a verb is called: nothing may stand between it and the memory of tensors."""
+        if why_not := why_nothing_moves_here():
+            raise TypeError(f"{verb} {why_not}")
 
     def routing(self, routing: Routing) -> None:
         """The routing of a dispatch."""
@@ -129,7 +135,7 @@ class Checks:
         """What goes to or comes from another rank of the group."""
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
-        self._tensor("the base of segments", segments.base)
+        self._segments("the base of segments", segments)
         if not isinstance(rank, int):
             raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
@@ -147,7 +153,7 @@ class Checks:
                 raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
-            self._tensor(f"the base of segments for rank {rank}", segments.base)
+            self._segments(f"the base of segments for rank {rank}", segments)
         strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
@@ -212,10 +218,13 @@ class Checks:
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if why_not := why_not_movable(tensor):
+            raise TypeError(f"{name} {why_not}")
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
+
+    def _segments(self, name: str, segments: Segments) -> None:
+        self._tensor(name, segments.memory)  # which the base had when they were made, whatever was done to it since
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:

@@ -262,6 +262,7 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
+        self._checks.surroundings("gather_send")
         self._checks.waiting("gather_send")
         self._checks.stream(segments, dst)
         self._engine.gather_send(segments, dst)
@@ -271,6 +272,7 @@ class Communicator:
 
         Raises as ``gather_send``.
         """
+        self._checks.surroundings("scatter_recv")
         self._checks.waiting("scatter_recv")
         self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)

@@ -17,6 +17,7 @@ from fusco.engine.record import Agreement, Terms
 from fusco.integers import check_integer
 from fusco.introduction import DeviceIdentity, check_devices, introduce
 from fusco.memory.layout import ArenaLayout, Capacity
+from fusco.movable import why_nothing_moves_here
 from fusco.placement import ExpertPlacement
 from fusco.settings import Settings
 from fusco.topology import Topology
@@ -39,6 +40,8 @@ class Charter:
 
     def check(self, rank: int, world_size: int) -> Checks:
         """What the communicator accepts on a rank; raises as ``Communicator`` says."""
+        if why_not := why_nothing_moves_here():
+            raise TypeError(f"Communicator {why_not}")
         if not callable(self.balancer):
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "

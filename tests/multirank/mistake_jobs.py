@@ -13,6 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_setup import Setup, check_combine, law_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fusco
 from comparison import assert_same_bits, world_rows
@@ -211,6 +214,85 @@ def too_few_slots(scene: Scene) -> None:
 
 def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
+
+
+# Tensors whose memory cannot be moved as it is.
+
+
+def quantised_rows(scene: Scene) -> None:
+    scene.comm.dispatch(torch.quantize_per_tensor(scene.x, 0.1, 0, torch.qint8), scene.ids, scene.weights)
+
+
+def nested_rows(scene: Scene) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(HIDDEN) for _ in scene.x])
+    scene.comm.dispatch(rows, scene.ids, scene.weights)
+
+
+def fake_rows(scene: Scene) -> None:
+    scene.comm.dispatch(FakeTensorMode().from_tensor(scene.x), scene.ids, scene.weights)
+
+
+def freed_rows(scene: Scene) -> None:
+    rows = scene.x.clone()
+    rows.untyped_storage().resize_(0)
+    scene.comm.dispatch(rows, scene.ids, scene.weights)
+
+
+def rows_of_a_mesh(scene: Scene) -> None:
+    class OfMesh(TwoTensor):
+        """Has its values elsewhere, as DTensor does."""
+
+    scene.comm.dispatch(OfMesh(scene.x, scene.x), scene.ids, scene.weights)
+
+
+def fake_ids(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, FakeTensorMode().from_tensor(scene.ids), scene.weights)
+
+
+def rows_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows.sum())(scene.x)
+
+
+def plain_rows_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda x: (scene.comm.dispatch(scene.x, scene.ids, scene.weights), x.sum())[1])(scene.x)
+
+
+def rows_under_vmap(scene: Scene) -> None:
+    torch.func.vmap(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows)(scene.x[None])
+
+
+def rows_under_jvp(scene: Scene) -> None:
+    torch.func.jvp(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows, (scene.x,), (scene.x,))
+
+
+def rows_with_a_tangent(scene: Scene) -> None:
+    with forward_ad.dual_level():
+        scene.comm.dispatch(forward_ad.make_dual(scene.x, scene.x), scene.ids, scene.weights)
+
+
+def rows_while_faking(scene: Scene) -> None:
+    with FakeTensorMode():
+        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+
+
+def y_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda y: scene.comm.combine(y, scene.handle).sum())(scene.y)
+
+
+def shuffle_of_freed_memory(scene: Scene) -> None:
+    base = torch.zeros(2)
+    segments = whole(base)
+    base.untyped_storage().resize_(0)
+    scene.comm.shuffle({0: segments}, {})
+
+
+def exchange(scene: Scene) -> None:
+    scene.comm.all_to_all(torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN))
+
+
+def exchange_of_quantised_rows(scene: Scene) -> None:
+    source = torch.quantize_per_tensor(torch.ones(4, HIDDEN), 0.1, 0, torch.qint8)
+    scene.comm.all_to_all(torch.empty_like(source), source)
 
 
 # Mistakes in dispatch_again and combine.

@@ -15,7 +15,7 @@ from fusco.engine.record import Agreement
 from fusco.launch import Launch, StaticSlots
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import Routing
-from fusco.rows import row_bytes
+from fusco.rows import as_bytes, row_bytes
 from fusco.schedule.schedule import ScheduleMode
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
@@ -118,8 +118,7 @@ class ExchangeOrder:
     @property
     def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes of input and output, uint8 (num_bytes,)."""
-        source, target = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self.input, self.output))
-        return source, target
+        return as_bytes(self.input), as_bytes(self.output)
 
 
 class Engine(Protocol):

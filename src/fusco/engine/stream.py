@@ -53,7 +53,7 @@ class StreamOut:
         self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy = copy_segments
     ) -> None:
         self._channel, self._dst, self._copy = channel, dst, copy
-        self._slices: Iterator[Segments] = segments.slices(slice_bytes)
+        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
         self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
@@ -62,9 +62,8 @@ class StreamOut:
         if slot is None:
             return False
         piece = next(self._slices)
-        ends = piece.num_bytes.cumsum(0)
-        self._copy(piece.memory, piece.offset_bytes, slot, ends - piece.num_bytes, piece.num_bytes)
-        self._channel.commit(int(ends[-1]))
+        self._copy(self._memory, piece.offset_bytes, slot, piece.packed_offset_bytes, piece.num_bytes)
+        self._channel.commit(piece.total_bytes)
         self._num_sent += 1
         return True
 
@@ -87,7 +86,7 @@ class StreamIn:
         self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy = copy_segments
     ) -> None:
         self._channel, self._src, self._copy = channel, src, copy
-        self._slices = segments.slices(slice_bytes)
+        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
         self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
@@ -96,8 +95,7 @@ class StreamIn:
         if message is None:
             return False
         piece = next(self._slices)
-        starts = piece.num_bytes.cumsum(0) - piece.num_bytes
-        self._copy(message, starts, piece.memory, piece.offset_bytes, piece.num_bytes)
+        self._copy(message, piece.packed_offset_bytes, self._memory, piece.offset_bytes, piece.num_bytes)
         self._channel.release()
         self._num_taken += 1
         return True

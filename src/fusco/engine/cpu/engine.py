@@ -33,7 +33,7 @@ from fusco.memory.recycler import OutputRecycler
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.sending import plan_stages, warm_up_stages
-from fusco.rows import plain, row_bytes
+from fusco.rows import as_bytes, plain, row_bytes
 from fusco.segments import Segments
 from fusco.timeline import NoTimeline, Timeline
 from fusco.topology import Topology
@@ -159,8 +159,7 @@ class CpuEngine:
         with self.profile.spend("staging"):
             rows = memory.pool(memory.local, memory.node, (num_tokens, bytes_per_token), torch.uint8)
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                as_bytes = plain(payload).view(-1).view(torch.uint8)
-                rows[:, end - size : end].copy_(as_bytes.view(num_tokens, size))
+                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, self._rounds.number)
         with self.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
@@ -168,10 +167,7 @@ class CpuEngine:
                 self._recycler.empty((num_slots, *shape), payload.dtype)
                 for payload, shape in zip(payloads, shapes, strict=True)
             ]
-            as_bytes_out = [
-                output.view(-1).view(torch.uint8).view(num_slots, size)
-                for output, size in zip(outputs, sizes, strict=True)
-            ]
+            as_bytes_out = [as_bytes(output).view(num_slots, size) for output, size in zip(outputs, sizes, strict=True)]
             for output in as_bytes_out:
                 output[plan.distribution.padding_slots] = 0
             forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
