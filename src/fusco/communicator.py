@@ -64,7 +64,9 @@ class Communicator:
             max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and ``combine``.
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
-            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
+            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks. Between
+                nodes every dispatch compares the groups that it gives, in another exchange between ranks, unless it is
+                one of ``fusco.BALANCERS``; ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
                 On CUDA each rank has a device of its own; ranks of a node reach each other over NVLink, nodes each

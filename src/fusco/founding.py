@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-from fusco.balancer import Balancer, giving_groups
+from fusco.balancer import Balancer, describe_balancer, giving_groups
 from fusco.checked_engine import CheckedEngine, attempt
 from fusco.checks import Checks, check_device
 from fusco.engine.base import Engine
@@ -67,7 +67,7 @@ class Charter:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_bytes_per_token": self.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
-            "balancer": getattr(self.balancer, "__name__", type(self.balancer).__name__),
+            "balancer": describe_balancer(self.balancer),
             "device": device.type,
         }
 

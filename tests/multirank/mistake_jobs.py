@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -486,6 +487,36 @@ def dispatch_balanced_badly(group: dist.ProcessGroup, setup: Setup) -> list[Outc
     with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balance_badly}):
         comm = setup.open(group)
     return _dispatch_and_go_on(comm, setup)
+
+
+@contextlib.contextmanager
+def balanced_by(balancer: Any, setup: Setup, group: dist.ProcessGroup) -> Iterator[fusco.Communicator]:
+    """A communicator with a balancer of the caller's."""
+    with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balancer}):
+        comm = setup.open(group)
+    with comm:
+        yield comm
+
+
+def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistaken_ranks: list[int]) -> Outcome:
+    """Balancers of one name give other groups on some ranks, once; afterwards everything works for all of them."""
+    num_calls = itertools.count()
+
+    def balance(traffic: fusco.Traffic) -> fusco.Groups:
+        locals_ = range(traffic.topology.ranks_per_node)
+        shift = int(next(num_calls) == 0 and dist.get_rank(group) in mistaken_ranks)
+        turned = [
+            tuple((local + shift * n) % len(locals_) for n in range(traffic.topology.num_nodes)) for local in locals_
+        ]
+        return fusco.Groups(traffic.topology, tuple(turned))
+
+    with balanced_by(balance, setup, group) as comm:
+        case = setup.case("ragged", 5, comm.topology.world_size)
+        x, ids = torch.ones(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
+        outcome = attempt(lambda: comm.dispatch(x, ids))
+        for _ in range(3):
+            check_that_it_works(comm, setup)
+    return outcome
 
 
 def _dispatch_and_go_on(comm: fusco.Communicator, setup: Setup) -> list[Outcome]:

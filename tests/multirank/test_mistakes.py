@@ -160,6 +160,31 @@ def test_a_balancer_that_gives_no_groups(world):
     check_that_it_broke(outcomes)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        ([2], "((0, 0), (1, 1)) on ranks 0, 1, 3, ((0, 1), (1, 0)) on rank 2"),
+        ([0, 1], "((0, 1), (1, 0)) on ranks 0, 1, ((0, 0), (1, 1)) on ranks 2, 3"),
+    ],
+)
+def test_balancers_that_give_different_groups(world, mistaken, words):
+    outcomes = world.run(jobs.dispatch_balanced_differently, 4, SETUP, mistaken)
+    assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
+    assert {outcome.text for outcome in outcomes} == {
+        f"ranks disagree in dispatch: the balancer's groups is {words}. "
+        f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+    }
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "mistaken"), [(4, 2, [0, 1, 2, 3]), (4, 4, [2]), (4, 1, [2])])
+def test_balancers_of_the_callers_that_agree(world, num_ranks, ranks_per_node, mistaken):
+    setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
+    outcomes = world.run(jobs.dispatch_balanced_differently, num_ranks, setup, mistaken)
+    assert kinds(outcomes) == [""] * num_ranks, outcomes
+
+
 def test_a_handle_of_another_communicator(world):
     for outcomes in world.run(jobs.use_foreign_handle, 4, SETUP):
         assert kinds(outcomes) == ["ValueError"] * 2

@@ -18,6 +18,7 @@ from fusco.engine.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.engine.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.engine.cpu.routing_exchange import RoutingExchange
 from fusco.engine.cpu.streams import Streams
+from fusco.engine.host.agreed_groups import agreed_groups
 from fusco.engine.host.connect import Connections, connect, connecting
 from fusco.engine.host.exchange_plan import agree_on_exchange
 from fusco.engine.host.rounds import Rounds
@@ -134,7 +135,7 @@ class CpuEngine:
             records = self._rounds.publish(agreement, [routing.num_tokens, *forwarding.num_tokens_to_node])
             num_tokens_to_node = [list(record.counts[1:]) for record in records]
             traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
-            groups = order.balancer(traffic)
+            groups = agreed_groups(self._rounds, agreement.operation, order.balancer, traffic)
             is_staged = self._settings.slice_order == "staged"
             for rank, node in enumerate(self._topology.rank_to_node):
                 num_tokens_to_node[rank][node] = records[rank].counts[0]

@@ -25,6 +25,7 @@ from fusco.engine.cuda.network import Network, messages_of
 from fusco.engine.cuda.node import NodeShuffle
 from fusco.engine.cuda.routing_messages import RoutingMessages
 from fusco.engine.cuda.slice_ring import SliceRing
+from fusco.engine.host.agreed_groups import agreed_groups
 from fusco.engine.record import Agreement
 from fusco.kernels.cuda.payload import Payload
 from fusco.kernels.cuda.plan_forwarding import DeviceForwarding
@@ -70,7 +71,8 @@ class InternodeShuffle:
                 return None, [], rejection
 
             num_rows = tuple(record.counts[3:] for record in records)
-            groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
+            traffic = Traffic.from_counts(self._topology, num_rows)
+            groups = agreed_groups(node.rounds, agreement.operation, order.balancer, traffic)
             crossing = Crossing(node.arena.rank, groups, num_rows)
             told = RoutingMessages(routing, forwarding, crossing)
             self._pack_routing(told, stream)
