@@ -62,7 +62,8 @@ class Communicator:
             num_experts: experts of all ranks together.
             num_topk: most expert slots of a token; on CUDA 32 at most.
             max_tokens_per_rank: most tokens that a rank dispatches in one call.
-            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and ``combine``.
+            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and in ``combine``
+                (in ``settings.wire_dtype``, where that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
             balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
