@@ -71,7 +71,7 @@ class Attacks:
         if len(victims) == configuration.num_ranks:
             victims = victims[:1]
         sign = random.choice((signal.SIGKILL, signal.SIGSTOP))
-        delay_s = random.choice((random.uniform(0, 0.1), random.uniform(0, 1.5)))
+        delay_s = random.choice((random.uniform(0, 0.3), random.uniform(0.3, 4), random.uniform(0.3, 4)))
         survivors = [rank for rank in range(configuration.num_ranks) if rank not in victims]
         with _doomed_world(configuration.num_ranks, victims) as world:
             name = (self._seed, "faults", number)
