@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -160,43 +161,45 @@ class Checks:
 
     def exchange(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         input_: torch.Tensor,
         splits: tuple[Sequence[int] | None, Sequence[int] | None],
         mode: ScheduleMode | None,
     ) -> ExchangeOrder:
-        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input."""
+        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input.
+
+        Without an output the order has a new one.
+        """
         for name, tensor in (("output", output), ("input", input_)):
-            self._tensor(name, tensor)
-            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
-                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
-        if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
-            raise ValueError(
-                f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
-            )
-        if not output.is_contiguous() or output.is_conj() or output.is_neg():
-            raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
-        if wants_grad(input_) or wants_grad(output):
-            raise ValueError("all_to_all gives no gradients: detach input and output, or call it in torch.no_grad()")
-        source = plain(input_)
-        _refuse_overlap(output, source)
+            if tensor is not None or name == "input":
+                self._rows_to_exchange(name, tensor)
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        return ExchangeOrder(
-            input=source,
-            output=output,
-            send_rows=self._splits("input", len(source), splits[1]),
-            receive_rows=self._splits("output", len(output), splits[0]),
-            mode=mode,
-        )
+        source = plain(input_)
+        if output is not None:
+            _refuse_output(output, input_, source)
+        send_rows = self._splits("input", len(source), splits[1])
+        if output is None:
+            receive_rows = self._splits("output", len(source) if splits[0] is None else None, splits[0])
+            output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
+        else:
+            receive_rows = self._splits("output", len(output), splits[0])
+        return ExchangeOrder(input=source, output=output, send_rows=send_rows, receive_rows=receive_rows, mode=mode)
 
     @property
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    def _rows_to_exchange(self, name: str, tensor: Any) -> None:
+        self._tensor(name, tensor)
+        if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
+
+    def _splits(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """Rows of each rank; without ``num_rows`` as many together as ``sizes`` say."""
         world_size = self.placement.world_size
         if sizes is None:
+            assert num_rows is not None
             if num_rows % world_size:
                 raise ValueError(
                     f"{name} has {num_rows} rows, which do not divide evenly among {world_size} ranks; "
@@ -211,7 +214,7 @@ class Checks:
             raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
         if min(rows) < 0:
             raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
-        if sum(rows) != num_rows:
+        if num_rows is not None and sum(rows) != num_rows:
             raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
         return rows
 
@@ -236,11 +239,23 @@ class Checks:
             )
 
 
-def _refuse_overlap(output: torch.Tensor, input_: torch.Tensor) -> None:
-    begin, other = output.data_ptr(), input_.data_ptr()
-    if begin < other + input_.nbytes and other < begin + output.nbytes:
+def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:
+    """An output for an all-to-all that does not go with the input, whose values are ``source``."""
+    if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
         raise ValueError(
-            f"input and output overlap in memory: {input_.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
+            f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
+        )
+    if not output.is_contiguous() or output.is_conj() or output.is_neg():
+        raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
+    if wants_grad(input_) or wants_grad(output):
+        raise ValueError(
+            "gradients flow only through an output that all_to_all makes: pass None as output and use what is "
+            "returned, or detach input and output"
+        )
+    begin, other = output.data_ptr(), source.data_ptr()
+    if begin < other + source.nbytes and other < begin + output.nbytes:
+        raise ValueError(
+            f"input and output overlap in memory: {source.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
         )
 
 
