@@ -42,6 +42,14 @@ class Experts:
         hidden = grouped_linear(rows, up, self._bias(self.up_name), num_rows_per_expert, sizes)
         return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
 
+    def describe(self) -> str:
+        """What ``run`` computes for a row."""
+        if self.up_name == "up_proj":
+            return f"{_DOWN_NAME}(act_fn(up_proj(row)))"
+        if hasattr(self.module, "_apply_gate"):
+            return f"{_DOWN_NAME}(_apply_gate({self.up_name}(row)))"
+        return f"{_DOWN_NAME}(act_fn(gate) * up), gate and up being the halves of {self.up_name}(row)"
+
     def local(self, name: str) -> torch.Tensor:
         """A parameter's values for this rank's experts; gradients flow to the parameter."""
         parameter = getattr(self.module, name)
