@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
-from fsdp_jobs import Run, parallel
+from fsdp_jobs import Run, difference, mesh_of, parallel
 from fsdp_models import loss_sum, make_batch, make_model, num_targets, together
 from torch import nn
 
@@ -64,3 +65,53 @@ def differences_of_evaluated_training(
             for name, parameter in expected.named_parameters()
         }
     return {"norm": abs(float(ours / theirs) - 1), **differences}
+
+
+def error_of_a_norm_after_a_discarded_forward_pass(_: dist.ProcessGroup) -> str:
+    """What clipping says if a forward pass with gradients came between the backward pass and it."""
+    run = Run(nums_sequences=NUMS_SEQUENCES)
+    with parallel(run) as (model, _):
+        batch = make_batch(dist.get_rank(), 1)
+        loss_sum(model, batch).backward()
+        before = fsdp.grad_norm(model.parameters())
+        loss_sum(model, batch)
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
+            fsdp.clip_grad_norm_(model.parameters(), 1.0)
+        evaluate(model, "no grad")
+        assert fsdp.grad_norm(model.parameters()) == before
+    return str(error.value)
+
+
+def differences_with_adapters(_: dist.ProcessGroup) -> dict[str, float]:
+    """How far gradients of adapters are from those of one process, where all else is frozen, experts too."""
+    expected, rank = make_adapted_model(), dist.get_rank()
+    batch = together(NUMS_SEQUENCES)
+    (loss_sum(expected, batch) / num_targets(batch)).backward()
+    mesh = mesh_of(2, 1)
+    model = make_adapted_model()
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    (loss_sum(model, make_batch(rank, NUMS_SEQUENCES[rank])) / num_targets(batch)).backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in expected.named_parameters() if parameter.grad is not None}
+    assert grads.keys() == theirs.keys()
+    return {name: difference(grad, theirs[name]) for name, grad in grads.items()}
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter, as LoRA's."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def make_adapted_model() -> nn.Module:
+    model = make_model("qwen3").requires_grad_(requires_grad=False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    return model
