@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-gpu lint
+.PHONY: setup demo test test-gpu attack lint
 
 setup: .venv/.installed
 
@@ -28,6 +28,10 @@ test-gpu: setup
 	$(BIN)/pytest tests/cuda
 	$(BIN)/pytest tests/multirank --device cuda
 	$(BIN)/pytest tests/multirank --device cuda-nodes
+
+# Minutes of random work, faults and strangers; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
+attack: setup
+	PYTHONPATH=tests:tests/multirank $(BIN)/python -m attack $(ATTACK)
 
 lint: setup
 	$(BIN)/ruff check src tests examples

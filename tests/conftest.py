@@ -13,8 +13,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As shells start what runs in the background; processes of tests would inherit it and never hear of Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Not looked through for doctests: as modules they all have the same name.
-collect_ignore_glob = ["*/conftest.py"]
+# Not looked through for doctests: as modules conftests all have the same name, and attacks are no tests.
+collect_ignore_glob = ["*/conftest.py", "attack/*"]
 
 
 def pytest_addoption(parser):

@@ -18,7 +18,7 @@ from comparison import assert_same_bits
 from fusco.bench.matrices import MatrixKind, make_matrix
 from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload
-from generator import any_bits
+from generator import any_bits, values
 
 # Dtypes and shapes of rows; most have an odd number of bytes, one has none.
 ROWS: list[tuple[torch.dtype, tuple[int, ...]]] = [
@@ -125,6 +125,50 @@ def exchange_much(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> None
         check_that_it_works(comm, setup)
 
 
+def check_gradients(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Outputs and gradients of every matrix, as torch's exchange gives them, by all schedules."""
+    with setup.open(group) as comm:
+        world_size = comm.topology.world_size
+        for count, matrix in enumerate(matrices(world_size, comm.topology.ranks_per_node).values()):
+            send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
+            dtype = (torch.float32, torch.float64, torch.complex64)[count % 3]
+            rows = values((sum(send), 2, 3), dtype, count, "rows", comm.rank).requires_grad_()
+            grad = values((sum(receive), 2, 3), dtype, count, "grad", comm.rank)
+            expected, expected_grad = torch.empty_like(grad), torch.empty_like(rows, requires_grad=False)
+            dist.all_to_all_single(expected, rows.detach(), receive, send, group=group)
+            dist.all_to_all_single(expected_grad, grad, send, receive, group=group)
+            moved = comm.all_to_all(None, rows, receive, send, schedule=SCHEDULES[count % len(SCHEDULES)])
+            assert_same_bits(moved, expected, f"{matrix.tolist()}")
+            moved.backward(grad)
+            assert_same_bits(rows.grad, expected_grad, f"gradient of {matrix.tolist()}")
+
+
+def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
+    """No graph where none is wanted; gradients of gradients; splits of equal size, and those that change meanwhile."""
+    with setup.open(group) as comm:
+        num_ranks = comm.topology.world_size
+        rows = values((2 * num_ranks, 2), torch.float64, "rows", comm.rank).requires_grad_()
+        with torch.no_grad():
+            assert not comm.all_to_all(None, rows).requires_grad
+        assert not comm.all_to_all(None, rows.detach()).requires_grad
+        output = torch.empty(2 * num_ranks, 2, dtype=torch.float64)
+        assert comm.all_to_all(output, rows.detach()) is output
+
+        sent, came = [2] * num_ranks, [2] * num_ranks
+        moved = comm.all_to_all(None, rows, came, sent)
+        assert_same_bits(moved, output, "with a graph")
+        sent[0] = came[0] = 3
+        (slope,) = torch.autograd.grad(moved.pow(3).sum(), rows, create_graph=True)
+        torch.testing.assert_close(slope, 3 * rows.pow(2))
+        (bend,) = torch.autograd.grad(slope.sum(), rows)
+        torch.testing.assert_close(bend, 6 * rows)
+
+        there_and_back = comm.all_to_all(None, comm.all_to_all(None, rows) * (comm.rank + 1))
+        there_and_back.sum().backward()
+        factors = torch.arange(1.0, num_ranks + 1, dtype=torch.float64).repeat_interleave(2)
+        torch.testing.assert_close(rows.grad, factors[:, None].expand_as(rows))
+
+
 # One rank's mistakes. Each is given (comm, output, input, splits) that are right for four ranks with two rows for each.
 
 Call = Callable[[fusco.Communicator, torch.Tensor, torch.Tensor, list[int]], Any]
@@ -178,6 +222,18 @@ def with_gradient(comm, output, rows, splits):
     comm.all_to_all(output, rows.requires_grad_(), splits, splits)
 
 
+def into_what_requires_gradients(comm, output, rows, splits):
+    comm.all_to_all(output.clone().requires_grad_(), rows, splits, splits)
+
+
+def wants_gradients_alone(comm, output, rows, splits):
+    comm.all_to_all(None, rows.requires_grad_(), splits, splits)
+
+
+def huge_splits_without_output(comm, output, rows, splits):
+    comm.all_to_all(None, rows, [1 << 61, 2, 2, 2], splits)
+
+
 def in_place(comm, output, rows, splits):
     comm.all_to_all(rows, rows, splits, splits)
 
@@ -228,6 +284,9 @@ def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
         output.zero_()
         fusco.all_to_all(output, rows, group=group)
         assert_same_bits(output, expected, "by group")
+    moved = fusco.all_to_all(None, rows.double().requires_grad_(), group=group)
+    assert_same_bits(moved.detach(), expected.double(), "by group, with a graph")
+    assert moved.requires_grad
     with Setup(ranks_per_node=2).open(group) as comm:
         output.zero_()
         fusco.all_to_all(output, rows, comm=comm, schedule="exact")

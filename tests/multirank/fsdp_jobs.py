@@ -312,7 +312,11 @@ def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
         on_meta = make_model("qwen3")
     once = make_model("qwen3")
     fsdp.parallelize(once, mesh, dispatcher)
+    otherwise = make_model("qwen3")
+    otherwise.model.layers[1].mlp.experts._apply_gate = lambda hidden: hidden.chunk(2, dim=-1)[0]
+    otherwise.model.layers[1].mlp.experts.forward = make_model("qwen3").model.layers[1].mlp.experts.forward
     mistakes = {
+        "another formula on rank 1": (otherwise if rank == 1 else make_model("qwen3"), dispatcher),
         "another group": (make_model("qwen3"), others),
         "another group on rank 1": (make_model("qwen3"), others if rank == 1 else dispatcher),
         "values on rank 0": (make_model("qwen3") if rank == 0 else on_meta, dispatcher),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -13,6 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_setup import Setup, check_combine, law_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fusco
 from comparison import assert_same_bits, world_rows
@@ -213,6 +217,85 @@ def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
 
 
+# Tensors whose memory cannot be moved as it is.
+
+
+def quantised_rows(scene: Scene) -> None:
+    scene.comm.dispatch(torch.quantize_per_tensor(scene.x, 0.1, 0, torch.qint8), scene.ids, scene.weights)
+
+
+def nested_rows(scene: Scene) -> None:
+    rows = torch.nested.nested_tensor([torch.ones(HIDDEN) for _ in scene.x])
+    scene.comm.dispatch(rows, scene.ids, scene.weights)
+
+
+def fake_rows(scene: Scene) -> None:
+    scene.comm.dispatch(FakeTensorMode().from_tensor(scene.x), scene.ids, scene.weights)
+
+
+def freed_rows(scene: Scene) -> None:
+    rows = scene.x.clone()
+    rows.untyped_storage().resize_(0)
+    scene.comm.dispatch(rows, scene.ids, scene.weights)
+
+
+def rows_of_a_mesh(scene: Scene) -> None:
+    class OfMesh(TwoTensor):
+        """Has its values elsewhere, as DTensor does."""
+
+    scene.comm.dispatch(OfMesh(scene.x, scene.x), scene.ids, scene.weights)
+
+
+def fake_ids(scene: Scene) -> None:
+    scene.comm.dispatch(scene.x, FakeTensorMode().from_tensor(scene.ids), scene.weights)
+
+
+def rows_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows.sum())(scene.x)
+
+
+def plain_rows_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda x: (scene.comm.dispatch(scene.x, scene.ids, scene.weights), x.sum())[1])(scene.x)
+
+
+def rows_under_vmap(scene: Scene) -> None:
+    torch.func.vmap(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows)(scene.x[None])
+
+
+def rows_under_jvp(scene: Scene) -> None:
+    torch.func.jvp(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows, (scene.x,), (scene.x,))
+
+
+def rows_with_a_tangent(scene: Scene) -> None:
+    with forward_ad.dual_level():
+        scene.comm.dispatch(forward_ad.make_dual(scene.x, scene.x), scene.ids, scene.weights)
+
+
+def rows_while_faking(scene: Scene) -> None:
+    with FakeTensorMode():
+        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+
+
+def y_under_grad(scene: Scene) -> None:
+    torch.func.grad(lambda y: scene.comm.combine(y, scene.handle).sum())(scene.y)
+
+
+def shuffle_of_freed_memory(scene: Scene) -> None:
+    base = torch.zeros(2)
+    segments = whole(base)
+    base.untyped_storage().resize_(0)
+    scene.comm.shuffle({0: segments}, {})
+
+
+def exchange(scene: Scene) -> None:
+    scene.comm.all_to_all(torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN))
+
+
+def exchange_of_quantised_rows(scene: Scene) -> None:
+    source = torch.quantize_per_tensor(torch.ones(4, HIDDEN), 0.1, 0, torch.qint8)
+    scene.comm.all_to_all(torch.empty_like(source), source)
+
+
 # Mistakes in dispatch_again and combine.
 
 
@@ -404,6 +487,36 @@ def dispatch_balanced_badly(group: dist.ProcessGroup, setup: Setup) -> list[Outc
     with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balance_badly}):
         comm = setup.open(group)
     return _dispatch_and_go_on(comm, setup)
+
+
+@contextlib.contextmanager
+def balanced_by(balancer: Any, setup: Setup, group: dist.ProcessGroup) -> Iterator[fusco.Communicator]:
+    """A communicator with a balancer of the caller's."""
+    with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balancer}):
+        comm = setup.open(group)
+    with comm:
+        yield comm
+
+
+def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistaken_ranks: list[int]) -> Outcome:
+    """Balancers of one name give other groups on some ranks, once; afterwards everything works for all of them."""
+    num_calls = itertools.count()
+
+    def balance(traffic: fusco.Traffic) -> fusco.Groups:
+        locals_ = range(traffic.topology.ranks_per_node)
+        shift = int(next(num_calls) == 0 and dist.get_rank(group) in mistaken_ranks)
+        turned = [
+            tuple((local + shift * n) % len(locals_) for n in range(traffic.topology.num_nodes)) for local in locals_
+        ]
+        return fusco.Groups(traffic.topology, tuple(turned))
+
+    with balanced_by(balance, setup, group) as comm:
+        case = setup.case("ragged", 5, comm.topology.world_size)
+        x, ids = torch.ones(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
+        outcome = attempt(lambda: comm.dispatch(x, ids))
+        for _ in range(3):
+            check_that_it_works(comm, setup)
+    return outcome
 
 
 def _dispatch_and_go_on(comm: fusco.Communicator, setup: Setup) -> list[Outcome]:

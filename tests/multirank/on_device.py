@@ -89,10 +89,9 @@ class OnDevice:
         for rank, segments in there.items():
             receive[rank].base.copy_(segments.base)
 
-    def all_to_all(self, output: Any, input: Any, *splits: Any, **options: Any) -> None:  # noqa: A002  torch's names
-        there = _there(output)
-        self._comm.all_to_all(there, _there(input), *splits, **options)
-        output.copy_(there)
+    def all_to_all(self, output: Any, input: Any, *splits: Any, **options: Any) -> Any:  # noqa: A002  torch's names
+        there = self._comm.all_to_all(_there(output), _there(input), *splits, **options)
+        return _back(there) if output is None else output.copy_(there)
 
     def gather_send(self, segments: Any, dst: int) -> None:
         self._comm.gather_send(_segments_there(segments), dst)

@@ -44,6 +44,16 @@ def test_equal_splits_and_rows_that_are_not_contiguous(world):
     world.run(jobs.exchange_equally, 4, SETUP)
 
 
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (2, 2), (4, 2), (4, 1)])
+def test_gradients_go_back_as_torch_sends_them(world, num_ranks, ranks_per_node):
+    world.run(jobs.check_gradients, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_graphs(world, num_ranks):
+    world.run(jobs.check_graphs, num_ranks, SETUP)
+
+
 # The mistake, the mistaken rank's error and that of all others, and what all texts must name.
 MISTAKES = [
     (jobs.sends_more, "MismatchError", "MismatchError", ["rank 2 sends 5 rows to rank 1, which expects 2"]),
@@ -56,7 +66,10 @@ MISTAKES = [
     (jobs.without_dimension, "ValueError", "RejectedInputError", ["input has 0 dimensions"]),
     (jobs.rows_of_two_kinds, "ValueError", "RejectedInputError", ["rows of float32[3], input of float16[3]"]),
     (jobs.output_with_gaps, "ValueError", "RejectedInputError", ["output must be contiguous", "(6, 2)"]),
-    (jobs.with_gradient, "ValueError", "RejectedInputError", ["no gradients"]),
+    (jobs.with_gradient, "ValueError", "RejectedInputError", ["pass None as output"]),
+    (jobs.into_what_requires_gradients, "ValueError", "RejectedInputError", ["pass None as output"]),
+    (jobs.wants_gradients_alone, "MismatchError", "MismatchError", ["requires_grad is", "True on rank 2"]),
+    (jobs.huge_splits_without_output, "RuntimeError", "RejectedInputError", ["2305843009213693958"]),
     (jobs.in_place, "ValueError", "RejectedInputError", ["overlap in memory: 96 bytes"]),
     (jobs.unknown_schedule, "ValueError", "RejectedInputError", ["'exact', 'few', 'spread-out', got 'best'"]),
     (jobs.uneven_without_splits, "ValueError", "RejectedInputError", ["input has 7 rows", "4 ranks", "input_split_"]),

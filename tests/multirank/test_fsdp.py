@@ -203,6 +203,9 @@ def test_what_cannot_be_parallelized_is_refused_on_all_ranks_before_anything_cha
         assert errors["another group"] == wrong_group
         refused = "rank 1 has refused what it was given; its error says why"
         assert errors["another group on rank 1"] == (wrong_group if rank == 1 else refused)
+        assert errors["another formula on rank 1"].startswith(
+            "model.layers.1.mlp.experts (Qwen3MoeExperts) computes something else than fusco" if rank == 1 else refused
+        )
         assert errors["values on rank 0"].startswith(
             "parameter model.embed_tokens.weight has values on some ranks and is on the meta device on others"
         )

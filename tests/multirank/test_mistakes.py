@@ -84,13 +84,44 @@ BAD_INPUTS = [
 ]
 
 
+# Likewise, where the error is a TypeError: tensors whose memory cannot be moved as it is.
+NOT_MOVABLE = [
+    (jobs.quantised_rows, jobs.dispatch, ["payload 0 is quantised (torch.qint8)"]),
+    (jobs.nested_rows, jobs.dispatch, ["payload 0 is a nested tensor"]),
+    (jobs.fake_rows, jobs.dispatch, ["payload 0 is a FakeTensor"]),
+    (jobs.freed_rows, jobs.dispatch, ["payload 0 has", "its storage has 0"]),
+    (jobs.rows_of_a_mesh, jobs.dispatch, ["payload 0 is a OfMesh", "to_local() of a DTensor"]),
+    (jobs.fake_ids, jobs.dispatch, ["topk_idx is a FakeTensor"]),
+    (jobs.rows_under_grad, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
+    (jobs.plain_rows_under_grad, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
+    (jobs.rows_under_vmap, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
+    (jobs.rows_under_jvp, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
+    (jobs.rows_with_a_tangent, jobs.dispatch, ["payload 0 has a tangent"]),
+    (jobs.rows_while_faking, jobs.dispatch, ["dispatch was called while PyTorch traces"]),
+    (jobs.y_under_grad, jobs.combine, ["combine was called inside a transform of torch.func"]),
+    (jobs.shuffle_of_freed_memory, jobs.shuffle, ["the base of segments for rank 0 has 8 bytes", "storage has 0"]),
+    (jobs.exchange_of_quantised_rows, jobs.exchange, ["output is quantised (torch.qint8)"]),
+]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("mistake", "good_call", "words"), NOT_MOVABLE, ids=[mistake.__name__ for mistake, *_ in NOT_MOVABLE]
+)
+def test_tensors_without_plain_memory_are_refused_before_anything_moves(world, mistake, good_call, words):
+    check_refusal(make(world, mistake, good_call), "TypeError", words)
+
+
 @pytest.mark.parametrize(
     ("mistake", "good_call", "kind", "words"), BAD_INPUTS, ids=[mistake.__name__ for mistake, *_ in BAD_INPUTS]
 )
 def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_others(
     world, mistake, good_call, kind, words
 ):
-    outcomes = make(world, mistake, good_call)
+    check_refusal(make(world, mistake, good_call), kind, words)
+
+
+def check_refusal(outcomes, kind, words):
     assert kinds(outcomes) == [kind if rank == MISTAKEN else "RejectedInputError" for rank in range(4)], outcomes
     assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
     for rank in set(range(4)) - {MISTAKEN}:
@@ -127,6 +158,31 @@ def test_a_balancer_that_gives_no_groups(world):
     assert "TypeError" in kinds(first), first
     assert all("a balancer must give Groups, got str from balance_badly" in outcome.text for outcome in first), first
     check_that_it_broke(outcomes)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        ([2], "((0, 0), (1, 1)) on ranks 0, 1, 3, ((0, 1), (1, 0)) on rank 2"),
+        ([0, 1], "((0, 1), (1, 0)) on ranks 0, 1, ((0, 0), (1, 1)) on ranks 2, 3"),
+    ],
+)
+def test_balancers_that_give_different_groups(world, mistaken, words):
+    outcomes = world.run(jobs.dispatch_balanced_differently, 4, SETUP, mistaken)
+    assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
+    assert {outcome.text for outcome in outcomes} == {
+        f"ranks disagree in dispatch: the balancer's groups is {words}. "
+        f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+    }
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "mistaken"), [(4, 2, [0, 1, 2, 3]), (4, 4, [2]), (4, 1, [2])])
+def test_balancers_of_the_callers_that_agree(world, num_ranks, ranks_per_node, mistaken):
+    setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
+    outcomes = world.run(jobs.dispatch_balanced_differently, num_ranks, setup, mistaken)
+    assert kinds(outcomes) == [""] * num_ranks, outcomes
 
 
 def test_a_handle_of_another_communicator(world):

@@ -1,4 +1,4 @@
-"""Gradients: the mirror of dispatch is an unweighted combine, the mirror of combine a dispatch."""
+"""Gradients: the mirror of dispatch is an unweighted combine, of combine a dispatch, of all-to-all the way back."""
 
 from __future__ import annotations
 
@@ -89,6 +89,23 @@ class CombineRows(torch.autograd.Function):
         (y,) = ctx.saved_tensors
         grad_y, grad_weights = gradients_of_combine(grad_out, y, ctx.handle, ctx.verbs)
         return grad_y, grad_weights, None, None, None
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Rows by source rank from rows by destination rank. The way back is itself an exchange that has gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input_: torch.Tensor, made: Made, way_back: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Put what the exchange made of ``input_`` into the graph."""
+        ctx.way_back = way_back
+        return made.rows
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Each row's gradient goes to the rank that the row came from."""
+        return ctx.way_back(grad_output), None, None
 
 
 def gradients_of_combine(

@@ -144,21 +144,25 @@ class CheckedEngine:
 
     def all_to_all(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         input_: torch.Tensor,
         splits: tuple[Sequence[int] | None, Sequence[int] | None],
         mode: ScheduleMode | None,
-    ) -> None:
-        """Exchange rows; ``splits`` are those of the output, then those of the input."""
+    ) -> ExchangeOrder:
+        """Exchange rows; ``splits`` are those of the output, then those of the input. Returns what was exchanged."""
 
         def check() -> ExchangeOrder:
             self.checks.waiting("all_to_all")
             return self.checks.exchange(output, input_, splits, mode)
 
         def terms() -> Terms:
-            return {"rows": describe_rows(input_), "schedule": str(mode)}
+            return {"rows": describe_rows(input_), "schedule": str(mode), "requires_grad": str(wants_grad(input_))}
 
-        self.collective("all_to_all", check, terms, self.engine.all_to_all)
+        def work(agreement: Agreement, order: ExchangeOrder | None) -> ExchangeOrder | None:
+            self.engine.all_to_all(agreement, order)
+            return order
+
+        return self.collective("all_to_all", check, terms, work)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that peers can read."""
@@ -183,7 +187,12 @@ class CheckedEngine:
         work: Callable[[Agreement, _Checked | None], _Result | None],
     ) -> _Result:
         """Check, agree, work. A rank whose check fails takes part just far enough for the others to learn of it."""
-        checked, rejection = attempt(check)
+
+        def check_all() -> _Checked:
+            self.checks.surroundings(operation)
+            return check()
+
+        checked, rejection = attempt(check_all)
         rejection = self.engine.pending_error() or rejection
         agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
         with self.engine.collective(operation):

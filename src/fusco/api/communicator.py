@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, Made, Verbs
+from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Made, Verbs
 from fusco.api.collective import DispatchOptions
 from fusco.api.create import Charter, found
 from fusco.api.handle import Dispatched, Handle
@@ -31,8 +32,8 @@ class Communicator:
     """One rank's end of expert-parallel communication among the ranks of a process group.
 
     Making one is a collective, and so is every verb but ``gather_send`` and ``scatter_recv``: all ranks call the same
-    ones in the same order. Gradients flow through ``dispatch`` and ``combine``; whether an input requires them must be
-    the same on all ranks, as the backward pass communicates too.
+    ones in the same order. Gradients flow through ``dispatch``, ``combine`` and ``all_to_all``; whether an input
+    requires them must be the same on all ranks, as the backward pass communicates too.
 
     Every collective that takes input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and on all other
     ranks ``RejectedInputError``; ``MismatchError`` on all ranks where inputs do not go together; and
@@ -61,10 +62,13 @@ class Communicator:
             num_experts: experts of all ranks together.
             num_topk: most expert slots of a token; on CUDA 32 at most.
             max_tokens_per_rank: most tokens that a rank dispatches in one call.
-            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and ``combine``.
+            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and in ``combine``
+                (in ``settings.wire_dtype``, where that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
-            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks.
+            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks. Between
+                nodes every dispatch compares the groups that it gives, in another exchange between ranks, unless it is
+                one of ``fusco.BALANCERS``; ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
                 On CUDA each rank has a device of its own; ranks of a node reach each other over NVLink, nodes each
@@ -219,25 +223,31 @@ class Communicator:
 
     def all_to_all(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         input: torch.Tensor,  # noqa: A002  the names are those of torch.distributed.all_to_all_single
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         *,
         schedule: ScheduleMode | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
         """Exchange rows among all ranks, as ``torch.distributed.all_to_all_single``; skew between nodes is evened out.
 
         Ranks of a node first even out what they send to each other node, then nodes exchange in one-to-one stages, and
         what came to another rank of the node is handed on while the next stage is under way. Beside the rings, a call
         takes memory for what this rank carries for others of its node, at most about its share of what the node sends
         and receives; none where nodes have one rank, or with one node. Returns when the output is complete and the
-        input may change; on CUDA both hold for what is launched afterwards. There are no gradients. The first call
-        compiles the scheduler: seconds, once on each machine, or beforehand by ``fusco.schedule.warm_up``.
+        input may change; on CUDA both hold for what is launched afterwards. There is no ``async_op``, as the calling
+        thread moves the rows itself: to overlap on CUDA, call it on a stream of its own; on the CPU, from a thread of
+        its own, on a communicator that no other thread uses. The first call compiles the scheduler: seconds, once on
+        each machine, or beforehand by ``fusco.schedule.warm_up``.
+
+        With ``output=None`` the result is a new tensor through which gradients flow, of any order: the backward pass is
+        an exchange the other way, by the same kind of schedule, in which all ranks take part.
 
         Args:
             output: contiguous rows (num_rows, ...) of any dtype, written here by source rank. It must not overlap
-                ``input``.
+                ``input``, and no gradients flow through it. ``None`` makes a new one, of as many rows as
+                ``output_split_sizes`` say, or as ``input`` has.
             input: rows of the same dtype and shape, by destination rank; copied first unless contiguous. Both have at
                 most 6 dimensions.
             output_split_sizes: rows that come from each rank; ``None`` means equally many.
@@ -245,16 +255,26 @@ class Communicator:
             schedule: how stages between nodes are made (see ``fusco.schedule.make_schedule``), the same on all ranks;
                 ``None`` chooses between ``"exact"`` and ``"few"`` by ``fusco.schedule.choose_mode``.
 
+        Returns:
+            ``output``, or the new one.
+
         Raises:
             TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
             MismatchError: on all ranks, before anything is sent, if a rank expects other numbers of rows than are sent
-                to it, or rows or schedule differ.
+                to it, or rows, schedule or whether the input requires gradients differ.
             PeerFailureError: as every collective; the output is undefined then.
 
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
 
         """
-        self._checked.all_to_all(output, input, (output_split_sizes, input_split_sizes), schedule)
+        order = self._checked.all_to_all(output, input, (output_split_sizes, input_split_sizes), schedule)
+        if output is not None or not wants_grad(input):
+            return order.output
+
+        def way_back(grad: torch.Tensor) -> torch.Tensor:
+            return self.all_to_all(None, grad, order.send_rows, order.receive_rows, schedule=schedule)
+
+        return cast("torch.Tensor", ExchangeRows.apply(input, Made(order.output), way_back))  # type: ignore[no-untyped-call]
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
@@ -262,6 +282,7 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
+        self._checks.surroundings("gather_send")
         self._checks.waiting("gather_send")
         self._checks.stream(segments, dst)
         self._engine.gather_send(segments, dst)
@@ -271,6 +292,7 @@ class Communicator:
 
         Raises as ``gather_send``.
         """
+        self._checks.surroundings("scatter_recv")
         self._checks.waiting("scatter_recv")
         self._checks.stream(segments, src)
         self._engine.scatter_recv(segments, src)

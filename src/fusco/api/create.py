@@ -16,11 +16,12 @@ from fusco.control.layout import ArenaLayout, Capacity
 from fusco.control.store_gather import RollCall
 from fusco.core.config import Settings
 from fusco.core.integers import check_integer
+from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.cpu.engine import CpuEngine
 from fusco.engine.base import Engine
-from fusco.planner.balancer import Balancer, giving_groups
+from fusco.planner.balancer import Balancer, describe_balancer, giving_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class Charter:
 
     def check(self, rank: int, world_size: int) -> Checks:
         """What the communicator accepts on a rank; raises as ``Communicator`` says."""
+        if why_not := why_nothing_moves_here():
+            raise TypeError(f"Communicator {why_not}")
         if not callable(self.balancer):
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "
@@ -64,7 +67,7 @@ class Charter:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_bytes_per_token": self.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
-            "balancer": getattr(self.balancer, "__name__", type(self.balancer).__name__),
+            "balancer": describe_balancer(self.balancer),
             "device": device.type,
         }
 

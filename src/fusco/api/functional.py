@@ -53,7 +53,7 @@ _OF_GROUPS = GroupCommunicators()
 
 
 def all_to_all(
-    output: torch.Tensor,
+    output: torch.Tensor | None,
     input: torch.Tensor,  # noqa: A002  the names are those of torch.distributed.all_to_all_single
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
@@ -61,7 +61,7 @@ def all_to_all(
     *,
     schedule: ScheduleMode | None = None,
     comm: Communicator | None = None,
-) -> None:
+) -> torch.Tensor:
     """Exchange rows among the ranks of a group, as ``torch.distributed.all_to_all_single``, by a schedule.
 
     See ``Communicator.all_to_all`` for what it does, the other arguments, and errors. The first call with a group makes
@@ -78,10 +78,14 @@ def all_to_all(
         schedule: as ``Communicator.all_to_all``.
         comm: use this communicator; ``group`` must be ``None`` then.
 
+    Returns:
+        ``output``, or with ``None`` a new tensor through which gradients flow.
+
     """
     if comm is not None and group is not None:
         raise ValueError("all_to_all takes a group or a communicator, not both")
     if comm is None:
-        device = output.device if isinstance(output, torch.Tensor) else torch.device("cpu")
+        placed = input if output is None else output
+        device = placed.device if isinstance(placed, torch.Tensor) else torch.device("cpu")
         comm = _OF_GROUPS.of(group, device)
-    comm.all_to_all(output, input, output_split_sizes, input_split_sizes, schedule=schedule)
+    return comm.all_to_all(output, input, output_split_sizes, input_split_sizes, schedule=schedule)

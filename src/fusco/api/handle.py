@@ -61,7 +61,8 @@ class Dispatched:
 
     Attributes:
         rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
-            inside in order of (source rank, token, k). Padding is zero.
+            inside in order of (source rank, token, k). Padding inside the blocks is zero; rows of static output behind
+            the last block are uninitialised.
         num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, padding not counted.
         weights: the weight of each row (num_slots,), if asked for.
         handle: for ``combine``, or to dispatch other payloads along the same routing.

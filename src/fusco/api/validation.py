@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from fusco.api.handle import Handle
 from fusco.control.layout import Capacity
 from fusco.core.integers import MAX_INT64
 from fusco.core.launch import StaticSlots
+from fusco.core.movable import why_not_movable, why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes
 from fusco.core.segments import Segments
@@ -35,6 +37,11 @@ class Checks:
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
+
+    def surroundings(self, verb: str) -> None:
+        """Where a verb is called: nothing may stand between it and the memory of tensors."""
+        if why_not := why_nothing_moves_here():
+            raise TypeError(f"{verb} {why_not}")
 
     def routing(self, routing: Routing) -> None:
         """The routing of a dispatch."""
@@ -128,7 +135,7 @@ class Checks:
         """What goes to or comes from another rank of the group."""
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
-        self._tensor("the base of segments", segments.base)
+        self._segments("the base of segments", segments)
         if not isinstance(rank, int):
             raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
@@ -146,50 +153,52 @@ class Checks:
                 raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
-            self._tensor(f"the base of segments for rank {rank}", segments.base)
+            self._segments(f"the base of segments for rank {rank}", segments)
         strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
 
     def exchange(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | None,
         input_: torch.Tensor,
         splits: tuple[Sequence[int] | None, Sequence[int] | None],
         mode: ScheduleMode | None,
     ) -> ExchangeOrder:
-        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input."""
+        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input.
+
+        Without an output the order has a new one.
+        """
         for name, tensor in (("output", output), ("input", input_)):
-            self._tensor(name, tensor)
-            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
-                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
-        if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
-            raise ValueError(
-                f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
-            )
-        if not output.is_contiguous() or output.is_conj() or output.is_neg():
-            raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
-        if wants_grad(input_) or wants_grad(output):
-            raise ValueError("all_to_all gives no gradients: detach input and output, or call it in torch.no_grad()")
-        source = plain(input_)
-        _refuse_overlap(output, source)
+            if tensor is not None or name == "input":
+                self._rows_to_exchange(name, tensor)
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        return ExchangeOrder(
-            input=source,
-            output=output,
-            send_rows=self._splits("input", len(source), splits[1]),
-            receive_rows=self._splits("output", len(output), splits[0]),
-            mode=mode,
-        )
+        source = plain(input_)
+        if output is not None:
+            _refuse_output(output, input_, source)
+        send_rows = self._splits("input", len(source), splits[1])
+        if output is None:
+            receive_rows = self._splits("output", len(source) if splits[0] is None else None, splits[0])
+            output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
+        else:
+            receive_rows = self._splits("output", len(output), splits[0])
+        return ExchangeOrder(input=source, output=output, send_rows=send_rows, receive_rows=receive_rows, mode=mode)
 
     @property
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _splits(self, name: str, num_rows: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    def _rows_to_exchange(self, name: str, tensor: Any) -> None:
+        self._tensor(name, tensor)
+        if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
+
+    def _splits(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """Rows of each rank; without ``num_rows`` as many together as ``sizes`` say."""
         world_size = self.placement.world_size
         if sizes is None:
+            assert num_rows is not None
             if num_rows % world_size:
                 raise ValueError(
                     f"{name} has {num_rows} rows, which do not divide evenly among {world_size} ranks; "
@@ -204,17 +213,20 @@ class Checks:
             raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
         if min(rows) < 0:
             raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
-        if sum(rows) != num_rows:
+        if num_rows is not None and sum(rows) != num_rows:
             raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
         return rows
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+        if why_not := why_not_movable(tensor):
+            raise TypeError(f"{name} {why_not}")
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
+
+    def _segments(self, name: str, segments: Segments) -> None:
+        self._tensor(name, segments.memory)  # which the base had when they were made, whatever was done to it since
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:
@@ -226,11 +238,23 @@ class Checks:
             )
 
 
-def _refuse_overlap(output: torch.Tensor, input_: torch.Tensor) -> None:
-    begin, other = output.data_ptr(), input_.data_ptr()
-    if begin < other + input_.nbytes and other < begin + output.nbytes:
+def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:
+    """An output for an all-to-all that does not go with the input, whose values are ``source``."""
+    if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
         raise ValueError(
-            f"input and output overlap in memory: {input_.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
+            f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
+        )
+    if not output.is_contiguous() or output.is_conj() or output.is_neg():
+        raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
+    if wants_grad(input_) or wants_grad(output):
+        raise ValueError(
+            "gradients flow only through an output that all_to_all makes: pass None as output and use what is "
+            "returned, or detach input and output"
+        )
+    begin, other = output.data_ptr(), source.data_ptr()
+    if begin < other + source.nbytes and other < begin + output.nbytes:
+        raise ValueError(
+            f"input and output overlap in memory: {source.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
         )
 
 

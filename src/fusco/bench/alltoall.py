@@ -91,7 +91,7 @@ def _variants(
     """Each way to exchange, on the same random bytes, and the output that it fills."""
     send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
     generator = torch.Generator().manual_seed(comm.rank)
-    sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator).to(device)
+    sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator, device="cpu").to(device)
     ours, theirs = (torch.empty(sum(receive), dtype=torch.uint8, device=device) for _ in VARIANTS)
     return {
         "fusco": (lambda: comm.all_to_all(ours, sent, receive, send, schedule=schedule), ours),

@@ -51,8 +51,8 @@ def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tens
 
 def apply_experts(rows: torch.Tensor, num_rows_per_expert: Sequence[int], experts: Sequence[int]) -> torch.Tensor:
     """Stand-in for the experts: each multiplies its rows by its own factor."""
-    factors = torch.tensor([_factor(expert) for expert in experts], dtype=rows.dtype)
-    by_row = factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64))
+    factors = torch.tensor([_factor(expert) for expert in experts], dtype=rows.dtype, device="cpu")
+    by_row = factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64, device="cpu"))
     return rows * by_row.to(rows.device)[:, None]
 
 
@@ -64,8 +64,8 @@ def combine_error(world: WorldInput, rank: int, combined: torch.Tensor, num_roun
     absolute values of a token's terms.
     """
     rows, ids, weights = world.rows[rank], world.topk_idx[rank], world.topk_weights[rank]
-    factors = torch.tensor([_factor(expert) for expert in range(int(ids.max()) + 1)] + [0.0])
-    factors = factors.to(rows.device, rows.dtype)
+    of_experts = [*map(_factor, range(int(ids.max()) + 1)), 0.0]
+    factors = torch.tensor(of_experts, dtype=rows.dtype, device=rows.device)
     terms = (rows[:, None, :] * factors[ids][:, :, None]).double() * (weights * (ids >= 0)).double()[:, :, None]
     magnitude = terms.abs().sum(1)
     is_short = rows.dtype.itemsize == 2

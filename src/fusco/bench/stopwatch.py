@@ -29,7 +29,7 @@ class Stopwatch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._token = torch.zeros(1, device="cuda")
+        self._token = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def meet(self) -> None:
         """Have the current stream wait, after a head start for the host, until all ranks' devices are there."""
@@ -76,6 +76,6 @@ class HostStopwatch:
 
 
 def _slowest(time_ms: float, group: dist.ProcessGroup) -> float:
-    slowest = torch.tensor([time_ms])
+    slowest = torch.tensor([time_ms], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)

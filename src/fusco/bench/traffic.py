@@ -146,13 +146,14 @@ class Workload:
     def rows(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """The rank's token rows (tokens, hidden), drawn on the device; other devices draw other values."""
         generator = self._generator(rank, 0, device)
-        return torch.randn(self.tokens, self.hidden, generator=generator, device=device).to(self.dtype)
+        shape = (self.tokens, self.hidden)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(self.dtype)
 
     def routing(self, rank: int) -> Routing:
         """The rank's expert ids, int64, and weights, float32, which sum to one for each token."""
         generator = self._generator(rank, 1)
         topk_idx = self._ids(rank, generator)
-        weights = torch.rand(self.tokens, self.num_topk, generator=generator).softmax(dim=1)
+        weights = _uniform((self.tokens, self.num_topk), generator).softmax(dim=1)
         return Routing(topk_idx, weights)
 
     def _generator(self, rank: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -164,29 +165,31 @@ class Workload:
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
         num_experts = self.placement.num_experts
         if self.pattern is Pattern.ONE_EXPERT:
-            return torch.full((self.tokens, self.num_topk), -1).index_fill_(1, torch.tensor([0]), 0)
+            none = torch.full((self.tokens, self.num_topk), -1, device="cpu")
+            return none.index_fill_(1, torch.tensor([0], device="cpu"), 0)
         if self.pattern is Pattern.ZIPF:
             # Gumbel's trick draws without replacement by popularity, here 1 / rank of popularity.
-            gumbel = -torch.rand(self.tokens, num_experts, generator=generator).log().neg().log()
-            return (gumbel - torch.arange(1, num_experts + 1).log()).topk(self.num_topk, dim=1).indices
-        is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool)
+            gumbel = -_uniform((self.tokens, num_experts), generator).log().neg().log()
+            popularity = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
+            return (gumbel - popularity).topk(self.num_topk, dim=1).indices
+        is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool, device="cpu")
         if self.pattern is Pattern.ONE_RANK:
-            is_allowed &= torch.tensor(self.placement.expert_to_rank) == 0
+            is_allowed &= torch.tensor(self.placement.expert_to_rank, device="cpu") == 0
         elif self.pattern is not Pattern.UNIFORM:
             expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
             is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
-        scores = torch.rand(is_allowed.shape, generator=generator).masked_fill_(~is_allowed, -1.0)
+        scores = _uniform(is_allowed.shape, generator).masked_fill_(~is_allowed, -1.0)
         return scores.topk(self.num_topk, dim=1).indices
 
     def _allowed_nodes(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         """Which nodes each token may go to, bool (tokens, num_nodes)."""
         num_nodes, own = self.topology.num_nodes, self.topology.rank_to_node[rank]
-        nodes = torch.arange(num_nodes)
+        nodes = torch.arange(num_nodes, device="cpu")
         if self.pattern is Pattern.SINGLE_NODE:
-            return torch.randint(num_nodes, (self.tokens, 1), generator=generator) == nodes
+            return torch.randint(num_nodes, (self.tokens, 1), generator=generator, device="cpu") == nodes
         # Imbalanced: the rank's load is the share of its tokens that leave the node.
         load = np.random.default_rng([self.seed, rank]).beta(_BIMODAL, _BIMODAL) if num_nodes > 1 else 0.0
-        is_remote = torch.rand(self.tokens, 1, generator=generator) < load
+        is_remote = _uniform((self.tokens, 1), generator) < load
         return is_remote == (nodes != own)
 
 
@@ -198,3 +201,8 @@ def internode_rows_lower_bound(workload: Workload) -> int:
         ids = workload.routing(rank).topk_idx.numpy()
         total += sum(len({*expert_to_node[token[token >= 0]]} - {own}) for token in ids)
     return total
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Numbers between 0 and 1, the same whatever PyTorch's default dtype and device are."""
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -18,8 +18,13 @@ class NodeMemory:
         self.node = layout.topology.rank_to_node[rank]
         self.local = layout.topology.rank_to_local[rank]
         self._segments = segments
-        self._records: dict[tuple[int, int], memoryview] = {}
         self.bytes = [segment.memory for segment in segments]
+        # Made beforehand: ranks tell each other by records, too, that one of them cannot use PyTorch where it is.
+        self._records: dict[tuple[int, int], memoryview] = {
+            (local, node): self.record(local, node).numpy().data
+            for local in range(len(segments))
+            for node in range(layout.topology.num_nodes)
+        }
         self.flags = [Flags(memory[: layout.flags_bytes]) for memory in self.bytes]
 
     @property
@@ -43,10 +48,7 @@ class NodeMemory:
 
     def record_bytes(self, local: int, node: int) -> memoryview:
         """The same as plain bytes, which are quicker to read and write than a tensor."""
-        key = (local, node)
-        if key not in self._records:
-            self._records[key] = self.record(local, node).numpy().data
-        return self._records[key]
+        return self._records[local, node]
 
     def ids(self, local: int, node: int, num_tokens: int, num_topk: int) -> torch.Tensor:
         """Expert ids of tokens from ``node`` that a local rank published, int32 (num_tokens, num_topk)."""

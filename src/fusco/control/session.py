@@ -16,14 +16,17 @@ _HARMLESS = (MismatchError, RejectedInputError, SharedMemoryError)
 
 
 class Rounds:
-    """Counts collectives, and keeps all ranks in the same one. What fails in one of them breaks the engine for good."""
+    """Counts collectives, and keeps all ranks in the same one. What fails in one of them breaks the engine for good.
+
+    ``number`` grows with each exchange of records, the same on all ranks; a collective may have more than one.
+    """
 
     def __init__(self, rank: int, connections: Connections, on_broken: Callable[[], None] = lambda: None) -> None:
         """``on_broken`` is called as soon as it is clear that this rank will not go on."""
         self._rank, self._on_broken = rank, on_broken
         self._memory, self._watch = connections.memory, connections.watch
         self._exchange = Exchange(connections.memory, connections.mail, connections.watch)
-        self.number = 0
+        self.number, self._name = 0, ""
         self.broken = ""
         self.profile = CallProfile()
 
@@ -32,9 +35,9 @@ class Rounds:
         """See ``Engine.collective``."""
         with self.operation(operation):
             self.number += 1
-            name = f"{operation} #{self.number}"
-            self._watch.begin(self.number, name)
-            self.profile = CallProfile(name)
+            self._name = f"{operation} #{self.number}"
+            self._watch.begin(self.number, self._name)
+            self.profile = CallProfile(self._name)
             self._exchange.wait_for_peers_done(self.number)
             try:
                 yield
@@ -64,6 +67,14 @@ class Rounds:
         records = self._exchange.exchange_records(self.number, Record(agreement, tuple(counts)), self.profile)
         check_agreement([record.agreement for record in records], self._rank)
         return records
+
+    def publish_more(self, agreement: Agreement) -> None:
+        """Compare another agreement in the same collective, once all records before it have been read."""
+        self._memory.own.store(self._memory.layout.done_flag, self.number)
+        self.number += 1
+        self._watch.begin(self.number, self._name)
+        self._exchange.wait_for_peers_done(self.number)
+        self.publish(agreement, [])
 
     def abandon(self, reason: str) -> None:
         """See ``Engine.abandon``."""

@@ -88,7 +88,7 @@ class SharedSegment:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-            self.memory = torch.empty(0, dtype=torch.uint8)
+            self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> SharedSegment:
         return self

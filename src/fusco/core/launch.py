@@ -39,7 +39,7 @@ class StaticSlots:
     """An output of ``num_slots`` expert-major rows, whatever the routing, so that nobody waits for its size.
 
     Attributes:
-        num_slots: rows of the output, padding counted. Those behind the last block are not written, and neither are
+        num_slots: rows of the output, padding counted. Those behind the last block are uninitialised, and so are
             those of their gradient: experts must go by ``num_rows_per_expert``.
         on_overflow: ``"raise"`` has the next synchronisation raise ``SlotOverflowError`` if a routing needs more;
             ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.

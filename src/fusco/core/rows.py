@@ -42,3 +42,15 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same, on a multiple of 16 bytes."""
     same = plain(tensor)
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, uint8 (num_bytes,); without a gradient.
+
+    Not by ``view(-1)``: a contiguous tensor of one element or of none may have any strides, which views refuse.
+
+    >>> as_bytes(torch.ones(4, 3, dtype=torch.int16)[:1, 1]).tolist()
+    [1, 0]
+    """
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

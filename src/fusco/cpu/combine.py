@@ -30,7 +30,7 @@ class PartialSums:
         self.hidden, self.dtype = rows.shape[1], accumulation_dtype(rows.dtype)
         self._pair_to_slot = plan.distribution.pair_to_slot
         self._weights = (
-            torch.ones(len(self._pair_to_slot), dtype=self.dtype)
+            torch.ones(len(self._pair_to_slot), dtype=self.dtype, device="cpu")
             if pair_weights is None
             else pair_weights.to(self.dtype)
         )
@@ -42,7 +42,7 @@ class PartialSums:
 
     def range_of(self, first_row: int, end_row: int) -> tuple[int, int]:
         """Which of this rank's sums fall into rows ``first_row`` to ``end_row`` of the node's routing."""
-        first, end = torch.searchsorted(self._touched_rows, torch.tensor([first_row, end_row])).tolist()
+        first, end = torch.searchsorted(self._touched_rows, torch.tensor([first_row, end_row], device="cpu")).tolist()
         return first, end
 
     def write(self, first: int, end: int, memory: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class FoldSums:
     def _finish_own(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         plan, memory = self._plan, self._memory
         own_first = plan.routing.src_to_first_row[plan.rank]
-        tokens = torch.tensor([chunk.first - own_first, chunk.end - own_first])
+        tokens = torch.tensor([chunk.first - own_first, chunk.end - own_first], device="cpu")
         ranges = {}
         for node in plan.topology.remote_nodes(plan.rank):
             first, end = torch.searchsorted(plan.forwarding.node_to_tokens[node], tokens).tolist()

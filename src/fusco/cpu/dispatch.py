@@ -50,8 +50,8 @@ class SendRows:
             slices = cut(len(offsets), rows_per_slice)
             per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
         self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
-        self._slot_offsets = torch.arange(rows_per_slice) * row_bytes
-        self._sizes = torch.full((rows_per_slice,), row_bytes)
+        self._slot_offsets = torch.arange(rows_per_slice, device="cpu") * row_bytes
+        self._sizes = torch.full((rows_per_slice,), row_bytes, device="cpu")
         self._num_sent = 0
 
     def step(self) -> bool:
@@ -201,7 +201,7 @@ class _SourceRows:
         self.local = topology.rank_to_local[self.holder]
         first_row = plan.routing.src_to_first_row[src]
         pieces = cut(plan.num_rows_from(src), rows_per_slice)
-        bounds = torch.tensor([first_row, *(first_row + piece.end for piece in pieces)])
+        bounds = torch.tensor([first_row, *(first_row + piece.end for piece in pieces)], device="cpu")
         pairs = plan.row_to_first_pair[bounds].tolist()
         self.slices = list(itertools.pairwise(pairs))
         self.first_pair = pairs[0]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fusco.control.agreed_groups import agreed_groups
 from fusco.control.connect import Connections, connect, connecting
 from fusco.control.fingerprint import Agreement
 from fusco.control.layout import ArenaLayout
@@ -18,7 +19,7 @@ from fusco.control.store_gather import RollCall
 from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.core.launch import Launch
 from fusco.core.profile import CallProfile
-from fusco.core.rows import plain, row_bytes
+from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -58,7 +59,7 @@ class CpuEngine:
             self._watch, self._memory = connections.watch, connections.memory
             self._transport = _connect_over_gloo(roll, layout, connections)
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
-            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8)
+            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8, device="cpu")
             self._rounds = Rounds(roll.rank, connections)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
             self._resources = resources.pop_all()
@@ -134,7 +135,7 @@ class CpuEngine:
             records = self._rounds.publish(agreement, [routing.num_tokens, *forwarding.num_tokens_to_node])
             num_tokens_to_node = [list(record.counts[1:]) for record in records]
             traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
-            groups = order.balancer(traffic)
+            groups = agreed_groups(self._rounds, agreement.operation, order.balancer, traffic)
             is_staged = self._settings.slice_order == "staged"
             for rank, node in enumerate(self._topology.rank_to_node):
                 num_tokens_to_node[rank][node] = records[rank].counts[0]
@@ -159,8 +160,7 @@ class CpuEngine:
         with self.profile.spend("staging"):
             rows = memory.pool(memory.local, memory.node, (num_tokens, bytes_per_token), torch.uint8)
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                as_bytes = plain(payload).view(-1).view(torch.uint8)
-                rows[:, end - size : end].copy_(as_bytes.view(num_tokens, size))
+                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, self._rounds.number)
         with self.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
@@ -168,10 +168,7 @@ class CpuEngine:
                 self._recycler.empty((num_slots, *shape), payload.dtype)
                 for payload, shape in zip(payloads, shapes, strict=True)
             ]
-            as_bytes_out = [
-                output.view(-1).view(torch.uint8).view(num_slots, size)
-                for output, size in zip(outputs, sizes, strict=True)
-            ]
+            as_bytes_out = [as_bytes(output).view(num_slots, size) for output, size in zip(outputs, sizes, strict=True)]
             for output in as_bytes_out:
                 output[plan.distribution.padding_slots] = 0
             forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
@@ -253,7 +250,7 @@ class CpuEngine:
         memory, error = None, None
         if not agreement.rejection:
             try:
-                memory = torch.empty(shape, dtype=dtype)
+                memory = torch.empty(shape, dtype=dtype, device="cpu")
             except RuntimeError as failure:
                 num_bytes, why = math.prod(shape) * dtype.itemsize, str(failure).splitlines()[0]
                 error = SharedMemoryError(f"{num_bytes:,} bytes of memory could not be had: {why}")

@@ -101,7 +101,7 @@ class GlooTransport:
     def _hang_up(self) -> None:
         for peer in {peer for _, peer in self._waiters}:
             try:
-                byte = torch.empty(1, dtype=torch.uint8)
+                byte = torch.empty(1, dtype=torch.uint8, device="cpu")
                 self._group.recv([byte], peer, _NO_MESSAGES_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # as it should: that connection is closed now, or was before

@@ -36,7 +36,7 @@ class OutputRecycler:
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         try:
             block = self._take(num_bytes)
         except (OSError, OverflowError) as error:
@@ -48,7 +48,7 @@ class OutputRecycler:
         weakref.finalize(array, self._give_back, block).atexit = False
         # Not as a view: PyTorch treats views apart. Hooks on one are lost when it is changed in place, for example.
         storage = torch.from_numpy(array).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
 
     def close(self) -> None:
         """Free the spares; blocks still in use are freed when released."""

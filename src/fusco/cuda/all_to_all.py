@@ -97,7 +97,7 @@ def _whole(course: Course) -> list[CourseSlice]:
 
 def _by_memory(message: CourseSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The spans of each memory: where they stand there, where in the message, and their sizes."""
-    table = torch.tensor(message.spans, dtype=torch.int64)
+    table = torch.tensor(message.spans, dtype=torch.int64, device="cpu")
     memory, offset, num_bytes = table[:, 0], table[:, 1], table[:, 2]
     first = num_bytes.cumsum(0) - num_bytes
     return [

@@ -119,7 +119,7 @@ class Arena:
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """A struct of zeros that both sides see, and its address, which is the same on both."""
-        memory = torch.zeros(ctypes.sizeof(kind), dtype=torch.uint8).pin_memory()
+        memory = torch.zeros(ctypes.sizeof(kind), dtype=torch.uint8, device="cpu").pin_memory()
         self._pinned.append(memory)
         return kind.from_address(memory.data_ptr()), memory.data_ptr()
 

@@ -113,9 +113,8 @@ class NetworkExchange:
         if self._has_unpacked or not self._has_arrived.query():
             return False
         for src, segments in self._receive.items():
-            starts = segments.num_bytes.cumsum(0) - segments.num_bytes
-            message = self._incoming[src]
-            self._kernels.copy_segments(message, starts, segments.memory, segments.offset_bytes, segments.num_bytes)
+            at, message = segments.descriptors, self._incoming[src]
+            self._kernels.copy_segments(message, at.packed_offset_bytes, segments.memory, at.offset_bytes, at.num_bytes)
         self._has_unpacked = _event_after_copy()
         return True
 
@@ -129,9 +128,8 @@ class NetworkExchange:
         return Stall("exchanging segments between nodes", self._peers, "all of them", "not all")
 
     def _packed(self, segments: Segments) -> torch.Tensor:
-        message = _room_for(segments)
-        starts = segments.num_bytes.cumsum(0) - segments.num_bytes
-        self._kernels.copy_segments(segments.memory, segments.offset_bytes, message, starts, segments.num_bytes)
+        at, message = segments.descriptors, _room_for(segments)
+        self._kernels.copy_segments(segments.memory, at.offset_bytes, message, at.packed_offset_bytes, at.num_bytes)
         return message
 
 

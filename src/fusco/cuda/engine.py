@@ -336,9 +336,13 @@ def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]
     """Rows in order of the ranks that they go to or come from, where all are of one node."""
     size = row_bytes(rows)
     return {
-        peer: Segments(rows, torch.tensor([(end - of_peer) * size]), torch.tensor([of_peer * size]))
+        peer: Segments(rows, _word((end - of_peer) * size), _word(of_peer * size))
         for peer, (of_peer, end) in enumerate(zip(num_rows, itertools.accumulate(num_rows), strict=True))
     }
+
+
+def _word(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
 def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:

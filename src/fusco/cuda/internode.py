@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from fusco.control.agreed_groups import agreed_groups
 from fusco.control.fingerprint import Agreement
 from fusco.core.launch import Launch
 from fusco.core.rows import accumulation_dtype, aligned, row_bytes
@@ -46,7 +47,7 @@ class InternodeShuffle:
         device = node.arena.device
         self.packing_stream = torch.cuda.Stream(device, priority=-1)
         self._ring = SliceRing(network, layout, device)
-        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64).pin_memory()
+        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64, device="cpu").pin_memory()
         self._has_summary = torch.cuda.Event()
 
     def dispatch(
@@ -69,7 +70,8 @@ class InternodeShuffle:
                 return None, [], rejection
 
             num_rows = tuple(record.counts[3:] for record in records)
-            groups = order.balancer(Traffic.from_counts(self._topology, num_rows))
+            traffic = Traffic.from_counts(self._topology, num_rows)
+            groups = agreed_groups(node.rounds, agreement.operation, order.balancer, traffic)
             crossing = Crossing(node.arena.rank, groups, num_rows)
             told = RoutingMessages(routing, forwarding, crossing)
             self._pack_routing(told, stream)

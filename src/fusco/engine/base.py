@@ -13,7 +13,7 @@ from fusco.control.fingerprint import Agreement
 from fusco.core.launch import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
-from fusco.core.rows import row_bytes
+from fusco.core.rows import as_bytes, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -118,8 +118,7 @@ class ExchangeOrder:
     @property
     def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes of input and output, uint8 (num_bytes,)."""
-        source, target = (tensor.detach().view(-1).view(torch.uint8) for tensor in (self.input, self.output))
-        return source, target
+        return as_bytes(self.input), as_bytes(self.output)
 
 
 class Engine(Protocol):

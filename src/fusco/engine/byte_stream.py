@@ -50,7 +50,7 @@ class StreamOut:
 
     def __init__(self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._dst, self._copy = channel, dst, copy
-        self._slices: Iterator[Segments] = segments.slices(slice_bytes)
+        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
         self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
@@ -59,9 +59,8 @@ class StreamOut:
         if slot is None:
             return False
         piece = next(self._slices)
-        ends = piece.num_bytes.cumsum(0)
-        self._copy(piece.memory, piece.offset_bytes, slot, ends - piece.num_bytes, piece.num_bytes)
-        self._channel.commit(int(ends[-1]))
+        self._copy(self._memory, piece.offset_bytes, slot, piece.packed_offset_bytes, piece.num_bytes)
+        self._channel.commit(piece.total_bytes)
         self._num_sent += 1
         return True
 
@@ -82,7 +81,7 @@ class StreamIn:
 
     def __init__(self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._src, self._copy = channel, src, copy
-        self._slices = segments.slices(slice_bytes)
+        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
         self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
@@ -91,8 +90,7 @@ class StreamIn:
         if message is None:
             return False
         piece = next(self._slices)
-        starts = piece.num_bytes.cumsum(0) - piece.num_bytes
-        self._copy(message, starts, piece.memory, piece.offset_bytes, piece.num_bytes)
+        self._copy(message, piece.packed_offset_bytes, self._memory, piece.offset_bytes, piece.num_bytes)
         self._channel.release()
         self._num_taken += 1
         return True
@@ -163,4 +161,5 @@ def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, 
 
 def word(value: int, device: torch.device) -> Segments:
     """One int64 as a payload."""
-    return Segments(torch.tensor([value], device=device), torch.tensor([0]), torch.tensor([8]))
+    first, size = torch.tensor([0], device="cpu"), torch.tensor([8], device="cpu")
+    return Segments(torch.tensor([value], device=device), first, size)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
+from fusco.fsdp.candidates import Candidate, describe_candidates, looks_like_experts
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
@@ -42,6 +44,14 @@ class Experts:
         hidden = grouped_linear(rows, up, self._bias(self.up_name), num_rows_per_expert, sizes)
         return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
 
+    def describe(self) -> str:
+        """What ``run`` computes for a row."""
+        if self.up_name == "up_proj":
+            return f"{_DOWN_NAME}(act_fn(up_proj(row)))"
+        if hasattr(self.module, "_apply_gate"):
+            return f"{_DOWN_NAME}(_apply_gate({self.up_name}(row)))"
+        return f"{_DOWN_NAME}(act_fn(gate) * up), gate and up being the halves of {self.up_name}(row)"
+
     def local(self, name: str) -> torch.Tensor:
         """A parameter's values for this rank's experts; gradients flow to the parameter."""
         parameter = getattr(self.module, name)
@@ -72,29 +82,70 @@ def find_experts(model: nn.Module) -> list[Experts]:
     """All modules of experts of a model: with the 3-D parameters and the inputs of ``Experts.module``, and no others.
 
     Raises:
-        ValueError: if there is none, with what comes nearest; or for one with other parameters beside those.
+        ValueError: if there is none, with all that look like some and why they are none; for one with other parameters
+            beside those, and for one whose parameters an adapter or a parametrization changes.
 
     """
-    found, nearest = [], ""
+    found, candidates = [], []
     for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        stacks = {key: parameter for key, parameter in own.items() if parameter.ndim == 3}
-        if len(stacks) < 2 or len({len(parameter) for parameter in stacks.values()}) > 1:
-            continue
-        up_name = next((key for key in _UP_NAMES if key in stacks), None)
-        if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
-            nearest = f"; {name} has the 3-D parameters {', '.join(sorted(stacks))}"
-        elif not _takes_routing(module):
-            inputs = ", ".join(inspect.signature(module.forward).parameters)
-            nearest = f"; {name} has these, but is called with ({inputs}) and not with routing"
-        else:
-            found.append(_experts_of(name, module, up_name))
+        obstacle = _obstacle(module)
+        if not obstacle:
+            _check_unwrapped(name, module, model)
+            stacks = dict(module.named_parameters(recurse=False))
+            found.append(_experts_of(name, module, next(key for key in _UP_NAMES if key in stacks)))
+        elif looks_like_experts(name, module):
+            candidates.append(Candidate(name, module, obstacle))
+        _check_unparametrized(name, module)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no module of experts: one with the parameters gate_up_proj (or up_proj) and "
-            f"down_proj of shape (num_experts, ..., ...), as the MoE models of transformers 5 have{nearest}"
+            f"down_proj of shape (num_experts, ..., ...), as the MoE models of transformers 5 have"
+            f"{describe_candidates(candidates)}"
         )
     return found
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why a module is none of experts; empty if it is one."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return "each expert is a module by itself"
+    own = dict(module.named_parameters(recurse=False))
+    stacks = {key: parameter for key, parameter in own.items() if parameter.ndim == 3}
+    if not stacks:
+        return "no parameter has three dimensions, the first of them the expert"
+    up_name = next((key for key in _UP_NAMES if key in stacks), None)
+    if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
+        return f"the parameters of three dimensions are {', '.join(sorted(stacks))}"
+    if len(stacks[up_name]) != len(stacks[_DOWN_NAME]):
+        return f"{up_name} is of {len(stacks[up_name])} experts and {_DOWN_NAME} of {len(stacks[_DOWN_NAME])}"
+    if not _takes_routing(module):
+        inputs = ", ".join(inspect.signature(module.forward).parameters)
+        return f"it is called with ({inputs}) and not with (hidden_states, top_k_index, top_k_weights)"
+    return ""
+
+
+def _check_unwrapped(name: str, module: nn.Module, model: nn.Module) -> None:
+    """Adapters keep what they adapt as ``base_layer``, and would add plain tensors to its distributed parameters."""
+    parts = name.split(".")
+    for length in range(len(parts)):
+        around = model.get_submodule(".".join(parts[:length]))
+        if parts[length] == "base_layer":
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is wrapped by an adapter, {type(around).__name__}, which changes "
+                f"the experts' parameters: fusco distributes experts without adapters only, so leave them out of the "
+                f"adapter's targets (LoRA of peft: target_modules by name, not 'all-linear', and no experts in "
+                f"target_parameters), or merge it first (merge_and_unload)"
+            )
+
+
+def _check_unparametrized(name: str, module: nn.Module) -> None:
+    """Experts whose parameters are computed are not seen as experts, and would be left out without a word."""
+    changed = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
+    if any(key in changed for key in _UP_NAMES) and _takes_routing(module):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has parametrizations of {', '.join(changed)}: fusco distributes experts "
+            f"whose parameters are plain, so remove them first (torch.nn.utils.parametrize.remove_parametrizations)"
+        )
 
 
 def _takes_routing(module: nn.Module) -> bool:

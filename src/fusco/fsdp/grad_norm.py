@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fusco.fsdp.resharding import is_whole_copy
+
 
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -29,6 +31,10 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping: float64, without dimensions, equal on all ranks.
 
+    Raises:
+        RuntimeError: as ``error_if_nonfinite`` says.
+        ValueError: as ``grad_norm``.
+
     """
     parameters = list(parameters)
     norm = grad_norm(parameters, norm_type)
@@ -45,9 +51,22 @@ def clip_grad_norm_(
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of all ranks together, as ``clip_grad_norm_`` returns it; a collective."""
+    """The norm of all gradients of all ranks together, as ``clip_grad_norm_`` returns it; a collective.
+
+    Raises:
+        ValueError: for a ``norm_type`` that is not positive, and between a forward pass with gradients and its backward
+            pass, where some of a model's parameters are whole copies.
+
+    """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
+    parameters = list(parameters)
+    num_whole = sum(map(is_whole_copy, parameters))
+    if num_whole:
+        raise ValueError(
+            f"{num_whole} of {len(parameters)} parameters are whole copies, as after a forward pass whose backward "
+            f"pass has not been, and have no gradients: evaluate in torch.no_grad(), after which they are sharded again"
+        )
     # Meshes are those of parameters, and in their order, so that ranks agree on them whatever gradients are missing.
     mesh_to_parameters: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -61,7 +80,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
             dist.all_reduce(total, op, mesh.get_group(dim))
         totals.append(total)
     if not totals:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     stacked = torch.stack(totals)
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 

@@ -29,6 +29,6 @@ def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPM
 
 def global_sum(value: float | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
     """Add up a number, such as a count of tokens, over all ranks; a collective. Float64, on the mesh's device."""
-    total = torch.as_tensor(value).detach().to(mesh.device_type, torch.float64, copy=True)
+    total = torch.as_tensor(value, dtype=torch.float64, device=mesh.device_type).detach().clone()
     dist.all_reduce(total)
     return total

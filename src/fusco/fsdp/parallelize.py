@@ -10,6 +10,7 @@ from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointi
 from fusco.fsdp.collective_check import check_on_all_ranks
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
+from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.prefetch import set_prefetch
@@ -52,9 +53,9 @@ def parallelize(
 
     Raises:
         ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
-            of another group, a model without experts or one that is parallelized already, a number of experts that
-            ``ep_size`` does not divide, a parameter or a container that cannot be sharded, or weights that differ
-            between ranks.
+            of another group, a model without experts or one that is parallelized already, experts that are wrapped by
+            an adapter or compute something else than ``Experts.run``, a number of experts that ``ep_size`` does not
+            divide, a parameter or a container that cannot be sharded, or weights that differ between ranks.
 
     """
     settled = sharding or Sharding()
@@ -92,6 +93,7 @@ def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Exp
     found = find_experts(model)
     for experts in found:
         _check_shape(experts, mesh, sharding.expert_dim)
+    check_formulas(found)
     for module in (model, *(unit.block for unit in find_units(model, found))):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"FSDP cannot shard a {type(module).__name__}, which has no forward: parallelize what has")

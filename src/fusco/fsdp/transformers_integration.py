@@ -55,7 +55,7 @@ def registered_with_transformers(
             dispatchers[ep_mesh] = FuscoDispatcher(ep_mesh.get_group(), max_tokens_per_rank, settings=settings)
         (found,) = find_experts(experts)
         # transformers has cut the experts already, and remembers how many are left.
-        num_experts = int(torch.as_tensor(experts.num_experts)) * ep_mesh.size()
+        num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
         return ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
 
     registry.register(name, make)
@@ -121,7 +121,7 @@ def registered_as_experts_implementation(
 def _distributed(module: nn.Module, num_ranks: int) -> Experts:
     """The experts of a module, which holds this rank's."""
     (found,) = find_experts(module)
-    num_local, num_experts = len(found.local(found.up_name)), int(torch.as_tensor(module.num_experts))
+    num_local, num_experts = len(found.local(found.up_name)), int(torch.as_tensor(module.num_experts, device="cpu"))
     if num_local * num_ranks != num_experts:
         raise ValueError(
             f"{type(module).__name__} has {num_experts} experts and this rank holds {num_local} of them, but "

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.prefetch import Unit
+from fusco.fsdp.resharding import reshard_after_evaluation
 from fusco.fsdp.sharding import Sharding
 
 
@@ -46,6 +47,10 @@ def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13 and newer
+                # Ranks whose batches use different parameters would otherwise reduce buffers of different sizes.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+    reshard_after_evaluation(model)
 
 
 def find_units(model: nn.Module, found: Sequence[Experts]) -> list[Unit]:

@@ -58,6 +58,8 @@ Balancer = Callable[[Traffic], Groups]
 
 def giving_groups(balancer: Balancer) -> Balancer:
     """The same balancer; ``TypeError`` or ``ValueError`` unless it gives groups of the ranks that it is asked for."""
+    if is_of_fusco(balancer):
+        return balancer
 
     def checked(traffic: Traffic) -> Groups:
         groups, name = balancer(traffic), getattr(balancer, "__name__", type(balancer).__name__)
@@ -112,6 +114,22 @@ BALANCERS: dict[str, Balancer] = {
     "rotation": balance_by_rotation,
     "send-and-receive": balance_send_and_receive,
 }
+_OF_FUSCO = tuple(BALANCERS.values())
+
+
+def is_of_fusco(balancer: Balancer) -> bool:
+    """Whether a balancer is one of fusco's, which give equal groups for equal traffic on all ranks."""
+    return any(balancer is own for own in _OF_FUSCO)
+
+
+def describe_balancer(balancer: Balancer) -> str:
+    """Its name, and whose it is; names of the caller's balancers tell little.
+
+    >>> describe_balancer(balance_static), describe_balancer(lambda traffic: balance_static(traffic))
+    ('balance_static', "<lambda>, the caller's")
+    """
+    name = str(getattr(balancer, "__name__", type(balancer).__name__))
+    return name if is_of_fusco(balancer) else f"{name}, the caller's"
 
 
 def _as_groups(topology: Topology, group_to_locals: npt.NDArray[Any]) -> Groups:

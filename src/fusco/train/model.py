@@ -60,7 +60,7 @@ def _fill(model: nn.Module, seed: int) -> None:
     for index, parameter in enumerate(model.parameters()):
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
-        whole = torch.ones(parameter.shape, device=local.device)
+        whole = torch.ones(parameter.shape, dtype=torch.float32, device=local.device)
         if parameter.ndim > 1:
             generator = torch.Generator(local.device).manual_seed(mix_seed(seed, index))
             whole.normal_(0, _STD, generator=generator)

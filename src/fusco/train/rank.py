@@ -118,7 +118,7 @@ def _run(
 
 def _meet() -> None:
     """Wait for all ranks, on the host: nobody's clock runs while another still reports the step before."""
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 def _losses(
@@ -137,7 +137,9 @@ def _losses(
 
 def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> StepRecord:
     """What all ranks measured, put together; a collective."""
-    mine = torch.tensor([measured.step_s, *map(measured.section_to_s.__getitem__, SECTIONS)], dtype=torch.float64)
+    mine = torch.tensor(
+        [measured.step_s, *map(measured.section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu"
+    )
     gathered = [torch.empty_like(mine) for _ in range(job.num_ranks)]
     dist.all_gather(gathered, mine)
     ranks = torch.stack(gathered)
@@ -162,7 +164,7 @@ def _imbalance(job: TrainingJob, observer: ObservingDispatcher) -> float:
     """Rows of the busiest expert over those of the mean expert, mean over layers; a collective."""
     mine = torch.stack(observer.num_rows).cpu()
     first = dist.get_rank() % job.ep_size * mine.shape[1]
-    rows = torch.zeros(job.shape.num_layers, job.shape.num_experts, dtype=torch.int64)
+    rows = torch.zeros(job.shape.num_layers, job.shape.num_experts, dtype=torch.int64, device="cpu")
     rows[:, first : first + mine.shape[1]] = mine
     dist.all_reduce(rows)
     return float((rows.max(1).values / rows.double().mean(1)).mean())

@@ -40,8 +40,8 @@ def load_text(job: TrainingJob) -> torch.Tensor:
 def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> torch.Tensor:
     """One rank's sequences in a step: int64 (num_sequences, length + 1) from places that seed, step and rank choose."""
     generator = torch.Generator().manual_seed(mix_seed(job.seed, step, rank))
-    first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator)
-    return text[first + torch.arange(job.length + 1)].long()
+    first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator, device="cpu")
+    return text[first + torch.arange(job.length + 1, device="cpu")].long()
 
 
 def _python_sources() -> Iterator[Path]:

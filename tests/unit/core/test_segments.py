@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +16,7 @@ def of(base, offsets, sizes):
     return Segments(base, torch.tensor(offsets, dtype=torch.int64), torch.tensor(sizes, dtype=torch.int64))
 
 
-def read(payload):
-    memory = payload.memory
+def read(payload, memory):
     pieces = zip(payload.offset_bytes.tolist(), payload.num_bytes.tolist(), strict=True)
     return [byte for offset, size in pieces for byte in memory[offset : offset + size].tolist()]
 
@@ -108,6 +108,41 @@ def test_arrays_of_the_wrong_kind():
         Segments(torch.zeros(4, 4).T, good, good)
 
 
+def test_nothing_that_happens_to_arrays_or_base_changes_segments():
+    offsets, sizes = np.array([4, 0]), torch.tensor([2, 3])
+    base = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    payload = Segments(base, torch.from_numpy(offsets), sizes)
+    offsets[:], sizes[:] = 1 << 40, -1
+    payload.offset_bytes.zero_()
+    payload.num_bytes.zero_()
+    base.t_()
+    assert (payload.offset_bytes.tolist(), payload.num_bytes.tolist()) == ([4, 0], [2, 3])
+    assert payload.total_bytes == 5
+    assert read(payload, payload.memory) == [4, 5, 0, 1, 2]
+    assert cut(payload, 4) == [([4, 0], [2, 2]), ([2], [1])]
+    with pytest.raises(AttributeError):
+        payload.base = base
+
+
+@pytest.mark.parametrize(
+    "base",
+    [torch.arange(12, dtype=torch.int16).view(4, 3)[:1, 1], torch.ones((), dtype=torch.int16).expand(1, 1)],
+)
+def test_a_base_of_one_element_may_have_any_stride(base):
+    assert base.is_contiguous()
+    assert read(of(base, [0], [2]), of(base, [0], [2]).memory) == [1, 0]
+
+
+def test_a_base_whose_memory_does_not_hold_its_values():
+    conjugated, negated = torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    for base in (conjugated, negated.expand(2)[:1]):
+        with pytest.raises(ValueError, match=r"pass base\.resolve_conj\(\)\.resolve_neg\(\)"):
+            of(base, [0], [4])
+    with pytest.raises(TypeError, match=r"their base is quantised \(torch.qint8\)"):
+        of(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), [0], [4])
+
+
 @given(
     st.integers(0, 40).flatmap(
         lambda room: st.tuples(
@@ -120,6 +155,6 @@ def test_slices_together_are_the_payload(drawn):
     offsets, sizes = [offset for offset, _ in wanted], [min(size, room - offset) for offset, size in wanted]
     payload = of(torch.arange(room, dtype=torch.uint8), offsets, sizes)
     slices = list(payload.slices(slice_bytes))
-    assert [byte for piece in slices for byte in read(piece)] == read(payload)
+    assert [byte for piece in slices for byte in read(piece, payload.memory)] == read(payload, payload.memory)
     assert [piece.total_bytes for piece in slices[:-1]] == [slice_bytes] * (len(slices) - 1)
     assert all(0 < piece.total_bytes <= slice_bytes for piece in slices)

@@ -127,6 +127,9 @@ class SimulatedRounds:
         check_agreement([record.agreement for record in records], self._rank)
         return records
 
+    def publish_more(self, agreement: Agreement) -> None:
+        self.publish(agreement, [])
+
 
 class SimulatedWatch:
     """Stands in for ``Watch``: nobody is ever late."""

@@ -22,7 +22,18 @@ from simulated_kernels import SimulatedLibrary
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RejectedInputError, Settings, StaticSlots, Topology
+from fusco import (
+    BALANCERS,
+    Capacity,
+    ExpertPlacement,
+    Groups,
+    Launch,
+    MismatchError,
+    RejectedInputError,
+    Settings,
+    StaticSlots,
+    Topology,
+)
 from fusco.control.fingerprint import Agreement
 from fusco.core.profile import CallProfile
 from fusco.cuda.internode_plan import InternodePlan
@@ -426,3 +437,27 @@ def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
     assert str(refused[1]) == what
     for rank in (0, 2, 3):
         assert str(refused[rank]) == f"dispatch was called off on all ranks, since rank 1 rejected its input: {what}"
+
+
+class Disagreeing(Play):
+    """Rank 3's balancer gives other groups than those of the other ranks, to begin with."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        order = self._order(at.rank, self._payloads(at))
+        balancers = [
+            lambda traffic: Groups(traffic.topology, ((0, 1), (1, 0))),
+            lambda traffic: Groups.of_same_local_rank(traffic.topology),
+        ]
+        with pytest.raises(MismatchError) as raised:
+            at.internode.dispatch(Agreement("dispatch"), replace(order, balancer=balancers[at.rank == 3]), at.stream)
+        super()._on_rank(at)  # all go on
+        return str(raised.value)
+
+
+def test_balancers_that_disagree_are_found_before_anything_travels():
+    scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_weighted=False)
+    errors = Disagreeing(scene).run(order=1)
+    assert set(errors) == {
+        "ranks disagree in dispatch: the balancer's groups is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) on "
+        "rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+    }

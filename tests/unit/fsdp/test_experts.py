@@ -73,15 +73,19 @@ def test_experts_without_a_gate(is_transposed):
     [
         (
             {"w1": (2, 8, 3), "w2": (2, 3, 4)},
-            r"ModuleDict has no module of experts: .*; mlp\.whatever has the 3-D parameters w1, w2$",
+            r"ModuleDict has no module of experts: .* experts: mlp\.whatever \(Stack\) has w1 \(2, 8, 3\), w2 "
+            r"\(2, 3, 4\): the parameters of three dimensions are w1, w2$",
         ),
         ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not go together"),
         (
             {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "scale": (3,)},
             r"mlp\.whatever\.scale of shape \(3,\) cannot be distributed with the 2 experts",
         ),
-        ({"gate_up_proj": (2, 8, 3)}, "ModuleDict has no module of experts"),
-        ({"gate_up_proj": (2, 8, 3), "down_proj": (3, 3, 4)}, "ModuleDict has no module of experts"),
+        ({"gate_up_proj": (2, 8, 3)}, r"ModuleDict has no .*: the parameters of three dimensions are gate_up_proj$"),
+        (
+            {"gate_up_proj": (2, 8, 3), "down_proj": (3, 3, 4)},
+            r"ModuleDict has no .*: gate_up_proj is of 2 experts and down_proj of 3$",
+        ),
     ],
 )
 def test_what_is_no_experts_is_named(shapes, text):
@@ -126,8 +130,96 @@ def test_what_only_looks_like_experts_is_passed_over(other):
 
 
 def test_experts_that_get_no_routing_are_named_if_there_are_no_others():
-    with pytest.raises(ValueError, match=r"; mlp has these, but is called with \(hidden_states\) and not with routing"):
+    text = r"mlp \(SortedExperts\) .*: it is called with \(hidden_states\) and not with \(hidden_states, top_k_index, "
+    with pytest.raises(ValueError, match=text):
         find_experts(nn.ModuleDict({"mlp": SortedExperts()}))
+
+
+class FlatExperts(Stack):
+    """As those of DBRX."""
+
+    def __init__(self):
+        super().__init__(w1=(8, 3), v1=(8, 3), w2=(8, 3))
+
+
+def test_all_that_looks_like_experts_is_named_with_the_reason_each_kind_once():
+    layers = [
+        nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(3),
+                "conv": nn.Conv1d(4, 4, 3),
+                "experts": nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]),
+                "flat": nn.ModuleDict({"mlp": FlatExperts()}),
+                "unequal": Stack(gate_up_proj=(3, 8, 3), down_proj=(2, 3, 4)),
+            }
+        )
+        for _ in range(3)
+    ]
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the whole text is compared
+        find_experts(nn.ModuleList(layers))
+    start, _, seen = str(error.value).partition(". What looks like experts: ")
+    assert start.startswith("ModuleList has no module of experts: one with the parameters gate_up_proj")
+    no_stacks = "no parameter has three dimensions, the first of them the expert"
+    assert seen.split("; ") == [
+        "0.experts and 2 more (ModuleList of 4 Linear) has no parameters of its own: each expert is a module by itself",
+        f"0.flat.mlp and 2 more (FlatExperts) has w1 (8, 3), v1 (8, 3), w2 (8, 3): {no_stacks}",
+        "0.unequal and 2 more (Stack) has gate_up_proj (3, 8, 3), down_proj (2, 3, 4): gate_up_proj is of 3 experts "
+        "and down_proj of 2",
+    ]
+
+
+def test_a_model_with_nothing_like_experts():
+    with pytest.raises(ValueError, match=r"as the MoE models of transformers 5 have$"):
+        find_experts(nn.Sequential(nn.Linear(3, 3), nn.Conv1d(4, 4, 3), nn.LayerNorm(3)))
+
+
+def test_a_long_list_of_what_looks_like_experts_ends():
+    modules = [Stack(**{f"w{index}": (2, 3, 4)}) for index in range(8)]
+    with pytest.raises(ValueError, match=r"; 5 \(Stack\) has w5 [^;]*; and 2 kinds more$"):
+        find_experts(nn.ModuleList(modules))
+
+
+class ParamWrapper(nn.Module):
+    """As that of peft: around it a parameter of its ``base_layer`` is something else."""
+
+    def __init__(self, base_layer, parameter_name):
+        super().__init__()
+        self.base_layer, self.parameter_name = base_layer, parameter_name
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 4)})
+
+    def forward(self, *args):
+        """Nothing that is asked for here."""
+
+
+def test_experts_with_an_adapter_are_refused():
+    plain, experts = (Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)) for _ in range(2))
+    wrapped = ParamWrapper(ParamWrapper(experts, "gate_up_proj"), "down_proj")
+    text = (
+        r"mlp\.experts\.base_layer\.base_layer \(Stack\) is wrapped by an adapter, ParamWrapper, .* so leave them out "
+        r".*target_parameters\), or merge it first"
+    )
+    with pytest.raises(ValueError, match=text):
+        find_experts(nn.ModuleDict({"first": plain, "mlp": nn.ModuleDict({"experts": wrapped})}))
+
+
+def test_adapters_elsewhere_are_not_looked_at():
+    experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
+    model = nn.ModuleDict({"q_proj": ParamWrapper(nn.Linear(3, 3), "weight"), "experts": experts})
+    assert [found.name for found in find_experts(model)] == ["experts"]
+
+
+def test_adapters_within_experts_are_refused():
+    experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
+    experts.lora_A = nn.Linear(3, 4)
+    with pytest.raises(ValueError, match=r"^0\.lora_A\.weight of shape \(4, 3\) cannot be distributed"):
+        find_experts(nn.ModuleList([experts]))
+
+
+def test_parametrized_experts_are_refused_and_not_left_out():
+    plain, experts = (Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)) for _ in range(2))
+    nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", nn.Tanh(), unsafe=True)
+    with pytest.raises(ValueError, match=r"^1 \(ParametrizedStack\) has parametrizations of gate_up_proj"):
+        find_experts(nn.ModuleList([plain, experts]))
 
 
 def test_the_host_asks_for_the_sizes_of_blocks_once_a_layer(monkeypatch):

@@ -12,11 +12,12 @@ from fusco.cpu.kernels.reduce_rows import reduce_rows
 
 def warm_up_cpu() -> None:
     """Compile every kernel for every dtype, or load it from the disk cache (seconds once, then milliseconds)."""
-    none = torch.zeros(0, dtype=torch.int64)
-    memory = torch.zeros(0, dtype=torch.uint8)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
+    memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     copy_segments(memory, none, memory, none, none)
     for dtype in ROW_DTYPES:
         sum_dtype = accumulation_dtype(dtype)
-        rows, sums = torch.zeros(0, 1, dtype=dtype), torch.zeros(0, 1, dtype=sum_dtype)
-        reduce_rows(rows, torch.zeros(1, dtype=torch.int64), none, torch.zeros(0, dtype=sum_dtype), sums)
+        rows, sums = torch.zeros(0, 1, dtype=dtype, device="cpu"), torch.zeros(0, 1, dtype=sum_dtype, device="cpu")
+        first, weights = torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=sum_dtype, device="cpu")
+        reduce_rows(rows, first, none, weights, sums)
         add_rows(rows, none, sums)

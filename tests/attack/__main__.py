@@ -1,0 +1,77 @@
+"""``python -m attack``: attacks in turn until time is up or one succeeds; the last line says how to repeat that."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from attack.kinds import Attacks
+
+# What part of the time each kind gets.
+_SHARES = {"random": 0.45, "soak": 0.15, "faults": 0.3, "strangers": 0.1}
+
+
+def main() -> int:
+    """Attack; the exit code is 1 if an attack succeeded."""
+    options = _options()
+    console = Console(highlight=False, soft_wrap=True)
+    attacks = Attacks(options.seed)
+    spent, done = dict.fromkeys(options.only, 0.0), dict.fromkeys(options.only, 0)
+    began = time.monotonic()
+    failure = ""
+    try:
+        while not failure and time.monotonic() - began < options.seconds:
+            kind = min(options.only, key=lambda kind: (spent[kind] / _SHARES[kind], kind))
+            number = done[kind] if options.index is None else options.index
+            failure = _attack(console, attacks, kind, number, began, options.seed)
+            done[kind] += 1
+            spent[kind] = spent[kind] + time.monotonic() - began - sum(spent.values())
+            if options.index is not None:
+                break
+    finally:
+        attacks.close()
+    table = Table("attack", "cases", "seconds", "result")
+    for kind in options.only:
+        is_failed = bool(failure) and failure.split()[0] == kind
+        table.add_row(kind, str(done[kind]), f"{spent[kind]:.0f}", "FAILED" if is_failed else "passed")
+    console.print(table)
+    if failure:
+        kind, number = failure.split()
+        console.print(f"repeat it: python -m attack --only {kind} --seed {options.seed} --index {number}")
+    return bool(failure)
+
+
+def _attack(console: Console, attacks: Attacks, kind: str, number: int, began: float, seed: int) -> str:
+    """One attack; returns its name if it succeeded, which is a failure of fusco's."""
+    try:
+        told = attacks.kinds[kind](number)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what attacks are for
+        console.print(f"{time.monotonic() - began:6.1f} s  {kind} {number} FAILED: {type(error).__name__}: {error}")
+        return f"{kind} {number}"
+    console.print(f"{time.monotonic() - began:6.1f} s  {kind} {number}: {told}")
+    return ""
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m attack", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0, help="no attack begins later (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="what all random numbers follow from (default: 0)")
+    parser.add_argument("--only", type=_kinds, default=list(_SHARES), help=f"kinds, with commas: {', '.join(_SHARES)}")
+    parser.add_argument("--index", type=int, help="only the attack of this number, of each kind")
+    return parser.parse_args()
+
+
+def _kinds(text: str) -> Sequence[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in _SHARES]:
+        raise argparse.ArgumentTypeError(f"no such kind: {', '.join(unknown)}")
+    return kinds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Functions on ranks: a model with a part that not all ranks use in a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from fsdp_jobs import LIMIT_S, difference, mesh_of
+from fsdp_models import SEQUENCE, VOCABULARY, make_batch, make_model
+from torch import nn
+
+from fusco import Settings, fsdp
+
+
+class Captioner(nn.Module):
+    """A language model that gets an image in place of its first token, or none.
+
+    Blocks have a part for images as well, as Hugging Face's models with layers of their own for images do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = make_model("qwen3")
+        self.vision = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 16))
+        for layer in self.text.model.layers:
+            layer.mlp = WithImages(layer.mlp)
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
+        embedded = self.text.get_input_embeddings()(ids)
+        if image is not None:
+            embedded = torch.cat([self.vision(image).expand(len(ids), 1, -1), embedded[:, 1:]], dim=1)
+        for layer in self.text.model.layers:
+            layer.mlp.has_image = image is not None
+        logits = self.text(inputs_embeds=embedded).logits
+        return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), ids.reshape(-1), reduction="sum")
+
+
+class WithImages(nn.Module):
+    """A MoE block, and something more for batches with images."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.moe, self.more, self.has_image = moe, nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x) + self.more(x) if self.has_image else self.moe(x)
+
+
+def differences_with_images(_: dist.ProcessGroup, has_image: tuple[bool, ...]) -> dict[str, float]:
+    """How far gradients are from those of one process, of whose batches some have an image."""
+    expected = Captioner()
+    image = torch.linspace(-1, 1, 5)
+    batches = [make_batch(rank, 1) for rank in range(len(has_image))]
+    for batch, with_image in zip(batches, has_image, strict=True):
+        expected(batch.ids, image if with_image else None).backward()
+    mesh, rank = mesh_of(2, 1), dist.get_rank()
+    with fsdp.FuscoDispatcher(mesh.ep_group, SEQUENCE, settings=Settings(timeout_s=LIMIT_S / 4)) as dispatcher:
+        model = Captioner()
+        fsdp.parallelize(model, mesh, dispatcher)
+        model(batches[rank].ids, image if has_image[rank] else None).backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: difference(grads[name], torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, parameter in expected.named_parameters()
+    }

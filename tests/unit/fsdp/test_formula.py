@@ -1,0 +1,205 @@
+"""Modules of experts that compute something else than what would replace them are refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from fusco.fsdp import find_experts, parameters_on_meta
+from fusco.fsdp.formula import check_formulas
+
+
+class Experts(nn.Module):
+    """As transformers spells experts out; what is between the projections is ``gate``."""
+
+    def __init__(self, num_experts=6, hidden=12, intermediate=8):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2 * intermediate, hidden, dtype=torch.bfloat16))
+        self.down_proj = nn.Parameter(torch.zeros(num_experts, hidden, intermediate, dtype=torch.bfloat16))
+        self.act_fn = nn.SiLU()
+
+    def gate(self, gate, up):
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in range(len(self.gate_up_proj)):
+            token, k = (top_k_index == expert).nonzero(as_tuple=True)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            result = self.gate(gate, up) @ self.down_proj[expert].T
+            out.index_add_(0, token, result * top_k_weights[token, k, None])
+        return out
+
+
+class Clamped(Experts):
+    def gate(self, gate, up):
+        return super().gate(gate.clamp(max=10), up.clamp(-10, 10))
+
+
+class WithOne(Experts):
+    """As GPT-OSS, whose values are small at first."""
+
+    def gate(self, gate, up):
+        return super().gate(gate, up + 1)
+
+
+class Dropping(Experts):
+    def gate(self, gate, up):
+        return nn.functional.dropout(super().gate(gate, up), 0.1, self.training)
+
+
+class WeightedFirst(Experts):
+    """As Llama 4, which multiplies what goes into its experts."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        weighted = hidden_states * top_k_weights.sum(1, keepdim=True)
+        return super().forward(weighted, top_k_index, torch.ones_like(top_k_weights))
+
+
+class Turned(Experts):
+    """Its matrices are square, so that only its forward says which way they are."""
+
+    def __init__(self):
+        super().__init__(hidden=8, intermediate=4)
+        self.down_proj = nn.Parameter(torch.zeros(6, 8, 4))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        kept = self.gate_up_proj
+        self.gate_up_proj = nn.Parameter(kept.transpose(1, 2))
+        try:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        finally:
+            self.gate_up_proj = kept
+
+
+class Neighbours(Experts):
+    """Its expert 0 has the matrices of expert 1."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index.clamp(min=1), top_k_weights)
+
+
+class DenseWeights(Experts):
+    """Its weights are (num_tokens, num_experts)."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights.gather(1, top_k_index))
+
+
+class Tuple(Experts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights), None
+
+
+def check(*modules):
+    check_formulas(find_experts(nn.ModuleDict({str(index): module for index, module in enumerate(modules)})))
+
+
+def test_what_fusco_computes_is_accepted_and_left_as_it_was():
+    module = Experts().eval()
+    parameters, generator = dict(module.named_parameters()), torch.get_rng_state()
+    check(module, Experts(num_experts=1), Experts(hidden=5, intermediate=3))
+    assert {name: id(parameter) for name, parameter in module.named_parameters()} == {
+        name: id(parameter) for name, parameter in parameters.items()
+    }
+    assert all(parameter.dtype == torch.bfloat16 and parameter.requires_grad for parameter in parameters.values())
+    assert not any(each.training for each in module.modules())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("wrong", [Clamped, WithOne, Dropping, WeightedFirst, Turned, Neighbours])
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_what_computes_something_else_is_refused(wrong, is_on_meta):
+    """With all weights zero, so that only random ones show it."""
+    if is_on_meta:
+        with parameters_on_meta():
+            module = wrong()
+    else:
+        module = wrong()
+    generator = torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"^1 \({wrong.__name__}\) computes something else than fusco.* differ by"):
+        check(Experts(), module)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.is_meta == is_on_meta for parameter in module.parameters())
+
+
+def test_the_text_says_what_fusco_would_compute_and_how_far_it_is_from_that():
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the whole text is compared
+        check(Clamped())
+    text, _, rest = str(error.value).partition("differ by ")
+    assert text == (
+        "0 (Clamped) computes something else than fusco, which would replace it by down_proj(act_fn(gate) * up), gate "
+        "and up being the halves of gate_up_proj(row): on random rows the outputs "
+    )
+    assert float(rest.split()[0]) > 1
+    assert rest.endswith(" times a row's largest value (allowed: 0.001)")
+
+
+def test_what_cannot_be_run_with_routing_is_refused():
+    with pytest.raises(ValueError, match=r"^0 \(DenseWeights\) cannot be compared with .* it raised RuntimeError"):
+        check(DenseWeights())
+    with pytest.raises(ValueError, match=r"^0 \(Tuple\) gives tuple for rows of shape \(4, 12\)"):
+        check(Tuple())
+
+
+def test_layers_that_are_alike_are_compared_once_and_others_each():
+    asked = []
+
+    class Counting(Experts):
+        def __init__(self, limit):
+            super().__init__()
+            self.limit = limit
+
+        def gate(self, gate, up):
+            asked.append(self.limit)
+            return super().gate(gate.clamp(max=self.limit), up)
+
+    check(Counting(1e6), Counting(1e6), Counting(1e7))
+    assert sorted(set(asked)) == [1e6, 1e7]
+    assert asked.count(1e6) == asked.count(1e7)
+    with pytest.raises(ValueError, match=r"^1 \(Counting\)"):
+        check(Counting(1e6), Counting(7.0), Counting(5.0))
+
+
+def test_a_forward_of_its_own_makes_a_layer_another():
+    one, other = Experts(), Experts()
+    other.forward = lambda hidden_states, top_k_index, top_k_weights: hidden_states
+    with pytest.raises(ValueError, match=r"^1 \(Experts\)"):
+        check(one, other)
+
+
+def test_buffers_without_values_are_warned_of():
+    module = Clamped()
+    module.register_buffer("limit", torch.zeros(1, device="meta"))
+    with pytest.warns(UserWarning, match=r"0\.limit is on the meta device, so that it is not checked whether Clamped"):
+        check(module)
+
+
+def test_experts_without_a_gate_and_with_biases():
+    class Plain(nn.Module):
+        is_transposed = True
+
+        def __init__(self):
+            super().__init__()
+            self.up_proj, self.down_proj = (nn.Parameter(torch.zeros(4, 8, 8)) for _ in range(2))
+            self.up_proj_bias, self.down_proj_bias = (nn.Parameter(torch.zeros(4, 8)) for _ in range(2))
+            self.act_fn = nn.ReLU()
+            self.has_bias_last = False
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            def expert(x, e):
+                hidden = self.act_fn(x @ self.up_proj[e] + self.up_proj_bias[e])
+                return hidden @ self.down_proj[e] + self.down_proj_bias[e]
+
+            return torch.stack(
+                [
+                    sum(weight * expert(x, e) for e, weight in zip(chosen, weights, strict=True))
+                    + (self.down_proj_bias[0] if self.has_bias_last else 0)
+                    for x, chosen, weights in zip(hidden_states, top_k_index, top_k_weights, strict=True)
+                ]
+            )
+
+    check(Plain())
+    wrong = Plain()
+    wrong.has_bias_last = True
+    with pytest.raises(ValueError, match=r"replace it by down_proj\(act_fn\(up_proj\(row\)\)\)"):
+        check(wrong)
