@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from fusco.control.agreed_groups import agreed_groups
 from fusco.control.connect import Connections, connect, connecting
 from fusco.control.fingerprint import Agreement
 from fusco.control.layout import ArenaLayout
@@ -32,6 +31,7 @@ from fusco.cpu.gloo import GlooTransport
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
+from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
 from fusco.engine.byte_stream import check_sizes, stream_sizes, stream_with
 from fusco.engine.exchange_plan import agree_on_exchange

@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 
-from fusco.control.agreed_groups import agreed_groups
 from fusco.control.fingerprint import Agreement
 from fusco.core.launch import Launch
 from fusco.core.rows import accumulation_dtype, aligned, row_bytes
@@ -29,6 +28,7 @@ from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
+from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import DispatchOrder
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
