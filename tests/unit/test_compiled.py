@@ -93,7 +93,7 @@ def test_where_kernels_are_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache_dir({}) == tmp_path / ".cache" / "fusco"
     monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
-    with pytest.raises(OSError, match="the home directory .*nowhere does not exist"):
+    with pytest.raises(OSError, match=r"the home directory .*nowhere does not exist"):
         default_cache_dir({})
     assert not (tmp_path / "nowhere").exists()
 
@@ -183,7 +183,19 @@ def test_what_a_parent_has_said_its_children_do_not_repeat():
 
 
 def test_slow_work_is_announced_and_quick_work_is_not(monkeypatch):
-    said = []
+    said, made = [], []
+
+    class FakeTimer:
+        def __init__(self, seconds, function):
+            self.seconds, self.function, self.is_cancelled, self.daemon = seconds, function, False, False
+            made.append(self)
+
+        def start(self):
+            assert self.daemon
+
+        def cancel(self):
+            self.is_cancelled = True
+
     monkeypatch.setattr(announcements, "announce", said.append)
     monkeypatch.setattr(announcements.threading, "Timer", FakeTimer)
     now = iter([0.0, 0.4, 10.0, 10.3, 20.0])
@@ -196,24 +208,10 @@ def test_slow_work_is_announced_and_quick_work_is_not(monkeypatch):
     work.begin()
     work.end()
     work.begin()
-    assert [round(timer.seconds, 3) for timer in FakeTimer.made] == [1.0, 0.6, 0.3], "parts add up"
-    assert [timer.is_cancelled for timer in FakeTimer.made] == [True, True, False]
-    FakeTimer.made[-1].function()
+    assert [round(timer.seconds, 3) for timer in made] == [1.0, 0.6, 0.3], "parts add up"
+    assert [timer.is_cancelled for timer in made] == [True, True, False]
+    made[-1].function()
     assert said == ["slow"]
-
-
-class FakeTimer:
-    made = []
-
-    def __init__(self, seconds, function):
-        self.seconds, self.function, self.is_cancelled, self.daemon = seconds, function, False, False
-        self.made.append(self)
-
-    def start(self):
-        assert self.daemon
-
-    def cancel(self):
-        self.is_cancelled = True
 
 
 def test_a_folder_says_where_kernels_are():
