@@ -36,8 +36,8 @@ def is_first_to_say(text: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _claims() -> dict[str, tuple[socket.socket | None, socket.socket | None]]:
-    """What this process has said or left to another, with the sockets that stay open until it ends."""
+def _claims() -> dict[str, tuple[int | None, int | None]]:
+    """What this process has said or left to another, with the sockets' descriptors, open until it ends."""
     return {}
 
 
@@ -47,8 +47,8 @@ def _parent_pid() -> int:
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
-def _hold(text: str, pid: int) -> socket.socket | None:
-    """A socket with a name of Linux's abstract namespace; ``None`` if another process has that name."""
+def _hold(text: str, pid: int) -> int | None:
+    """A socket's descriptor, with a name of Linux's abstract namespace; ``None`` if another process has that name."""
     namespace = os.readlink("/proc/self/ns/pid")  # process ids mean nothing in another
     digest = hashlib.sha256(f"{os.getuid()}/{namespace}/{pid}/{text}".encode()).hexdigest()[:32]
     claim = socket.socket(socket.AF_UNIX)
@@ -59,7 +59,7 @@ def _hold(text: str, pid: int) -> socket.socket | None:
             claim.close()
             return None
         # No such sockets here: better said twice than not at all.
-    return claim
+    return claim.detach()
 
 
 class SlowWork:

@@ -37,7 +37,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return make
 
 
-class _KernelCache(_Cache):  # type: ignore[misc]  # numba is untyped
+class _KernelCache(_Cache):
     """What numba asks for compiled code before it compiles, and gives it afterwards."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -98,7 +98,7 @@ class _KernelCache(_Cache):  # type: ignore[misc]  # numba is untyped
             cache.flush()
 
 
-class _Locator(_CacheLocator):  # type: ignore[misc]  # numba is untyped
+class _Locator(_CacheLocator):
     """Tells numba's cache a folder whose name changes with the sources."""
 
     def __init__(self, root: Path, function: Callable[..., Any]) -> None:
@@ -128,10 +128,10 @@ class _Locator(_CacheLocator):  # type: ignore[misc]  # numba is untyped
 def _cache_in(root: Path, function: Callable[..., Any]) -> FunctionCache:
     locator = _Locator(root, function)
 
-    class Impl(CompileResultCacheImpl):  # type: ignore[misc]  # numba is untyped
-        _locator_classes: ClassVar = [SimpleNamespace(from_function=lambda *_: locator)]
+    class Impl(CompileResultCacheImpl):
+        _locator_classes: ClassVar[Any] = [SimpleNamespace(from_function=lambda *_: locator)]  # type: ignore[misc]
 
-    class Cache(FunctionCache):  # type: ignore[misc]  # numba is untyped
+    class Cache(FunctionCache):
         _impl_class = Impl
 
     return Cache(function)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,7 +25,7 @@ _GRACE_S, _LIMIT_S = 30.0, 600.0
 # What rank 0 has to say it in before another rank ends, as launchers then end all.
 _TELLING_S = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.05
-_FINE, _FAILED = b"fine", b"failed"
+_FINE, _FAILED = "fine", "failed"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Outcomes:
         Otherwise raises ``RankFailedError`` with all failures on rank 0 and ``ToldElsewhereError`` on the others. Where
         rank 0 does not come to a verdict in time, returns on a rank that has failed, and raises on others.
         """
-        self._store.set(f"rank/{self._rank}", pickle.dumps(failure))
+        self._store.set(f"rank/{self._rank}", json.dumps(asdict(failure) if failure else None))
         if self._rank == 0:
             self._judge()
             return
@@ -126,7 +126,7 @@ class Outcomes:
                     raise RankFailedError({}, f"rank 0 gave no result within {limit_s:g} s")
                 return
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        if self._store.get("verdict") == _FAILED:
+        if self._store.get("verdict") == _FAILED.encode():
             time.sleep(_TELLING_S)
             raise ToldElsewhereError("rank 0 tells what has failed")
 
@@ -137,7 +137,8 @@ class Outcomes:
         while len(heard) < self._world_size and time.monotonic() < deadline:
             for rank in set(range(self._world_size)) - set(heard):
                 if self._store.check([f"rank/{rank}"]):
-                    heard[rank] = pickle.loads(self._store.get(f"rank/{rank}"))  # noqa: S301  of this job's own ranks
+                    fields = json.loads(self._store.get(f"rank/{rank}"))
+                    heard[rank] = RankFailure(**fields) if fields else None
             if any(heard.values()) and time.monotonic() + _GRACE_S < deadline:
                 deadline, limit = time.monotonic() + _GRACE_S, f"{_GRACE_S:g} s after another failed"
             time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -192,17 +192,17 @@ def _deaf_to_interrupts() -> Iterator[None]:
     ensure_running()  # where it starts multiprocessing's resource tracker it lets signals through again
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
-    handled = {number: handler for number, handler in kept.items() if callable(handler)}
-    for number in handled:
-        signal.signal(number, lambda number, _: came.append(number))
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    handled = {each: handler for each, handler in before.items() if callable(handler)}
+    for each in handled:
+        signal.signal(each, lambda number, _: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handled.items():
-            signal.signal(number, handler)
+        for each, handler in handled.items():
+            signal.signal(each, handler)
         for number in dict.fromkeys(came):
             signal.raise_signal(number)
 

@@ -16,7 +16,7 @@ import fusco
 from fusco.balancer import BALANCERS
 from fusco.bench.traffic import Pattern
 from fusco.bench.variants import choose_variants
-from fusco.cli import checkup
+from fusco.cli import checkup, main
 from fusco.cli.main import app
 from fusco.cli.options import BalancerName, choose_names
 from fusco.requirements import LEAST_OF_FSDP, LEAST_VERSIONS, check_fsdp, check_torch, installed, is_recent
@@ -355,6 +355,53 @@ def test_bench_schedule_says_which_figures_are_constants(capsys):
     output = run("bench", "schedule", "--draws", "2", "--nodes", "4").stdout
     assert "FAST *" in output
     assert "* not measured here: constants of another machine" in output
+
+
+def test_warm_up_compiles_for_the_architectures_it_is_given(monkeypatch):
+    pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core")
+    compiled = []
+    monkeypatch.setattr(
+        "fusco.kernels.cuda.warm_up.warm_up_cuda", lambda compiler, shape: compiled.append((compiler.arch, shape)) or []
+    )
+    done = run("warm-up", "--arch", "sm_90,sm_100", "--hidden", "2048", "--dtype", "float16")
+    assert done.exit_code == 0, done.output
+    assert "CPU kernels: kept in" in done.output
+    assert [arch for arch, _ in compiled] == ["sm_90", "sm_100"]
+    assert str(compiled[0][1]) == "KernelShape(num_ranks=8, num_topk=8, hidden=2048, dtype=torch.float16)"
+    assert "'hopper' is no architecture, such as sm_90" in str(run("warm-up", "--arch", "hopper").exception)
+
+
+def test_warm_up_leaves_no_cpu_kernel_to_compile(tmp_path):
+    variables = {**os.environ, "FUSCO_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "fusco", "warm-up"]
+    first = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert f"CPU kernels: kept in {tmp_path}" in first.stdout
+    assert first.stderr == "fusco: compiling CPU kernels, once on this machine\n"
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    modules = {path.parent.name.rsplit("-", 1)[0] for path in kept}
+    sources = (ROOT / "src" / "fusco").rglob("*.py")
+    compiled = {path for path in sources if re.search(r"^@compiled\(", path.read_text(), re.MULTILINE)}
+    names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in compiled}
+    assert modules == names
+    again = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert again.stderr == ""
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == kept
+
+
+@pytest.mark.parametrize(("local_rank", "seconds"), [(None, []), ("0", []), ("1", [5.0])])
+def test_ranks_of_a_launcher_let_the_first_one_tell(local_rank, seconds, monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(main.time, "sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["fusco", "plan", "--num-experts", "30"])
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    assert slept == seconds
+    assert "error: 30 experts do not divide" in capsys.readouterr().err
 
 
 def test_balancers_are_compared(tmp_path):
