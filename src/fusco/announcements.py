@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
+_NO_SOCKET = -1  # in place of a descriptor
+
 
 def announce(text: str) -> None:
     """Write a line to stderr, unless a process of this family has written the same, see ``is_first_to_say``."""
@@ -49,17 +51,15 @@ def _parent_pid() -> int:
 
 def _hold(text: str, pid: int) -> int | None:
     """A socket's descriptor, with a name of Linux's abstract namespace; ``None`` if another process has that name."""
-    namespace = os.readlink("/proc/self/ns/pid")  # process ids mean nothing in another
-    digest = hashlib.sha256(f"{os.getuid()}/{namespace}/{pid}/{text}".encode()).hexdigest()[:32]
-    claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0fusco/{digest}")
+        namespace = os.readlink("/proc/self/ns/pid")  # process ids mean nothing in another
+        digest = hashlib.sha256(f"{os.getuid()}/{namespace}/{pid}/{text}".encode()).hexdigest()[:32]
+        with socket.socket(socket.AF_UNIX) as claim:
+            claim.bind(f"\0fusco/{digest}")
+            return claim.detach()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            claim.close()
-            return None
-        # No such sockets here: better said twice than not at all.
-    return claim.detach()
+        # Where there are no such sockets: better said twice than not at all.
+        return None if error.errno == errno.EADDRINUSE else _NO_SOCKET
 
 
 class SlowWork:

@@ -182,6 +182,15 @@ def test_what_a_parent_has_said_its_children_do_not_repeat():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""
 
 
+def test_without_such_sockets_every_process_speaks(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(announcements.socket, "socket", refuse)
+    assert is_first_to_say(f"alone {os.getpid()}")
+    assert not is_first_to_say(f"alone {os.getpid()}"), "but once"
+
+
 def test_slow_work_is_announced_and_quick_work_is_not(monkeypatch):
     said, made = [], []
 

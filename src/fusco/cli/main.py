@@ -115,7 +115,8 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # as one that Python did not install
+                signal.signal(number, handler)
 
 
 def _let_first_rank_tell() -> None:
