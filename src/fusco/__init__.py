@@ -12,7 +12,10 @@ Layers, each importing only those below it::
     planner                                     routing -> plan
     balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
     groups  topology  placement  segments  rows  movable  settings  launch     plain values, made of those below
-    hosts  shared_gpus  timeline  errors  integers      this machine | spans of time | what goes wrong | whole numbers
+    compiled                                    functions that numba compiles
+    hosts  shared_gpus  cache  sources          this machine | where compiled code is kept, under which name
+    timeline  errors  integers  announcements   spans of time | what goes wrong | whole numbers | lines for a person
+    requirements                                least versions
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
 """
@@ -93,6 +96,8 @@ __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the key
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES or name in _NAME_TO_MODULE:
+        importlib.import_module("fusco.requirements").check_torch()
     if name in _MODULES:
         return importlib.import_module(f"fusco.{name}")
     if name not in _NAME_TO_MODULE:

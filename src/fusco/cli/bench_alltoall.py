@@ -60,8 +60,8 @@ def alltoall(
     """
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.joined_world import launched
+    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.rank_matrix import make_rank_bytes
-    from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Trace, Workload
     from fusco.checks import check_cuda_core
     from fusco.settings import Settings
@@ -104,7 +104,7 @@ def alltoall(
         )
         for kind in kinds
     ]
-    console = new_console()
+    console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
         return

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.local_world import LocalWorld
+from fusco.bench.names import STDOUT
 from fusco.bench.progress import ProgressReporter, latest_note, watching
-from fusco.bench.results import write_json_lines
 from fusco.kernels.warm_up import warm_up_cpu
 from fusco.train.job import TrainingJob
 from fusco.train.rank import train_rank
@@ -63,7 +64,7 @@ def run_here(
             report(num_done, latest_note(world.store))
 
         with watching(world.store, look):
-            path = log.resolve() if log else None  # ranks need not have our working directory
+            path = log.resolve() if log and log != STDOUT else log  # ranks need not have our working directory
             return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing, path)[0]
 
 

@@ -13,6 +13,7 @@ from fusco.engine.host.node_memory import NodeMemory
 from fusco.errors import FuscoError, SharedMemoryError, Stall, TransportError
 from fusco.liveness.sentinel import Sentinel, SentinelAddress
 from fusco.liveness.watch import Peer, Watch
+from fusco.memory.flags import warm_up_flags
 from fusco.memory.layout import ArenaLayout
 from fusco.memory.segment import SegmentAddress, SharedSegment
 from fusco.transport.mail import Mail
@@ -49,6 +50,7 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         PeerFailureError: naming a rank that dies or does not come. TransportError: where a network does not work.
 
     """
+    warm_up_flags()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = roll.gather("secret", secrets.token_hex(16))[0]
         sentinel = Sentinel(secret, listen_on)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
+from fusco.compiled import compiled
 from fusco.kernels.cpu.intrinsics import widen
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def add_rows(rows: Any, row_to_sum: Any, sums: Any) -> None:
     """See ``fusco.kernels.add_rows``."""
     width = sums.shape[1]
