@@ -14,6 +14,7 @@ from fusco.checks import Checks, check_device
 from fusco.engine.base import Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.record import Agreement, Terms
+from fusco.errors import PeerFailureError, note
 from fusco.integers import check_integer
 from fusco.introduction import DeviceIdentity, check_devices, introduce
 from fusco.memory.layout import ArenaLayout, Capacity
@@ -81,9 +82,18 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
     """Make a communicator's engine, together with all other ranks of the group; raises as ``Communicator`` says."""
-    settings = charter.settings
-    roll = RollCall(check_group(group), settings.timeout_s)
+    roll = RollCall(check_group(group), charter.settings.timeout_s)
+    try:
+        return _found(roll, charter)
+    except Exception as error:
+        try:
+            roll.part(without=error.peers if isinstance(error, PeerFailureError) else ())
+        except Exception as second:  # noqa: BLE001  the first error matters more
+            note(error, f"and then: {type(second).__name__}: {second}")
+        raise
 
+
+def _found(roll: RollCall, charter: Charter) -> CheckedEngine:
     def check() -> tuple[Checks, DeviceIdentity]:
         checks = charter.check(roll.rank, roll.world_size)
         return checks, DeviceIdentity.of(checks.device)
@@ -96,7 +106,7 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
         raise rejection
     assert checks is not None
     check_devices(met)
-    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, settings)
+    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, charter.settings)
     engine: Engine
     if checks.device.type == "cuda":
         from fusco.engine.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
