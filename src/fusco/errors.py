@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import resource
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -104,6 +106,20 @@ class PeerFailureError(FuscoError):
             f"rank {rank} gave up in {operation}, phase '{stall.phase}', waiting for {waited_for}: "
             f"expected {stall.expected}, saw {stall.seen}. Cause: {reason}"
         )
+
+
+@contextmanager
+def beside(error: BaseException | None, what: str) -> Iterator[None]:
+    """Do what belongs to the end after an error: if that fails, too, it is a note to the error and hides nothing.
+
+    ``what`` could not be done then, in words. Without an error the failure is raised.
+    """
+    try:
+        yield
+    except Exception as second:
+        if error is None:
+            raise
+        note(error, f"{what}: {type(second).__name__}: {second}")
 
 
 def note(error: BaseException, text: str) -> None:

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
+from fusco.access import Access
 from fusco.balancer import Balancer, giving_groups
 from fusco.checked_engine import CheckedEngine, attempt
 from fusco.checks import Checks, check_device
 from fusco.engine.base import Engine
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.record import Agreement, Terms
-from fusco.errors import PeerFailureError, note
+from fusco.errors import PeerFailureError, beside
 from fusco.integers import check_integer
 from fusco.introduction import DeviceIdentity, check_devices, introduce
 from fusco.memory.layout import ArenaLayout, Capacity
@@ -86,10 +87,8 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
     try:
         return _found(roll, charter)
     except Exception as error:
-        try:
+        with beside(error, "the other ranks could not be waited for"):
             roll.part(without=error.peers if isinstance(error, PeerFailureError) else ())
-        except Exception as second:  # noqa: BLE001  the first error matters more
-            note(error, f"and then: {type(second).__name__}: {second}")
         raise
 
 
@@ -114,4 +113,5 @@ def _found(roll: RollCall, charter: Charter) -> CheckedEngine:
         engine = CudaEngine(roll, layout, met.hosts, met.listen_on, checks.placement, checks.device)
     else:
         engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
-    return CheckedEngine(engine, checks, giving_groups(charter.balancer))
+    access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
+    return CheckedEngine(engine, checks, giving_groups(charter.balancer), access)

@@ -40,7 +40,7 @@ class Answerer:
         self._visitors: dict[int, _Visitor] = {}  # by descriptor, the oldest first
         with contextlib.ExitStack() as undo:
             self._listener = undo.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
-            self._listener.setblocking(False)
+            self._listener.settimeout(0)
             self.port: int = self._listener.getsockname()[1]
             self._poll = selectors.PollSelector()  # takes no descriptor
             self._poll.register(self._listener, selectors.EVENT_READ)
@@ -79,7 +79,7 @@ class Answerer:
             if not self._is_closed:  # gone again, or no descriptor is left
                 time.sleep(_PAUSE_WITHOUT_ROOM_S)
             return
-        connection.setblocking(False)
+        connection.settimeout(0)
         if len(self._visitors) >= _MAX_VISITORS:
             self._hang_up(next(iter(self._visitors.values())))
         self._visitors[connection.fileno()] = _Visitor(connection, time.monotonic() + _SECONDS_TO_SPEAK)

@@ -79,7 +79,7 @@ def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSEr
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         return error
-    connection.setblocking(False)
+    connection.settimeout(0)
     result = connection.connect_ex(address)
     if result in (0, errno.EINPROGRESS):
         return _Request(index, connection, line)

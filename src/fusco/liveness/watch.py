@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from fusco.errors import PeerFailureError, Stall, TransportError, note, reason_of
+from fusco.errors import PeerFailureError, Stall, TransportError, beside, reason_of
 from fusco.liveness.sentinel import Sentinel, SentinelAddress, Silence, Status, Unasked, Verdict
 
 # Shares of the limit: wait without progress, then ask everybody, settle, then tell everybody; the rest is slack.
@@ -192,18 +192,14 @@ class Watch:
             self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
 
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
-        untold: Exception | None = None
-        if not self._sentinel.verdict:  # another rank may have been quicker
+        if not (verdict := self._sentinel.verdict):  # another rank may have been quicker
             verdict = Verdict(at_fault, reason, self._rank, has_left)
-            try:
+            failure = self._failure(stall, verdict)
+            with beside(failure, "the other ranks could not be told"):
                 self._tell(verdict)
-            except Exception as error:  # noqa: BLE001  what is told matters more
-                untold = error
-            self._sentinel.verdict = verdict
-        failure = self._failure(stall, self._sentinel.verdict)
-        if untold:
-            note(failure, f"the other ranks could not be told: {type(untold).__name__}: {untold}")
-        raise failure
+            self._sentinel.verdict = self._sentinel.verdict or verdict
+            raise failure
+        raise self._failure(stall, verdict)
 
     def _tell(self, verdict: Verdict) -> None:
         # Those at fault, too: a late or stopped rank should learn why nobody is there when it comes.

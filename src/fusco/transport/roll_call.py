@@ -142,10 +142,9 @@ class RollCall:
 
     @property
     def _store_in_words(self) -> str:
-        store = _bare(self.store)
-        if not getattr(store, "port", None):
+        if not (port := getattr(_bare(self.store), "port", None)):
             return "the process group's store"
-        return f"the process group's store at {self.store_host}:{store.port} (rank 0 serves it, unless a launcher does)"
+        return f"the process group's store at {self.store_host}:{port} (rank 0 serves it, unless a launcher does)"
 
 
 class _Gathering:

@@ -154,7 +154,8 @@ def test_who_gives_up_stays_for_a_moment_only():
 
 def test_no_thread_is_left_of_roll_calls_that_were_given_up():
     before = threading.active_count()
-    assert isinstance(on_ranks(2, lambda roll: roll.gather("hello", 1), absent=(1,), timeout_s=0.2)[0], PeerFailureError)
+    error = on_ranks(2, lambda roll: roll.gather("hello", 1), absent=(1,), timeout_s=0.2)[0]
+    assert isinstance(error, PeerFailureError)
     deadline = time.monotonic() + SLACK_S
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
