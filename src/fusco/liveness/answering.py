@@ -1,4 +1,4 @@
-"""A thread that answers lines over TCP: whoever connects, it holds no more than it has bounds for."""
+"""A thread that answers lines over TCP, and holds no more connections, bytes and time than it has bounds for."""
 
 from __future__ import annotations
 
