@@ -11,7 +11,7 @@ Layers, each importing only those below it::
     memory  kernels  transport  liveness        shared memory | copies and sums | messages | limits of waits
     planner                                     routing -> plan
     balancer  schedule                          traffic -> communication groups | bytes -> one-to-one stages
-    groups  topology  placement  segments  rows  movable  settings  launch     plain values, made of those below
+    groups  topology  placement  segments  rows  movable  settings  launch  access     plain values, made of those below
     compiled                                    functions that numba compiles
     hosts  shared_gpus  cache  sources          this machine | where compiled code is kept, under which name
     timeline  errors  integers  announcements   spans of time | what goes wrong | whole numbers | lines for a person
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fusco.errors import RejectedInputError as RejectedInputError
     from fusco.errors import SharedMemoryError as SharedMemoryError
     from fusco.errors import SlotOverflowError as SlotOverflowError
+    from fusco.errors import ThreadError as ThreadError
     from fusco.errors import TransportError as TransportError
     from fusco.groups import Groups as Groups
     from fusco.handle import Dispatched as Dispatched
@@ -76,6 +77,7 @@ _NAME_TO_MODULE = {
     "RejectedInputError": "errors",
     "SharedMemoryError": "errors",
     "SlotOverflowError": "errors",
+    "ThreadError": "errors",
     "TransportError": "errors",
     "Groups": "groups",
     "Handle": "handle",

@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from fusco.access import Access
 from fusco.balancer import Balancer
 from fusco.checks import Checks, wants_grad
 from fusco.engine.base import Delivery, DispatchOrder, Engine, ExchangeOrder
@@ -41,6 +42,7 @@ class CheckedEngine:
     engine: Engine
     checks: Checks
     balancer: Balancer
+    access: Access
 
     def dispatch(
         self,
@@ -192,11 +194,12 @@ class CheckedEngine:
             self.checks.surroundings(operation)
             return check()
 
-        checked, rejection = attempt(check_all)
-        rejection = self.engine.pending_error() or rejection
-        agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
-        with self.engine.collective(operation):
-            result = work(agreement, checked)
+        with self.access.using(operation):
+            checked, rejection = attempt(check_all)
+            rejection = self.engine.pending_error() or rejection
+            agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
+            with self.engine.collective(operation):
+                result = work(agreement, checked)
         if rejection:
             raise rejection
         return cast("_Result", result)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
+from fusco.access import Access
 from fusco.communicator import Communicator
 from fusco.engine.cpu.engine import CpuEngine
 from fusco.engine.cuda.engine import CudaEngine
@@ -119,6 +120,7 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
         pass
     communicator = Communicator.__new__(Communicator)
     communicator._engine, communicator._is_closed = engine, False
+    communicator._access, communicator._forgotten = Access("a communicator"), mock.Mock()
     communicator._checks = mock.Mock()  # of arguments
     return communicator
 

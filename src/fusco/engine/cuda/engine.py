@@ -18,7 +18,7 @@ from fusco.engine.cuda.byte_streams import DeviceStreams
 from fusco.engine.cuda.failure import own_backlog, stall_of
 from fusco.engine.cuda.internode import InternodeShuffle
 from fusco.engine.cuda.kernels import Kernels
-from fusco.engine.cuda.last_work import LastWork, keep_for_good
+from fusco.engine.cuda.last_work import LastWork
 from fusco.engine.cuda.network import Network
 from fusco.engine.cuda.node import STAGED, NodeShuffle
 from fusco.engine.cuda.stream_order import StreamOrder
@@ -34,6 +34,7 @@ from fusco.kernels.cuda.library import Library
 from fusco.kernels.cuda.plan import plan_shared_bytes
 from fusco.launch import Launch
 from fusco.memory.device_layout import DeviceLayout
+from fusco.memory.keeping import keep_for_good
 from fusco.memory.layout import ArenaLayout
 from fusco.placement import ExpertPlacement
 from fusco.planner.routing import describe_stranger
@@ -282,6 +283,10 @@ class CudaEngine:
         """See ``Engine``."""
         self._rounds.abandon(reason)
 
+    def depart(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._rounds.depart(reason)
+
     def close(self) -> None:
         """See ``Engine``."""
         self._rounds.end("it is closed")
@@ -291,7 +296,7 @@ class CudaEngine:
         if self._has_work_ended():
             self._arena.close()
             return
-        keep_for_good(self)
+        keep_for_good(self)  # the device may still use it
         warnings.warn(
             f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
             f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",
