@@ -1,10 +1,12 @@
 # The environment is made once in .venv and made anew when pyproject.toml changes.
 PYTHON ?= python3
-# The version that CI tests with; any from 2.6 on should do.
+# The version that CI tests with; any from 2.7 on should do, 2.11 for fusco.fsdp.
 TORCH ?= torch==2.13.0
+# The oldest version that pyproject.toml allows, without what needs the newer one of fusco[fsdp].
+MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-gpu attack lint
+.PHONY: setup demo test test-minimum test-gpu attack lint
 
 setup: .venv/.installed
 
@@ -21,6 +23,16 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
+test-minimum: .venv-minimum/.installed
+	.venv-minimum/bin/pytest --ignore-glob='*fsdp*' --ignore-glob='*train*'
+
+.venv-minimum/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-minimum
+	.venv-minimum/bin/pip install --quiet "$(MINIMUM_TORCH)" $(if $(INDEX),--index-url $(INDEX))
+	.venv-minimum/bin/pip install --quiet --editable '.[test]'
+	touch $@
 
 # On a machine with GPUs: each kernel on one of them, then several ranks, which share GPUs where there are fewer.
 test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1

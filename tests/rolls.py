@@ -17,7 +17,7 @@ class ThreadsRoll(RollCall):
     def __init__(self, rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
         self.rank, self.world_size, self.store, self.timeout_s = rank, world_size, store, timeout_s
         self.name = f"rank {rank}"  # of a group of PyTorch's, and these know each other by name in a process
-        self.wait_until = self._wait_until
+        self._watcher = None
 
 
 def on_ranks(
@@ -26,9 +26,10 @@ def on_ranks(
     *,
     absent: tuple[int, ...] = (),
     timeout_s: float = 20.0,
+    store: Any = None,
 ) -> dict[int, Any]:
     """What a function gives, or raises, on each rank that comes."""
-    store, results = dist.HashStore(), {}
+    store, results = store or dist.HashStore(), {}
 
     def run(rank: int) -> None:
         try:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fusco.core.errors import RejectedInputError as RejectedInputError
     from fusco.core.errors import SharedMemoryError as SharedMemoryError
     from fusco.core.errors import SlotOverflowError as SlotOverflowError
+    from fusco.core.errors import ThreadError as ThreadError
     from fusco.core.errors import TransportError as TransportError
     from fusco.core.groups import Groups as Groups
     from fusco.core.launch import Launch as Launch
@@ -74,6 +75,7 @@ _NAME_TO_MODULE = {
     "RejectedInputError": "core.errors",
     "SharedMemoryError": "core.errors",
     "SlotOverflowError": "core.errors",
+    "ThreadError": "core.errors",
     "TransportError": "core.errors",
     "Groups": "core.groups",
     "Launch": "core.launch",
@@ -92,6 +94,8 @@ __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the key
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES or name in _NAME_TO_MODULE:
+        importlib.import_module("fusco.core.requirements").check_torch()
     if name in _MODULES:
         return importlib.import_module(f"fusco.{name}")
     if name not in _NAME_TO_MODULE:

@@ -81,6 +81,60 @@ def test_ctrl_c_ends_a_benchmark_at_once_with_one_word():
     assert errors.strip() == "interrupted"
 
 
+@pytest.mark.multirank
+def test_a_benchmark_that_is_terminated_leaves_no_process_behind():
+    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
+    shape = ["--ranks-per-node", "1"]
+    with subprocess.Popen(
+        [*command, *shape], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_for_ranks(process.pid, 2)
+        process.send_signal(signal.SIGTERM)  # as timeout and schedulers do: to this process alone
+        _, errors = process.communicate(timeout=30)  # the pipes are open as long as any process is left
+    assert process.returncode == 143
+    assert errors.strip() == "terminated"
+    assert wait_until(lambda: not of_session(process.pid), 10.0), of_session(process.pid)
+
+
+def of_session(session: int) -> list[str]:
+    """The stat lines of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            line = stat.read_text()
+        except OSError:
+            continue  # it has ended
+        state, *fields = line.rpartition(")")[2].split()
+        if int(fields[2]) == session and state != "Z":
+            found.append(line)
+    return found
+
+
+def wait_until(is_so, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--num-topk", "4"], "error: the trace has top-8, num_topk is 4"),  # before the ranks have joined
+        (["--traffic", "single-node", "--num-experts", "8", "--num-topk", "8"], "8 experts of a token do not fit"),
+    ],
+)
+def test_ranks_of_a_launched_job_tell_an_error_once(options, told):
+    command = [*TORCHRUN, "bench", "shuffle", "--ranks-per-node", "1", *SHAPE, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count(told) == 1, done.stderr
+
+
 def wait_for_ranks(session: int, num_ranks: int) -> None:
     """Until so many processes of a session have computed for a while."""
     tick, deadline = os.sysconf("SC_CLK_TCK"), time.monotonic() + 90

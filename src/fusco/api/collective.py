@@ -11,6 +11,7 @@ import torch
 from fusco.api.handle import Handle
 from fusco.api.validation import Checks, wants_grad
 from fusco.control.fingerprint import Agreement, Terms
+from fusco.core.access import Access
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.launch import Launch, StaticSlots
 from fusco.core.rows import describe_rows
@@ -41,6 +42,7 @@ class CheckedEngine:
     engine: Engine
     checks: Checks
     balancer: Balancer
+    access: Access
 
     def dispatch(
         self,
@@ -192,11 +194,12 @@ class CheckedEngine:
             self.checks.surroundings(operation)
             return check()
 
-        checked, rejection = attempt(check_all)
-        rejection = self.engine.pending_error() or rejection
-        agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
-        with self.engine.collective(operation):
-            result = work(agreement, checked)
+        with self.access.using(operation):
+            checked, rejection = attempt(check_all)
+            rejection = self.engine.pending_error() or rejection
+            agreement = Agreement(operation, {} if rejection else terms(), str(rejection or ""))
+            with self.engine.collective(operation):
+                result = work(agreement, checked)
         if rejection:
             raise rejection
         return cast("_Result", result)

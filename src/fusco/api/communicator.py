@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,16 +18,22 @@ from fusco.api.create import Charter, found
 from fusco.api.handle import Dispatched, Handle
 from fusco.api.validation import wants_grad
 from fusco.control.fingerprint import Agreement
+from fusco.control.keeping import keep_for_good
+from fusco.control.threads import within
+from fusco.core.access import Access
 from fusco.core.config import Settings
-from fusco.core.errors import ClosedError, PeerFailureError
+from fusco.core.errors import ClosedError, PeerFailureError, beside
 from fusco.core.launch import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
 from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
+from fusco.engine.base import Engine
 from fusco.planner.balancer import Balancer, balance_send_and_receive
 from fusco.schedule.schedule import ScheduleMode
+
+_GIVING_BACK_S = 2.0  # how long a thread that drops a communicator waits for it to be given back
 
 
 class Communicator:
@@ -38,7 +46,13 @@ class Communicator:
     Every collective that takes input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and on all other
     ranks ``RejectedInputError``; ``MismatchError`` on all ranks where inputs do not go together; and
     ``PeerFailureError`` if a rank fails or does not come within ``settings.timeout_s``, after which the communicator
-    can only be closed. Use it in a ``with`` block, or call ``close``.
+    can only be closed. Use it in a ``with`` block, or call ``close``. One that is dropped unclosed is given back, too,
+    with a ``ResourceWarning``; the other ranks learn that this one has left.
+
+    It belongs to one thread: the first that calls a verb, whichever made it. Another thread gets a ``ThreadError`` at
+    once, unless that one has ended or has called ``hand_over``. A backward pass may call verbs in autograd's own
+    threads; ``close``, ``leave`` and the end of a ``with`` block may come from any thread while no call is under way.
+    In a process forked from the one that made it verbs raise ``ClosedError``, and its end does nothing.
     """
 
     def __init__(  # noqa: PLR0913  what a communicator is made for, all by name
@@ -93,8 +107,11 @@ class Communicator:
             settings=settings or Settings(),
         )
         self._checked = found(group, charter)
-        self._engine, self._checks = self._checked.engine, self._checked.checks
+        self._engine, self._checks, self._access = self._checked.engine, self._checked.checks, self._checked.access
         self._is_closed = False
+        name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {self._checks.device})"
+        # Not through this object, which it must not keep alive.
+        self._forgotten = weakref.finalize(self, _give_back, self._engine, self._access, name)
 
     @property
     def rank(self) -> int:
@@ -282,20 +299,22 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
-        self._checks.surroundings("gather_send")
-        self._checks.waiting("gather_send")
-        self._checks.stream(segments, dst)
-        self._engine.gather_send(segments, dst)
+        with self._access.using("gather_send"):
+            self._checks.surroundings("gather_send")
+            self._checks.waiting("gather_send")
+            self._checks.stream(segments, dst)
+            self._engine.gather_send(segments, dst)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive from rank ``src``, which calls ``gather_send``, and write each segment to its own place.
 
         Raises as ``gather_send``.
         """
-        self._checks.surroundings("scatter_recv")
-        self._checks.waiting("scatter_recv")
-        self._checks.stream(segments, src)
-        self._engine.scatter_recv(segments, src)
+        with self._access.using("scatter_recv"):
+            self._checks.surroundings("scatter_recv")
+            self._checks.waiting("scatter_recv")
+            self._checks.stream(segments, src)
+            self._engine.scatter_recv(segments, src)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that peers can read: rows that stand in it leave from there, without being copied first.
@@ -316,7 +335,8 @@ class Communicator:
 
     def wait(self) -> None:
         """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""
-        self._engine.wait()
+        with self._access.using("wait"):
+            self._engine.wait()
 
     def synchronize(self) -> None:
         """Wait until everything that this communicator has launched is done; not a collective.
@@ -325,10 +345,15 @@ class Communicator:
         ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
         ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
         """
-        self._checks.waiting("synchronize")
-        self._engine.synchronize()
-        if error := self._engine.pending_error():
-            raise error
+        with self._access.using("synchronize"):
+            self._checks.waiting("synchronize")
+            self._engine.synchronize()
+            if error := self._engine.pending_error():
+                raise error
+
+    def hand_over(self) -> None:
+        """Let another thread use the communicator from now on: the next one that calls a verb."""
+        self._access.hand_over()
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
@@ -340,7 +365,7 @@ class Communicator:
             raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._checks.device}")
         timeline = Timeline()
         self.synchronize()
-        with self._engine.collective("record_timeline"):
+        with self._access.using("record_timeline"), self._engine.collective("record_timeline"):
             self._engine.agree(Agreement("record_timeline"))
             timeline.begin()
         self._engine.record(timeline)
@@ -356,28 +381,36 @@ class Communicator:
         waited for, and no error if all that was launched here is complete without them. Raises ``SlotOverflowError`` as
         ``synchronize`` does.
         """
-        if self._is_closed:
+        if self._is_closed or not self._access.is_own_process:
             return
         pending: Exception | None = None
-        try:
-            self._end_together()
-            pending = self._engine.pending_error()
-        except ClosedError:
-            pass  # it broke before, so there is nobody to wait for
-        finally:
-            self._is_closed = True
-            self._engine.close()
+        with self._access.alone("close"):
+            try:
+                self._end_together()
+                pending = self._engine.pending_error()
+            except ClosedError:
+                pass  # it broke before, so there is nobody to wait for
+            except BaseException as error:
+                with beside(error, "the communicator could not be given back"):
+                    self._end()
+                raise
+            self._end()
         if pending:
             raise pending
 
     def leave(self) -> None:
         """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
 
-        Where all ranks can, ``close`` is better: a rank that is still in a collective may name this one in its error.
+        Where all ranks can, ``close`` is better: a rank that still waits for this one, or does so later, raises
+        ``PeerFailureError``.
         """
-        if not self._is_closed:
-            self._is_closed = True
-            self._engine.close()
+        if self._is_closed or not self._access.is_own_process:
+            return
+        with self._access.alone("leave"):
+            try:
+                self._engine.depart("left its communicator")
+            finally:
+                self._end()
 
     def __enter__(self) -> Communicator:
         return self
@@ -385,9 +418,18 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._access.is_own_process:
+            return
         if error is not None:
-            self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
-        self.close()
+            with beside(error, "the other ranks could not be told"):
+                self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
+        with beside(error, "the communicator could not be closed"):
+            self.close()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._forgotten.detach()
+        self._engine.close()
 
     def _end_together(self) -> None:
         """Wait until all ranks have come to the end, and their devices, too."""
@@ -421,6 +463,23 @@ class Communicator:
             lambda x, handle: self._checked.dispatch_along([x], handle, mirrored)[0],
             lambda y, handle: self._checked.combine(y, handle, mirrored),
         )
+
+
+def _give_back(engine: Engine, access: Access, name: str) -> None:
+    """Give back what a communicator has that is dropped, or is there when the process ends; nobody closed it."""
+    if not access.is_own_process:
+        keep_for_good(engine)  # its sockets and threads are the parent's; gloo would wait for threads of its own
+        return
+
+    def leave() -> None:
+        try:
+            engine.depart("left: its communicator was dropped without being closed")
+        finally:
+            engine.close()
+
+    # In a thread, as the garbage collector may have stopped this one anywhere, with any lock.
+    within(_GIVING_BACK_S, leave)
+    warnings.warn(f"{name} was dropped without being closed", ResourceWarning, stacklevel=2)
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,7 +14,9 @@ from fusco.control.bootstrap import DeviceIdentity, check_devices, introduce
 from fusco.control.fingerprint import Agreement, Terms
 from fusco.control.layout import ArenaLayout, Capacity
 from fusco.control.store_gather import RollCall
+from fusco.core.access import Access
 from fusco.core.config import Settings
+from fusco.core.errors import PeerFailureError, beside
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
@@ -84,9 +86,16 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
     """Make a communicator's engine, together with all other ranks of the group; raises as ``Communicator`` says."""
-    settings = charter.settings
-    roll = RollCall(check_group(group), settings.timeout_s)
+    roll = RollCall(check_group(group), charter.settings.timeout_s)
+    try:
+        return _found(roll, charter)
+    except Exception as error:
+        with beside(error, "the other ranks could not be waited for"):
+            roll.part(without=error.peers if isinstance(error, PeerFailureError) else ())
+        raise
 
+
+def _found(roll: RollCall, charter: Charter) -> CheckedEngine:
     def check() -> tuple[Checks, DeviceIdentity]:
         checks = charter.check(roll.rank, roll.world_size)
         return checks, DeviceIdentity.of(checks.device)
@@ -99,7 +108,7 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
         raise rejection
     assert checks is not None
     check_devices(met)
-    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, settings)
+    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, charter.settings)
     engine: Engine
     if checks.device.type == "cuda":
         from fusco.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
@@ -107,4 +116,5 @@ def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
         engine = CudaEngine(roll, layout, met.hosts, met.listen_on, checks.placement, checks.device)
     else:
         engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
-    return CheckedEngine(engine, checks, giving_groups(charter.balancer))
+    access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
+    return CheckedEngine(engine, checks, giving_groups(charter.balancer), access)

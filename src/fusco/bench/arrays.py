@@ -34,7 +34,7 @@ def load_array(path: Path) -> npt.NDArray[Any]:
 def load_integers_of_csv(path: Path) -> list[list[int]]:
     """The rows of a file with commas between integers and no header; ``ValueError`` with the line otherwise."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin it with a mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text") from error
     rows: list[list[int]] = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
+
+STDOUT = Path("-")  # given as a file for JSON lines
 
 
 class Pattern(str, Enum):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusco.bench.crossings import busiest_rows, crossing_rows
 from fusco.bench.environment import commit, hardware, versions
@@ -15,9 +13,6 @@ from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
 from fusco.bench.variants import DEDUPLICATED
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance  # exists for type checkers only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +91,6 @@ def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[Sh
         of_ranks = [results[i] for results in ranks]
         records += [_summarize_variant(variant, workload, run, of_ranks, bound) for variant in run.variants]
     return records
-
-
-def write_json_lines(records: Sequence[DataclassInstance], path: Path, *, appends: bool = False) -> None:
-    """Write records (dataclasses), one JSON object a line, over what is there or after it."""
-    with path.open("a" if appends else "w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
 def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: list[str]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def balancers(
 ) -> None:
     """Compare balancers on bimodal loads: Beta(0.2, 0.2) for each rank, medians over draws."""
     from fusco.bench.balancers import compare_balancers
-    from fusco.bench.results import write_json_lines
+    from fusco.bench.json_lines import write_json_lines
 
     records = compare_balancers([(2, 8), (4, 8), (8, 8)], draws, seed)
     table = Table(title=f"largest load over mean load, medians of {draws} draws", title_justify="left")
@@ -48,6 +48,6 @@ def balancers(
             f"{record.microseconds:.0f} us",
             end_section=is_last,
         )
-    new_console().print(table)
+    new_console(json).print(table)
     if json:
         write_json_lines(records, json)

@@ -60,8 +60,8 @@ def alltoall(
     """
     from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
+    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.rank_matrix import make_rank_bytes
-    from fusco.bench.results import write_json_lines
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
@@ -104,7 +104,7 @@ def alltoall(
         )
         for kind in kinds
     ]
-    console = new_console()
+    console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
         return

@@ -29,10 +29,10 @@ def schedule(
 
     One call from Python each, on one core; every schedule is verified. Exit code 1 if one is wrong.
     """
-    from fusco.bench.results import write_json_lines
+    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
 
-    console, sizes = new_console(), nodes or NUM_NODES
+    console, sizes = new_console(json), nodes or NUM_NODES
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Refreshed between measurements only: a thread that draws would be measured as well.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
@@ -52,7 +52,7 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
     one = records[0]
     title = f"entries uniform in 1..100,000, {one.num_draws} matrices: medians, in brackets the worst"
     table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("nodes", "exact\nstages", "\nus", "FAST\nus", "times\nfaster"):
+    for name in ("nodes", "exact\nstages", "\nus", "FAST *\nus", "* / exact\n"):
         table.add_column(name, justify="right")
     for name in ("few\nstages", "over\nbound", "\nus", "spread-out\nover bound", "\nus"):
         table.add_column(name, justify="right")
@@ -74,7 +74,8 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
         )
     table.caption = (
         "over bound: length of all stages over the largest row or column sum, exactly 1 in mode exact\n"
-        "FAST: its published C++ on a machine of the same kind, the decomposition alone\n"
+        "* not measured here: constants of another machine (AMD EPYC, see docs/performance/schedule.md), of FAST's "
+        "published C++, its decomposition alone\n"
         f"{describe_origin(one, 1, ('numba',))}"
     )
     return table

@@ -103,7 +103,7 @@ def shuffle(
     its ranks. Every variant is verified against the law first: dispatched rows bit for bit, combined rows within what
     rounding explains. Exit code 1 if anything is off, or if fusco sends other bytes between nodes than it must.
     """
-    from fusco.bench.results import write_json_lines
+    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
     from fusco.ranks.joined_world import launched
@@ -141,7 +141,7 @@ def shuffle(
         has_timeline=timeline is not None,
     )
     _check_timeline(run)
-    console = new_console()
+    console = new_console(json)
     measured = _run_on_devices(run, console) if device is Device.CUDA else _run_on_cpus(run, console)
     if measured is None:
         return  # rank 0 of the launched job has the results

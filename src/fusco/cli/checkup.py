@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import re
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
+import fusco
 from fusco.api.validation import has_cuda_core
-from fusco.bench.environment import hardware, versions
+from fusco.bench.environment import hardware
+from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
+from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 
-LEAST_VERSIONS = {"torch": "2.6", "numba": "0.61", "numpy": "1.26"}  # as in pyproject.toml; a test compares
-_NCCL = "NCCL (between nodes on CUDA)"
+# The names of checks: a row is there even if its check cannot be made.
+_ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
+_CACHE = "cache of compiled kernels"
+_GLOO, _NCCL = "gloo (between nodes, CPU)", "NCCL (between nodes on CUDA)"
+_PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA kernels)"
 
 
 @dataclass(frozen=True)
@@ -28,32 +32,43 @@ class Finding:
     found: str
     remedy: str = ""
 
-    def to_json(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(asdict(self))
-
 
 def examine() -> list[Finding]:
-    """Run all checks, those of the CPU backend first."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        _machine,
-        _system,
-        _packages,
-        _shared_memory,
-        _room,
-        _kernels,
-        _gloo,
-        _open_files,
-        _gpus,
-        _peers,
-        _cuda_core,
-        _cuda_kernels,
-        _nccl,
-    )
-    return [check() for check in checks]
+    """Run all checks, those of the CPU backend first. One that raises is a finding, too, and the others go on."""
+    needed: dict[str, Callable[[], Finding]] = {
+        "machine": _machine,
+        "system": _system,
+        "packages": _packages,
+        "shared memory": _shared_memory,
+        _ROOM: _room,
+        _CACHE: _cache,
+        _KERNELS: _kernels,
+        _GLOO: _gloo,
+        "open files": _open_files,
+    }
+    optional: dict[str, Callable[[], Finding]] = {
+        "GPUs": _gpus,
+        _PEERS: _peers,
+        _CUDA_CORE: _cuda_core,
+        _CUDA_KERNELS: _cuda_kernels,
+        _NCCL: _nccl,
+    }
+    return [
+        *(_try(name, check, "missing") for name, check in needed.items()),
+        *(_try(name, check, "optional") for name, check in optional.items()),
+    ]
+
+
+def _try(name: str, check: Callable[[], Finding], state: Literal["missing", "optional"]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001  whatever a broken installation raises, an import first of all
+        found = f"the check failed: {type(error).__name__}: {error}"
+        return Finding(name, state, found, "mend what it says, beginning with the rows above")
 
 
 def _machine() -> Finding:
+
     machine = hardware()
     return Finding("machine", "ok", f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB")
 
@@ -68,18 +83,13 @@ def _system() -> Finding:
 
 
 def _packages() -> Finding:
-    found = versions()
-    text = ", ".join(f"{name} {number}" for name, number in found.items() if name != "python")
-    old = [name for name, least in LEAST_VERSIONS.items() if _release(found[name]) < _release(least)]
+    found = {"fusco": fusco.__version__, **{name: installed(name) for name in LEAST_VERSIONS}}
+    text = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items())
+    old = [name for name, least in LEAST_VERSIONS.items() if not is_recent(found[name], least)]
     if old:
         needed = " ".join(f"'{name}>={LEAST_VERSIONS[name]}'" for name in old)
         return Finding("packages", "missing", text, f"pip install {needed}")
     return Finding("packages", "ok", text)
-
-
-def _release(number: str) -> list[int]:
-    """The leading numbers of a version: ``"2.11.0+cu130"`` is 2, 11, 0."""
-    return [int(part) for part in re.match(r"[\d.]*", number)[0].split(".") if part]  # type: ignore[index]  # it matches
 
 
 def _shared_memory() -> Finding:
@@ -109,25 +119,35 @@ def _room() -> Finding:
         f"{free / 2**30:.1f} GiB free; a rank with 8192 tokens of 14,336 bytes on 2 nodes needs {needed / 2**30:.2f}"
     )
     if free < needed:
-        return Finding(
-            "room for segments", "optional", found, "in a container: --shm-size; else remount /dev/shm larger"
-        )
-    return Finding("room for segments", "ok", found)
+        return Finding(_ROOM, "optional", found, "in a container: --shm-size; else remount /dev/shm larger")
+    return Finding(_ROOM, "ok", found)
+
+
+def _cache() -> Finding:
+    """Where compiled kernels are kept; CPU kernels may have another folder than CUDA kernels."""
+    cuda, cpu = find_cache_folder(), find_cache_folder(is_for_cpu=True)
+    of_cpu = f"; CPU kernels {cpu.describe()}" if cpu != cuda else ""
+    problem = cuda.problem or cpu.problem
+    remedy = (
+        f"set {CACHE_DIR_VARIABLE} to a folder that can be written ({NUMBA_CACHE_DIR_VARIABLE} does for CPU kernels), "
+        "or fill it with fusco warm-up"
+    )
+    return Finding(_CACHE, "optional" if problem else "ok", cuda.describe() + of_cpu, remedy if problem else "")
 
 
 def _kernels() -> Finding:
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     warm_up_cpu()
-    return Finding("CPU kernels", "ok", "compiled by numba and cached")
+    return Finding(_KERNELS, "ok", "compiled by numba, and run")
 
 
 def _gloo() -> Finding:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_gloo_available():
-        return Finding("gloo (between nodes, CPU)", "ok", "in this torch")
-    return Finding("gloo (between nodes, CPU)", "missing", "not in this torch", "a torch wheel from PyPI has it")
+        return Finding(_GLOO, "ok", "in this torch")
+    return Finding(_GLOO, "missing", "not in this torch", "a torch wheel from PyPI has it")
 
 
 def _open_files() -> Finding:
@@ -148,16 +168,15 @@ def _gpus() -> Finding:
 def _peers() -> Finding:
     import torch
 
-    check = "GPUs that reach each other"
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num < 2:
-        return Finding(check, "optional", f"{num} GPUs", "two GPUs or more, joined by NVLink")
+        return Finding(_PEERS, "optional", f"{num} GPUs", "two GPUs or more, joined by NVLink")
     apart = [
         f"{i} and {j}" for i in range(num) for j in range(i + 1, num) if not torch.cuda.can_device_access_peer(i, j)
     ]
     if apart:
-        return Finding(check, "optional", f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined")
-    return Finding(check, "ok", f"all {num}, each every other")
+        return Finding(_PEERS, "optional", f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined")
+    return Finding(_PEERS, "ok", f"all {num}, each every other")
 
 
 def _cuda_kernels() -> Finding:
@@ -165,11 +184,10 @@ def _cuda_kernels() -> Finding:
     import tempfile
     from pathlib import Path
 
-    check = "CUDA kernels"
     if not has_cuda_core():
-        return Finding(check, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
+        return Finding(_CUDA_KERNELS, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
     from fusco.core.errors import CompileError
-    from fusco.cuda.kernels.compiler import Compiler, default_cache_dir
+    from fusco.cuda.kernels.compiler import Compiler
     from fusco.cuda.kernels.copy_segments import CopyArgs
 
     constants = {"ARGUMENT_BYTES": ctypes.sizeof(CopyArgs), "NUM_THREADS": 256}
@@ -177,14 +195,16 @@ def _cuda_kernels() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             Compiler("sm_90", Path(folder)).compile("copy_segments", constants)
     except CompileError as error:
-        return Finding(check, "optional", str(error), "a cuda-core that brings NVRTC: pip install 'cuda-core[cu13]'")
-    return Finding(check, "ok", f"compiled by NVRTC when first used, kept in {default_cache_dir()}")
+        remedy = "a cuda-core that brings NVRTC: pip install 'cuda-core[cu13]'"
+        return Finding(_CUDA_KERNELS, "optional", str(error), remedy)
+    return Finding(_CUDA_KERNELS, "ok", "compiled by NVRTC when first used")
 
 
 def _cuda_core() -> Finding:
+
     if has_cuda_core():
-        return Finding("cuda.core (compiles CUDA kernels)", "ok", "installed")
-    return Finding("cuda.core (compiles CUDA kernels)", "optional", "not installed", "pip install 'cuda-core[cu13]'")
+        return Finding(_CUDA_CORE, "ok", "installed")
+    return Finding(_CUDA_CORE, "optional", "not installed", "pip install 'cuda-core[cu13]'")
 
 
 def _nccl() -> Finding:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,22 +19,29 @@ import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
-from fusco.cli.running import Interrupted
+from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
 from fusco.cli.train import train
-from fusco.ranks.failures import RankFailedError, in_words
+from fusco.cli.warm_up import warm_up
+from fusco.core.requirements import check_torch
+from fusco.ranks.failures import RankFailedError, ToldElsewhereError, in_words
+
+_LOCAL_RANK = "LOCAL_RANK"  # torchrun's
+_FIRST_RANK_TELLS_S = 5.0  # interpreters start seconds apart where ranks are more than cores
 
 app = typer.Typer(
     name="fusco",
     help="Expert-parallel communication for PyTorch: measure it, explain it, check this machine for it.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
+    rich_markup_mode="markdown",
 )
 app.add_typer(bench_app, name="bench")
 app.command()(plan)
 app.command()(schedule)
 app.command()(train)
 app.command()(doctor)
+app.command()(warm_up)
 
 
 def _tell_version(is_asked: bool) -> None:
@@ -45,29 +54,44 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise Interrupted
 
 
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows has limits of its own
+    raise Terminated
+
+
 @app.callback()
 def _fusco(
+    context: typer.Context,
     *,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand != "doctor":  # which has a row for it
+        try:
+            check_torch()
+        except ImportError as error:
+            raise ValueError(str(error)) from error
 
 
 def run() -> None:
-    """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C."""
+    """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C, 143 for SIGTERM."""
     try:
         with _interruptible():
             app()
     except Interrupted as interrupt:
-        Console(stderr=True).print(f"[bold red]interrupted[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
-        sys.exit(130)
+        name, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+        Console(stderr=True).print(f"[bold red]{name}[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
+        sys.exit(code)
+    except ToldElsewhereError:
+        sys.exit(1)
     except RankFailedError as error:
         _tell("failed", error.summary)
         if error.unexpected:
             _tell("traceback", error.unexpected)
         sys.exit(1)
     except (ValueError, OSError, OverflowError) as error:
+        _let_first_rank_tell()
         _tell("error", str(error))
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
@@ -77,14 +101,31 @@ def run() -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises ``Interrupted``, unless somebody has chosen otherwise."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
+    """Ctrl-C raises ``Interrupted`` and SIGTERM ``Terminated``, unless somebody has chosen otherwise.
+
+    On the ranks of a launcher SIGTERM ends the process as ever: the launcher waits for that, and has started all there
+    is to end.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGINT] is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    if before[signal.SIGTERM] is signal.SIG_DFL and _LOCAL_RANK not in os.environ:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if handler is not None:  # as one that Python did not install
+                signal.signal(number, handler)
+
+
+def _let_first_rank_tell() -> None:
+    """Give the first rank of this machine time to say what is wrong with arguments that all ranks have.
+
+    The launcher then ends the others, which would say it again; one that is still there has an error of its own.
+    """
+    if os.environ.get(_LOCAL_RANK, "0") != "0":
+        time.sleep(_FIRST_RANK_TELLS_S)
 
 
 def _tell(what: str, text: str) -> None:

@@ -53,6 +53,11 @@ def check_writable(path: Path | None) -> Path | None:
     return path
 
 
+def check_json(path: Path | None) -> Path | None:
+    """The same of JSON lines; ``-`` is stdout."""
+    return path if path == names.STDOUT else check_writable(path)
+
+
 # Far beyond what one machine can play, and near enough that what is counted fits into memory.
 _MOST_NODES, _MOST_RANKS_PER_NODE, _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS = 1024, 128, 1 << 22, 1 << 27, 1 << 14
 
@@ -103,7 +108,12 @@ Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weigh
 Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", dir_okay=False, callback=check_writable, help="Also write JSON lines here."),
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        callback=check_json,
+        help="Also write JSON lines here; - means stdout, with tables on stderr.",
+    ),
 ]
 
 

@@ -36,7 +36,7 @@ def plan(
     Pure computation: nothing is sent, and no other process is started.
     """
     from fusco.bench.explain import explain
-    from fusco.bench.results import write_json_lines
+    from fusco.bench.json_lines import write_json_lines
 
     (workload,) = options.WorkloadOptions(
         nodes=nodes,
@@ -52,7 +52,7 @@ def plan(
         seed=seed,
     ).workloads([traffic])
     record = explain(workload, balancer.value)
-    _print(record, new_console())
+    _print(record, new_console(json))
     if json:
         write_json_lines([record], json)
 

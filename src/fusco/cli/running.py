@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusco.bench.names import STDOUT
 from fusco.core.shared_gpus import may_share_gpus
 
 if TYPE_CHECKING:
@@ -24,10 +27,20 @@ class Interrupted(BaseException):
     """Ctrl-C, and what else to say of it; not KeyboardInterrupt, which typer answers itself, some versions with 1."""
 
 
-def new_console() -> Console:
-    """Where results are shown: as wide as the terminal, or as the tables are if it is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _WIDE))
+class Terminated(Interrupted):
+    """SIGTERM."""
+
+
+def new_console(json: Path | None = None, *, quiet: bool = False) -> Console:
+    """Where tables are shown: on stdout, unless JSON lines go there.
+
+    As wide as the terminal or as ``COLUMNS`` says; if there is neither, as wide as the tables are.
+    """
+    is_stderr = json == STDOUT
+    console = Console(stderr=is_stderr, quiet=quiet)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return console
+    return Console(stderr=is_stderr, quiet=quiet, width=max(console.width, _WIDE))
 
 
 def num_devices(device: str) -> int:

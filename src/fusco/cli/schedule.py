@@ -62,8 +62,8 @@ def schedule(
 
     Pure computation: nothing is sent. JSON lines hold the stages of all modes.
     """
+    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import load_matrix, make_matrix
-    from fusco.bench.results import write_json_lines
     from fusco.bench.schedule_modes import compare_modes
     from fusco.schedule import Links
 
@@ -82,7 +82,7 @@ def schedule(
         raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MOST_NODES} are scheduled here")
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
     records = compare_modes(node_bytes, name, ranks_per_node, links)
-    console = new_console()
+    console = new_console(json)
     _print_matrix(node_bytes, name, console)
     if records[0].lower_bound_bytes:
         _print_modes(records, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.running import Interrupted, num_devices
+from fusco.cli.running import Interrupted, Terminated, new_console, num_devices
 from fusco.cli.train_presets import PRESETS, PresetName, from_preset
 from fusco.cli.train_tables import how_to_replay, print_runs
+from fusco.core.requirements import check_fsdp
 
 if TYPE_CHECKING:
     from fusco.train.job import TrainingJob
@@ -84,9 +85,8 @@ def train(
 
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("fusco train needs transformers: pip install 'transformers>=5.9'")
-    from fusco.bench.results import write_json_lines
+    _check_packages()
+    from fusco.bench.json_lines import write_json_lines
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize
     from fusco.train.trace import check_trace_path, write_trace
@@ -126,7 +126,7 @@ def train(
             text_bytes=text_bytes,
             timeout_s=timeout_s,
         )
-        console = Console(quiet=joined is not None and joined.rank != 0)
+        console = new_console(json, quiet=joined is not None and joined.rank != 0)
         runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
     if console.quiet:
         return
@@ -138,6 +138,14 @@ def train(
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
         console.print(how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_packages() -> None:
+    """Said at once, before anything is imported that takes seconds."""
+    try:
+        check_fsdp("fusco train")
+    except ImportError as error:
+        raise ValueError(str(error)) from error
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int:
@@ -159,7 +167,7 @@ def _run(
 ) -> list[Run]:
     """Train. What is wrong with the machine or the text is said before any process starts."""
     from fusco.api.validation import check_cuda_core
-    from fusco.bench.results import write_json_lines
+    from fusco.bench.json_lines import write_json_lines
     from fusco.train.text import load_text
     from fusco.train.world import run_here, run_joined
 
@@ -174,7 +182,8 @@ def _run(
         with _showing(job, console) as report:
             return start(job, report, keeps_routing=keeps_routing, log=json)
     except Interrupted as interrupt:
-        raise Interrupted(f"; the steps until then are in {json}" if json else "") from interrupt
+        kept = f"; the steps until then are in {json}" if json and json != STDOUT else ""
+        raise (Terminated if isinstance(interrupt, Terminated) else Interrupted)(kept) from interrupt
 
 
 @contextmanager

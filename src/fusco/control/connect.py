@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+from fusco.control.flags import warm_up_flags
 from fusco.control.layout import ArenaLayout
 from fusco.control.node_memory import NodeMemory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
@@ -16,7 +17,7 @@ from fusco.control.status_server import Sentinel, SentinelAddress
 from fusco.control.store_gather import RollCall
 from fusco.control.tcp_mesh import Mail
 from fusco.control.watchdog import Peer, Watch
-from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError
+from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, reason_of
 
 _Connected = TypeVar("_Connected")
 
@@ -49,15 +50,15 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         PeerFailureError: naming a rank that dies or does not come. TransportError: where a network does not work.
 
     """
+    warm_up_flags()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = roll.gather("secret", secrets.token_hex(16))[0]
-        sentinel = Sentinel(secret, listen_on)
+        sentinel, peers = _meet(roll, secret, listen_on, hosts)
         resources.callback(sentinel.close)
-        peers = _meet(roll, sentinel, hosts)
         watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s)
         resources.callback(watch.close)
         watch.begin(0, "Communicator")
-        roll.wait_until = watch.wait_until
+        roll.watched_by(watch)
         num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
         memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
         resources.callback(memory.close)
@@ -83,9 +84,23 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise TransportError(symptom) from error
 
 
-def _meet(roll: RollCall, sentinel: Sentinel, hosts: Sequence[str]) -> dict[int, Peer]:
-    found = roll.gather("sentinel", {"address": asdict(sentinel.address), "pid": os.getpid()})
-    return {
+def _meet(roll: RollCall, secret: str, listen_on: str, hosts: Sequence[str]) -> tuple[Sentinel, dict[int, Peer]]:
+    """Make this rank's sentinel and find those of the others; where one rank cannot listen, all raise."""
+    with ExitStack() as undo:
+        sentinel, error = None, ""
+        try:
+            sentinel = Sentinel(secret, listen_on)
+            undo.callback(sentinel.close)
+        except OSError as failure:
+            error = f"cannot listen on {listen_on}: {reason_of(failure)}"
+        except RuntimeError as failure:  # of threading
+            error = f"cannot listen on {listen_on}: {failure}"
+        address = asdict(sentinel.address) if sentinel else None
+        found = roll.gather("sentinel", {"error": error, "address": address, "pid": os.getpid()})
+        raise_if_any([entry["error"] for entry in found], TransportError)
+        assert sentinel is not None
+        undo.pop_all()
+    return sentinel, {
         rank: Peer(SentinelAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[roll.rank])
         for rank, entry in enumerate(found)
         if rank != roll.rank
@@ -116,8 +131,8 @@ def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> l
     return segments
 
 
-def raise_if_any(errors: Sequence[str]) -> None:
-    """``SharedMemoryError`` if any rank told an error; all of them have told one, or ``""``."""
+def raise_if_any(errors: Sequence[str], kind: type[FuscoError] = SharedMemoryError) -> None:
+    """Raise an error of a kind if any rank told one; all of them have told one, or ``""``."""
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failed:
-        raise SharedMemoryError("; ".join(failed))
+        raise kind("; ".join(failed))

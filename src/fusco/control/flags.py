@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import torch
 
 from fusco.control.atomics import load_acquire, store_release
+from fusco.core.compiled import compiled
 
 
-@numba.njit(numba.int64(numba.int64[::1], numba.int64), cache=True)
+@compiled()
 def _load(counters: Any, index: int) -> Any:
     return load_acquire(counters, index)
 
 
-@numba.njit(numba.void(numba.int64[::1], numba.int64, numba.int64), cache=True)
+@compiled()
 def _store(counters: Any, index: int, value: int) -> None:
     store_release(counters, index, value)
+
+
+def warm_up_flags() -> None:
+    """Compile reading and writing, or load them from the disk cache."""
+    flags = Flags(torch.zeros(1, dtype=torch.int64))
+    flags.store(0, flags.load(0))
 
 
 class Flags:

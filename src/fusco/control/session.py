@@ -8,7 +8,14 @@ from contextlib import contextmanager
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import Agreement, Record, check_agreement
 from fusco.control.record_exchange import Exchange
-from fusco.core.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError, SharedMemoryError
+from fusco.core.errors import (
+    ClosedError,
+    MismatchError,
+    PeerFailureError,
+    RejectedInputError,
+    SharedMemoryError,
+    beside,
+)
 from fusco.core.profile import CallProfile
 
 # What all ranks learn of together, each by an error of its own; they go on afterwards.
@@ -59,7 +66,8 @@ class Rounds:
             self.end(str(error))
             raise
         except BaseException as error:
-            self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
+            with beside(error, "the other ranks could not be told"):
+                self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
             raise
 
     def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
@@ -81,6 +89,11 @@ class Rounds:
         if not self.broken:
             self.end(reason)
             self._watch.give_up(f"rank {self._rank} {reason}")
+
+    def depart(self, reason: str) -> None:
+        """See ``Engine.depart``."""
+        if not self.broken:
+            self._watch.leave(reason)
 
     def end(self, reason: str) -> None:
         """Refuse all further calls."""

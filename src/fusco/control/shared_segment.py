@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from fusco.core.errors import SharedMemoryError
+from fusco.core.errors import SharedMemoryError, reason_of
 
 SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
 _REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth"
@@ -36,7 +37,10 @@ class SharedSegment:
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd = fd
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(fd, num_bytes, flags=flags)
+        try:
+            self._map = mmap.mmap(fd, num_bytes, flags=flags)
+        except OSError as error:
+            raise SharedMemoryError(_not_mapped(num_bytes, error)) from error
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
@@ -47,8 +51,8 @@ class SharedSegment:
         ``num_ranks`` ranks of the machine, which make theirs at the same time, and for ``private_bytes`` that each
         takes besides.
         """
-        _check_room(num_bytes, num_ranks, private_bytes)
         try:
+            _check_room(num_bytes, num_ranks, private_bytes)
             fd = os.open(SHARED_MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(fd, 0, num_bytes)
@@ -59,7 +63,7 @@ class SharedSegment:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise SharedMemoryError(_no_room(num_bytes, num_ranks, free_bytes())) from error
-            raise SharedMemoryError(f"cannot make shared memory in {SHARED_MEMORY_DIR}: {error}") from error
+            raise SharedMemoryError(f"cannot make shared memory in {SHARED_MEMORY_DIR}: {reason_of(error)}") from error
 
     @classmethod
     def open_peer(cls, address: SegmentAddress) -> SharedSegment:
@@ -68,6 +72,8 @@ class SharedSegment:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise SharedMemoryError(f"cannot open a peer's shared memory: {reason_of(error)}") from error
             raise SharedMemoryError(
                 f"cannot open a peer's shared memory at {path} ({error.strerror}); ranks of one node must run as one "
                 f"user and see each other's processes. If they are in different containers, set ranks_per_node=1"
@@ -116,6 +122,18 @@ def _no_room(needed: int, num_ranks: int, free: int) -> str:
     return (
         f"{num_ranks} rank(s) on this machine need {needed:,} bytes of shared memory each but {SHARED_MEMORY_DIR} has "
         f"room for {free:,}; lower {_REMEDIES}, or give the machine (in a container: --shm-size) more"
+    )
+
+
+def _not_mapped(num_bytes: int, error: OSError) -> str:
+    if error.errno != errno.ENOMEM:
+        return f"{num_bytes:,} bytes of shared memory could not be mapped: {reason_of(error)}"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limit_in_words = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {limit:,} bytes"
+    return (
+        f"{num_bytes:,} bytes of shared memory are there, but could not be mapped: {error.strerror}. This process has "
+        f"{limit_in_words} for all that it maps (ulimit -v), and the kernel one for the number of mappings "
+        f"(sysctl vm.max_map_count)"
     )
 
 

@@ -1,24 +1,23 @@
-"""A thread in each rank that answers "what are you doing?" and takes in "rank 3 is at fault".
+"""Answers "what are you doing?" for a rank, and takes in "rank 3 is at fault" and "rank 3 has left".
 
 It answers whenever its process runs, also while the main thread computes or waits, so a rank that does not answer is
-dead, stopped or unreachable. It costs nothing as long as nobody asks. Requests are single lines of JSON over TCP, and
-carry a secret that the ranks share since the communicator was made.
+dead, stopped or unreachable. It costs nothing as long as nobody asks. Requests are single lines over TCP: a secret that
+the ranks share since the communicator was made, then JSON. Nothing is parsed that does not begin with the secret.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import socket
-import socketserver
-import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-_MAX_LINE_BYTES = 1 << 16
+from fusco.control.answering import Answerer
+from fusco.control.asking import ask_all, is_own_failure
+
+_MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a line
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,13 @@ class Silence:
 
     reason: str
     has_left: bool
+
+
+@dataclass(frozen=True)
+class Unasked:
+    """A rank could not be asked, for a reason of this process (no descriptor left, for example)."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,13 @@ class Sentinel:
     """Answers other ranks' questions about this rank; asks and tells them in turn."""
 
     def __init__(self, secret: str, host: str) -> None:
-        self._secret = secret
+        """Begin to answer; ``OSError`` if this process cannot listen there."""
+        self._secret = secret.encode()
         self._doing = (0, "", "", time.monotonic())
         self.verdict: Verdict | None = None
-        self._server = _Server((host, 0), self)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="fusco-sentinel", daemon=True)
-        self._thread.start()
-        self.address = SentinelAddress(host, self._server.server_address[1])
+        self.departures: dict[int, str] = {}  # ranks that said that they left, and why
+        self._answerer = Answerer(host, self._answer_line)
+        self.address = SentinelAddress(host, self._answerer.port)
 
     def note(self, collective: int, operation: str, phase: str) -> None:
         """Set what this rank will answer; called at every change of phase, so it must be cheap."""
@@ -82,84 +88,63 @@ class Sentinel:
         collective, operation, phase, since = self._doing
         return Status(collective, operation, phase, time.monotonic() - since)
 
-    def ask(self, addresses: Mapping[int, SentinelAddress], timeout_s: float) -> dict[int, Status | Silence]:
+    def ask(self, addresses: Mapping[int, SentinelAddress], timeout_s: float) -> dict[int, Status | Silence | Unasked]:
         """Ask ranks for their status, all at once."""
-
-        def ask_one(address: SentinelAddress) -> Status | Silence:
-            try:
-                return Status(**self._request(address, {"ask": "status"}, timeout_s))
-            except TimeoutError:
-                return Silence(
-                    f"does not answer within {timeout_s:.1f} s: stopped, hung or unreachable", has_left=False
-                )
-            except (OSError, ValueError, TypeError) as error:
-                return Silence(f"is dead or has left ({address.host}:{address.port}: {error})", has_left=True)
-
-        return dict(zip(addresses, _at_once(ask_one, addresses.values()), strict=True))
+        outcomes = self._request(addresses, {"ask": "status"}, timeout_s)
+        return {rank: _status_of(outcome, addresses[rank], timeout_s) for rank, outcome in outcomes.items()}
 
     def tell(self, addresses: Mapping[int, SentinelAddress], verdict: Verdict, timeout_s: float) -> None:
         """Tell ranks a verdict, all at once; those that cannot be reached are passed over."""
+        told = asdict(replace(verdict, reason=verdict.reason[:_MAX_REASON_CHARS]))
+        self._request(addresses, {"tell": told}, timeout_s)
 
-        def tell_one(address: SentinelAddress) -> None:
-            try:
-                self._request(address, {"tell": asdict(verdict)}, timeout_s)
-            except (OSError, ValueError):
-                pass
-
-        _at_once(tell_one, addresses.values())
+    def tell_departure(
+        self, addresses: Mapping[int, SentinelAddress], rank: int, reason: str, timeout_s: float
+    ) -> None:
+        """Tell ranks that this one, ``rank``, has left, all at once; those that cannot be reached are passed over."""
+        self._request(addresses, {"leave": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the server, which else looks up every half second
-        self._server.shutdown()
-        self._server.server_close()
+        self._answerer.close()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Answer one request, or ``None`` for one without the secret."""
-        if not hmac.compare_digest(str(request.get("secret", "")), self._secret):
-            return None
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request of a rank."""
         if "tell" in request:
             told = request["tell"]
             if self.verdict is None:
                 self.verdict = Verdict(tuple(told["peers"]), told["reason"], told["found_by"], told["has_left"])
             return {}
+        if "leave" in request:
+            self.departures.setdefault(int(request["leave"]["rank"]), str(request["leave"]["reason"]))
+            return {}
         return asdict(self.status)
 
-    def _request(self, address: SentinelAddress, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        with socket.create_connection((address.host, address.port), timeout=timeout_s) as connection:
-            line = json.dumps({**request, "secret": self._secret}) + "\n"
-            connection.sendall(line.encode())
-            with connection.makefile("rb") as replies:
-                reply = replies.readline(_MAX_LINE_BYTES)
-        answer: dict[str, Any] = json.loads(reply)
-        return answer
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 1024  # all ranks may ask at once; the default of 5 would turn some away for a second
-
-    def __init__(self, address: tuple[str, int], sentinel: Sentinel) -> None:
-        self.sentinel = sentinel
-        super().__init__(address, _Handler)
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = 10.0
-
-    def handle(self) -> None:
-        assert isinstance(self.server, _Server)
+    def _answer_line(self, line: bytes) -> bytes | None:
+        secret, _, request = line.partition(b" ")
+        if not hmac.compare_digest(secret, self._secret):
+            return None
         try:
-            request = json.loads(self.rfile.readline(_MAX_LINE_BYTES))
-            answer = self.server.sentinel.answer(request)
-            if answer is not None:
-                self.wfile.write((json.dumps(answer) + "\n").encode())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # a stranger's bytes, or an asker that has gone; either way nobody is owed an answer
+            return json.dumps(self.answer(json.loads(request))).encode()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None  # it knows the secret, and yet is no rank
+
+    def _request(
+        self, addresses: Mapping[int, SentinelAddress], request: dict[str, Any], timeout_s: float
+    ) -> dict[int, bytes | OSError]:
+        line = self._secret + b" " + json.dumps(request).encode() + b"\n"
+        at = [(address.host, address.port) for address in addresses.values()]
+        return dict(zip(addresses, ask_all(at, line, timeout_s), strict=True))
 
 
-def _at_once(function: Any, items: Iterable[Any]) -> list[Any]:
-    items = list(items)
-    with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
-        return list(pool.map(function, items))
+def _status_of(outcome: bytes | OSError, address: SentinelAddress, timeout_s: float) -> Status | Silence | Unasked:
+    if isinstance(outcome, TimeoutError):
+        return Silence(f"does not answer within {timeout_s:.1f} s: stopped, hung or unreachable", has_left=False)
+    if isinstance(outcome, OSError) and is_own_failure(outcome):
+        return Unasked(f"could not be asked: {outcome.strerror}")
+    try:
+        if isinstance(outcome, OSError):
+            raise outcome
+        return Status(**json.loads(outcome))
+    except (OSError, ValueError, TypeError) as error:
+        return Silence(f"is dead or has left ({address.host}:{address.port}: {error})", has_left=True)

@@ -6,80 +6,189 @@ import functools
 import json
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from fusco.control.threads import in_thread
 from fusco.core.errors import PeerFailureError, Stall, TransportError
 
 _Result = TypeVar("_Result")
+
 _SECONDS_BETWEEN_LOOKS = 0.005
+# How often a rank looks for each of those who are missing, and how much longer per rank, as each look is a request.
+_SECONDS_BETWEEN_NAMES, _SECONDS_PER_NAME = 0.1, 0.002
+_SILENT_S = 1.0  # after which a store that does not answer is what a rank waits for
+# In parting: of the limit, and at most. All ranks fail within milliseconds if they do so for one reason.
+_PARTING, _LONGEST_PARTING_S = 0.05, 1.0
+
+
+class Watcher(Protocol):
+    """What a roll call needs of a ``Watch``."""
+
+    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
+        """Wait for a condition; raise if a rank fails meanwhile."""
+
+    def ask_everybody(self, stall: Stall, symptom: str) -> Any:
+        """Raise if a rank is gone, or if another rank has found one at fault."""
 
 
 class RollCall:
-    """Gathers small JSON values from all ranks of a group; they make their roll calls in the same order."""
+    """Gathers small JSON values from all ranks of a group; they make their roll calls in the same order.
+
+    A thread talks to the store, since a store that is stopped answers no request and no request has a limit.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        self._watcher: Watcher | None = None
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-        of_group = PrefixStore(f"fusco/{ranks}", _get_default_store())
+        self.store: Store = _get_default_store()
+        of_group = PrefixStore(f"fusco/{ranks}", self.store)
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
-        number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
-        self.name = f"fusco/{ranks}/{number}"  # like that of no other roll
-        self.store = PrefixStore(str(number), of_group)
-        # How to wait for all ranks; once somebody watches them, it may do so with an eye on who dies.
-        self.wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None] = self._wait_until
+        request = in_thread(lambda: of_group.add(f"count/{self.rank}", 1))
+        self.wait_until(request.done, lambda: self._stall_of_store("the first roll call", 0.0))
+        try:
+            self.number: int = request.result()
+        except RuntimeError as error:
+            raise TransportError(self._failure(error)) from error
+        self.name = f"fusco/{ranks}/{self.number}"  # like that of no other roll
+        self.store = PrefixStore(str(self.number), of_group)
 
     @property
     def store_host(self) -> str:
         """The host that serves the process group's store, which every rank can reach; this one if it has none."""
-        store: Store = self.store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return str(getattr(store, "host", None) or socket.gethostname())
+        return str(getattr(_bare(self.store), "host", None) or socket.gethostname())
+
+    def watched_by(self, watcher: Watcher) -> None:
+        """From now on wait with an eye on who dies, and ask who is at fault if the store fails."""
+        self._watcher = watcher
+
+    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
+        """Wait for a condition, within the limit; raises ``PeerFailureError``, or ``TransportError`` for the store."""
+        if self._watcher:
+            self._watcher.wait_until(is_ready, stall)
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while not is_ready():
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
+            if time.monotonic() > deadline:
+                self._give_up(stall())
 
     def gather(self, stage: str, value: Any) -> list[Any]:
         """Publish a value and return those of all ranks.
 
-        Raises ``PeerFailureError`` naming the ranks that did not come within the limit.
+        Raises ``PeerFailureError`` naming the ranks that did not come within the limit, or that are at fault if the
+        store cannot be reached; ``TransportError`` where that cannot be known.
         """
-        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
-        _asking(lambda: self.store.set(keys[self.rank], json.dumps(value)))
-
-        def have_all_come() -> bool:
-            if self._has(keys):
-                return True
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-            return False
+        gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
+        coming = in_thread(gathering.run)
 
         def stall() -> Stall:
-            missing = tuple(rank for rank, key in enumerate(keys) if not self._has([key]))
+            if (silent_s := gathering.silent_s) > _SILENT_S:
+                return self._stall_of_store(stage, silent_s)
+            missing = gathering.missing
             return Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}")
 
-        self.wait_until(have_all_come, stall)
-        return [json.loads(_asking(functools.partial(self.store.get, key))) for key in keys]
+        try:
+            self.wait_until(coming.done, stall)
+        finally:
+            gathering.is_over = True
+        try:
+            return [json.loads(text) for text in coming.result()]
+        except RuntimeError as error:
+            symptom, missing = self._failure(error), gathering.missing
+            if self._watcher:
+                self._watcher.ask_everybody(stall(), symptom)
+            if missing:
+                symptom += f". Rank(s) {', '.join(map(str, missing))} had not come to '{stage}' when it last answered"
+            raise TransportError(symptom) from error
 
-    def _wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        deadline = time.monotonic() + self.timeout_s
-        while not is_ready():
-            if time.monotonic() > deadline and (late := stall()).on_ranks:
-                raise PeerFailureError(
-                    rank=self.rank,
-                    peers=late.on_ranks,
-                    operation="Communicator",
-                    stall=late,
-                    reason=f"rank(s) {', '.join(map(str, late.on_ranks))} did not come within {self.timeout_s} s",
-                    has_left=False,
-                )
+    def part(self, without: Sequence[int] = ()) -> None:
+        """Stay, before this rank raises, until all others are about to, or for a moment.
 
-    def _has(self, keys: list[str]) -> bool:
-        return _asking(lambda: self.store.check(keys))
+        One of them may serve the store, and what the others wait for would be lost with its process.
+        """
+        deadline = time.monotonic() + min(_PARTING * self.timeout_s, _LONGEST_PARTING_S)
+        others = [rank for rank in range(self.world_size) if rank not in without]
+        gathering = _Gathering(self.store, "parting", others, self.rank, "")
+        coming = in_thread(gathering.run)
+        while not coming.done() and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
+        gathering.is_over = True
+
+    def _give_up(self, stall: Stall) -> NoReturn:
+        if not stall.on_ranks:
+            raise TransportError(
+                f"{self._store_in_words} did not answer within {self.timeout_s} s: the process that serves it is "
+                f"stopped, hung or unreachable"
+            )
+        raise PeerFailureError(
+            rank=self.rank,
+            peers=stall.on_ranks,
+            operation="Communicator",
+            stall=stall,
+            reason=f"rank(s) {', '.join(map(str, stall.on_ranks))} did not come within {self.timeout_s} s",
+            has_left=False,
+        )
+
+    def _stall_of_store(self, stage: str, silent_s: float) -> Stall:
+        return Stall(stage, (), f"an answer of {self._store_in_words}", f"none for {silent_s:.1f} s")
+
+    def _failure(self, error: Exception) -> str:
+        return f"{self._store_in_words} cannot be reached: {str(error).splitlines()[0]}"
+
+    @property
+    def _store_in_words(self) -> str:
+        if not (port := getattr(_bare(self.store), "port", None)):
+            return "the process group's store"
+        return f"the process group's store at {self.store_host}:{port} (rank 0 serves it, unless a launcher does)"
 
 
-def _asking(request: Callable[[], _Result]) -> _Result:
-    try:
-        return request()
-    except RuntimeError as error:
-        raise TransportError(f"the process group's store cannot be reached: {error}") from error
+class _Gathering:
+    """One rank's requests of the store in a roll call, made in a thread; others look at how far it is."""
+
+    def __init__(self, store: Store, stage: str, ranks: Sequence[int], rank: int, text: str) -> None:
+        self._store, self._own, self._text = store, f"{stage}/{rank}", text
+        self._rank_to_key = {rank: f"{stage}/{rank}" for rank in ranks}
+        self.missing = tuple(other for other in ranks if other != rank)  # as far as is known
+        self.is_over = False  # nobody waits for it any more
+        self._asked_at: float | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """How long the request that is under way has had no answer."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
+
+    def run(self) -> list[bytes]:
+        """Set this rank's value and return those of all, by rank, once they have come."""
+        self._ask(lambda: self._store.set(self._own, self._text))
+        every_s = _SECONDS_BETWEEN_NAMES + _SECONDS_PER_NAME * len(self._rank_to_key)
+        next_names = time.monotonic() + every_s
+        while not self._has(*self._rank_to_key.values()):
+            if self.is_over:
+                return []
+            if time.monotonic() > next_names:
+                self.missing = tuple(rank for rank in self.missing if not self._has(self._rank_to_key[rank]))
+                next_names = time.monotonic() + every_s
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        self.missing = ()
+        return [self._ask(functools.partial(self._store.get, key)) for key in self._rank_to_key.values()]
+
+    def _has(self, *keys: str) -> bool:
+        return self._ask(lambda: self._store.check(list(keys)))
+
+    def _ask(self, request: Callable[[], _Result]) -> _Result:
+        self._asked_at = time.monotonic()
+        result = request()
+        self._asked_at = None
+        return result
+
+
+def _bare(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

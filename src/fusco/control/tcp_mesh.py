@@ -18,6 +18,9 @@ from fusco.core.errors import Stall
 
 _RANK = struct.Struct("!q")
 _BETWEEN_LOOKS_S = 0.05  # at whether this rank still wants its peers to connect
+# Connections that have not said who they are; peers do so at once, so those that stay are strangers.
+_MAX_STRANGERS = 256
+_BACKLOG = 1024  # peers may all come at once, and strangers before them
 
 
 class Mail:
@@ -95,7 +98,7 @@ class Mail:
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
     ) -> None:
         try:
-            with socket.create_server((listen_on, 0), backlog=len(peers)) as listener:
+            with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
                 addresses = roll.gather("mail", listener.getsockname()[:2])
 
                 def connect() -> None:
@@ -132,7 +135,7 @@ class Mail:
 
     def _answer(self, listener: socket.socket, missing: set[int]) -> None:
         """Let peers connect, until all have or this is closed; strangers may connect, too, and stay without a word."""
-        strangers: set[socket.socket] = set()
+        strangers: dict[socket.socket, None] = {}  # the oldest first
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(listener, selectors.EVENT_READ)
@@ -140,21 +143,32 @@ class Mail:
                     for connection in [key.fileobj for key, _ in selector.select(_BETWEEN_LOOKS_S)]:
                         assert isinstance(connection, socket.socket)
                         if connection is listener:
-                            strangers.add(visitor := self._let_in(listener))
-                            selector.register(visitor, selectors.EVENT_READ)
+                            if (visitor := self._let_in(listener)) is not None:
+                                strangers[visitor] = None
+                                selector.register(visitor, selectors.EVENT_READ)
                             continue
                         selector.unregister(connection)
+                        del strangers[connection]
                         peer = self._introduced(connection)
                         if peer in missing:
                             missing.remove(peer)
-                            strangers.remove(connection)
                             self._connections[peer] = connection
+                        else:
+                            connection.close()
+                    while len(strangers) > _MAX_STRANGERS:
+                        oldest = next(iter(strangers))
+                        del strangers[oldest]
+                        selector.unregister(oldest)
+                        oldest.close()
         finally:
             for stranger in strangers:
                 stranger.close()
 
-    def _let_in(self, listener: socket.socket) -> socket.socket:
-        connection, _ = listener.accept()
+    def _let_in(self, listener: socket.socket) -> socket.socket | None:
+        try:
+            connection, _ = listener.accept()
+        except ConnectionError:
+            return None  # it has gone again
         # It is ready to be read once it has said all, or has gone.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._introduction))
         return connection

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Verdict
-from fusco.core.errors import PeerFailureError, Stall
+from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Unasked, Verdict
+from fusco.core.errors import PeerFailureError, Stall, TransportError, beside, reason_of
 
 # Shares of the limit: wait without progress, then ask everybody, settle, then tell everybody; the rest is slack.
 _PATIENCE = 0.7
@@ -25,6 +25,9 @@ _SECONDS_BETWEEN_CHECKS = 0.02
 # Ranks tend to die together (of memory, of their node), and an error should name them all. And those that seem to have
 # left may have given this one up, and their verdict be on its way. A tenth of a second is enough for both.
 _LONGEST_SETTLING_S = 0.1
+
+# Who leaves says so and waits for nobody: telling takes as long as connecting does.
+_LONGEST_LEAVING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,10 @@ class Watch:
         if has_died or failure:
             time.sleep(self._settling_s)
             if dead := self._dead():
-                self._blame(waiting_for, dead, "; ".join(map(self._describe_death, dead)), has_left=True)
+                self._blame(waiting_for, dead, "; ".join(map(self._describe_end, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
+        if not self._sentinel.departures.keys().isdisjoint(concerned):
+            self._blame_the_departed(stall)
         if stalled := self.device_stall():
             self.find_fault(stalled, "the device waited in vain")
         if now - self._since_progress > _PATIENCE * self._timeout_s:
@@ -103,31 +108,46 @@ class Watch:
     def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
         """Ask all ranks what they are doing, decide who is at fault, tell everybody, and raise."""
         statuses = self.ask_everybody(stall, symptom)
-        late = {rank: status for rank, status in statuses.items() if status.collective < self._collective}
-        blamed = late or {rank: statuses[rank] for rank in stall.on_ranks if rank in statuses}
-        doing = "; ".join(f"rank {rank} {_describe_status(status)}" for rank, status in blamed.items())
+        late = [rank for rank, status in statuses.items() if status.collective < self._collective]
+        blamed = tuple(late or [rank for rank in stall.on_ranks if rank in self._peers])
+        doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
         if not blamed:
             doing = f"rank {self._rank}, in phase '{stall.phase}', waits for none of the others, which are all there"
-        self._blame(stall, tuple(blamed), f"{symptom}; {doing}", has_left=False)
+        self._blame(stall, blamed, f"{symptom}; {doing}", has_left=False)
 
     def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:
-        """Ask all ranks what they are doing; if some are dead or do not answer, tell everybody, and raise."""
-        dead = self._dead()
+        """Ask all ranks what they are doing; if some are dead or do not answer, tell everybody, and raise.
+
+        Raises what another rank found, too, if it was quicker. Ranks that could not be asked, for a reason of this
+        process, are left out.
+        """
+        dead = self._gone()
         answers = self._sentinel.ask(
             {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
         )
+        unasked = [f"rank {rank} {answer.reason}" for rank, answer in answers.items() if isinstance(answer, Unasked)]
         silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
         if dead or silent:
             time.sleep(self._settling_s)
-            reasons = [self._describe_death(rank) for rank in dead]
-            reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()]
+            reasons = [self._describe_end(rank) for rank in dead]
+            reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()] + unasked
             has_left = all(answer.has_left for answer in silent.values())
             self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
+        if self._sentinel.verdict:
+            raise self._failure(stall, self._sentinel.verdict)
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
 
     def give_up(self, reason: str) -> None:
-        """Tell all other ranks that this one leaves for a reason of its own."""
+        """Tell all other ranks that this one leaves for a reason of its own: all of them raise."""
         self._tell(Verdict((self._rank,), reason, self._rank, has_left=True))
+
+    def leave(self, reason: str) -> None:
+        """Tell all other ranks that this one has left: those raise that wait for it, now or later.
+
+        Waits for nobody, but for the network up to half a second.
+        """
+        limit_s = min(_TELLING * self._timeout_s, _LONGEST_LEAVING_S)
+        self._sentinel.tell_departure(self._living(), self._rank, reason, limit_s)
 
     @property
     def is_anybody_gone(self) -> bool:
@@ -154,20 +174,39 @@ class Watch:
         poller.register(fd, select.POLLIN)
         return bool(poller.poll(0))
 
-    def _describe_death(self, rank: int) -> str:
+    def _gone(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self._peers if self._is_dead(rank) or rank in self._sentinel.departures)
+
+    def _describe_end(self, rank: int) -> str:
+        if reason := self._sentinel.departures.get(rank):
+            return f"rank {rank} {reason}"
         return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
 
+    def _blame_the_departed(self, stall: Callable[[], Stall]) -> None:
+        """Raise if what is waited for did not come from a rank before it left."""
+        time.sleep(self._settling_s)
+        waiting_for = stall()
+        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        if not self._sentinel.departures.keys().isdisjoint(concerned):
+            gone = self._gone()
+            self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
+
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
-        if not self._sentinel.verdict:  # another rank may have been quicker
+        if not (verdict := self._sentinel.verdict):  # another rank may have been quicker
             verdict = Verdict(at_fault, reason, self._rank, has_left)
-            self._tell(verdict)
-            self._sentinel.verdict = verdict
-        raise self._failure(stall, self._sentinel.verdict)
+            failure = self._failure(stall, verdict)
+            with beside(failure, "the other ranks could not be told"):
+                self._tell(verdict)
+            self._sentinel.verdict = self._sentinel.verdict or verdict
+            raise failure
+        raise self._failure(stall, verdict)
 
     def _tell(self, verdict: Verdict) -> None:
         # Those at fault, too: a late or stopped rank should learn why nobody is there when it comes.
-        living = {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
-        self._sentinel.tell(living, verdict, _TELLING * self._timeout_s)
+        self._sentinel.tell(self._living(), verdict, _TELLING * self._timeout_s)
+
+    def _living(self) -> dict[int, SentinelAddress]:
+        return {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
 
     def _failure(self, stall: Stall, verdict: Verdict) -> PeerFailureError:
         found = "" if verdict.found_by == self._rank else f" (found by rank {verdict.found_by})"
@@ -187,9 +226,15 @@ def _open_process(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         return None
+    except OSError as error:
+        raise TransportError(
+            f"process {pid} of a rank on this machine cannot be watched: {reason_of(error)}"
+        ) from error
 
 
-def _describe_status(status: Status) -> str:
+def _describe_status(status: Status | None) -> str:
+    if status is None:
+        return "could not be asked what it does, as this process has no descriptor or memory left to ask"
     if not status.phase:
         return f"has been outside any fusco call for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
     return f"is in {status.operation}, phase '{status.phase}', for {status.seconds:.1f} s"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from fusco.core.integers import check_integer
+
+_LONGEST_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in types of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class Settings:
             packing, transfer and unpacking of different slices overlap. ``None`` means 1 MiB, but 16 MiB between nodes
             on CUDA, for all nodes together (docs/design.md says why).
         ring_depth: slots of each ring; 2 is the least that lets a producer work while its consumer does.
-        timeout_s: the limit of every wait, in seconds. When it runs out, all ranks raise ``PeerFailureError``.
+        timeout_s: the limit of every wait, in seconds, at most 1,000,000. When it runs out, all ranks raise
+            ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
             the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated, at twice the bytes.
         slice_order: which node a rank sends its next slice to. ``"in-turn"``: all others in turn. ``"staged"``: by the
@@ -45,8 +47,8 @@ class Settings:
         check_integer("ring_depth", self.ring_depth, least=2)
         if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
             raise TypeError(f"timeout_s must be a number, got {self.timeout_s!r}")
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
-            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:,}, got {self.timeout_s}")
         if self.slice_order not in ("in-turn", "staged"):
             raise ValueError(f"slice_order must be 'in-turn' or 'staged', got {self.slice_order!r}")
         if self.wire_dtype not in (None, torch.float32):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -11,6 +16,10 @@ class FuscoError(RuntimeError):
 
 class ClosedError(FuscoError):
     """A communicator was used after ``close()``, or after a failure that broke it."""
+
+
+class ThreadError(FuscoError):
+    """A thread used a communicator that belongs to another thread."""
 
 
 class SharedMemoryError(FuscoError):
@@ -97,3 +106,34 @@ class PeerFailureError(FuscoError):
             f"rank {rank} gave up in {operation}, phase '{stall.phase}', waiting for {waited_for}: "
             f"expected {stall.expected}, saw {stall.seen}. Cause: {reason}"
         )
+
+
+@contextmanager
+def beside(error: BaseException | None, what: str) -> Iterator[None]:
+    """Do what belongs to the end after an error: if that fails, too, it is a note to the error and hides nothing.
+
+    ``what`` could not be done then, in words. Without an error the failure is raised.
+    """
+    try:
+        yield
+    except Exception as second:
+        if error is None:
+            raise
+        note(error, f"{what}: {type(second).__name__}: {second}")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Say beside an error what else went wrong; before Python 3.11, which has no notes, as a warning."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def reason_of(error: OSError) -> str:
+    """What the operating system said, and which limit of this process is behind it."""
+    limits = {
+        errno.EMFILE: f"; this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} (ulimit -n)",
+        errno.ENFILE: "; all processes of this machine together have as many as it allows (sysctl fs.file-max)",
+    }
+    return f"{error.strerror or error}{limits.get(error.errno or 0, '')}"

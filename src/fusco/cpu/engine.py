@@ -27,7 +27,7 @@ from fusco.cpu.byte_streams import Streams
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
-from fusco.cpu.gloo import GlooTransport
+from fusco.cpu.gloo import GlooTransport, NoTransport
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
@@ -57,7 +57,8 @@ class CpuEngine:
             connections = connect(roll, layout, hosts, listen_on)
             resources.callback(connections.close)
             self._watch, self._memory = connections.watch, connections.memory
-            self._transport = _connect_over_gloo(roll, layout, connections)
+            is_alone = self._topology.num_nodes == 1
+            self._transport = NoTransport() if is_alone else _connect_over_gloo(roll, layout, connections, listen_on)
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
             self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8, device="cpu")
             self._rounds = Rounds(roll.rank, connections)
@@ -282,6 +283,10 @@ class CpuEngine:
         """See ``Engine``."""
         self._rounds.abandon(reason)
 
+    def depart(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._rounds.depart(reason)
+
     def close(self) -> None:
         """See ``Engine``."""
         self._rounds.end("it is closed")
@@ -307,7 +312,7 @@ class CpuEngine:
                 yield streams
 
 
-def _connect_over_gloo(roll: RollCall, layout: ArenaLayout, connections: Connections) -> GlooTransport:
+def _connect_over_gloo(roll: RollCall, layout: ArenaLayout, connections: Connections, listen_on: str) -> GlooTransport:
     watch, mail = connections.watch, connections.mail
     others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
     stall = Stall("connecting", others, "a connection to each", "too few")
@@ -315,7 +320,12 @@ def _connect_over_gloo(roll: RollCall, layout: ArenaLayout, connections: Connect
     def connect_all() -> GlooTransport:
         limit_s = layout.settings.timeout_s
         return GlooTransport(
-            roll.store, roll.rank, roll.world_size, limit_s, lambda is_ready: watch.wait_until(is_ready, lambda: stall)
+            roll.store,
+            roll.rank,
+            roll.world_size,
+            limit_s,
+            listen_on,
+            lambda is_ready: watch.wait_until(is_ready, lambda: stall),
         )
 
     watch.begin(0, "Communicator")

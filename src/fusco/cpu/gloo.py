@@ -7,10 +7,12 @@ posting, and the caller looks at tickets. Only in closing is a wait made to time
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ class GlooTransport:
         rank: int,
         world_size: int,
         timeout_s: float,
+        listen_on: str,
         wait_until: Callable[[Callable[[], bool]], None],
     ) -> None:
         """Connect all ranks.
@@ -50,6 +53,8 @@ class GlooTransport:
             rank: this rank.
             world_size: number of ranks.
             timeout_s: when gloo gives a message up. Errors of ours come first; this only ends threads.
+            listen_on: address at which other ranks reach this one; gloo uses it if it is a loopback address. Otherwise,
+                or where ``GLOO_SOCKET_IFNAME`` is set, gloo chooses its interface itself.
             wait_until: waits for a condition, and raises if a rank fails meanwhile.
 
         Raises:
@@ -58,7 +63,9 @@ class GlooTransport:
         """
         self._limit = timedelta(seconds=timeout_s)
         # Where a rank dies while others connect to it, gloo takes several times its limit.
-        connecting = in_thread(lambda: dist.ProcessGroupGloo(store, rank, world_size, _CONNECTING * self._limit))
+        connecting = in_thread(
+            lambda: dist.ProcessGroupGloo(store, rank, world_size, _options(_CONNECTING * self._limit, listen_on))
+        )
         wait_until(connecting.done)
         self._group = connecting.result()
         self._waiters: dict[tuple[str, int], _Waiter] = {}
@@ -147,6 +154,25 @@ class GlooTransport:
         if (direction, peer) not in self._waiters:
             self._waiters[direction, peer] = _Waiter(f"fusco-{direction}-{peer}")
         return self._waiters[direction, peer]
+
+
+class NoTransport(GlooTransport):
+    """What a rank has whose node is the only one: nobody to send to, and nothing opened."""
+
+    def __init__(self) -> None:
+        self._waiters, self._under_way, self._group, self.failure = {}, set(), None, ""
+
+
+def _options(limit: timedelta, listen_on: str) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  the only way to choose the interface
+    is_local = listen_on.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME")
+    device = (
+        dist.ProcessGroupGloo.create_device(hostname=listen_on)
+        if is_local
+        else dist.ProcessGroupGloo.create_default_device()
+    )
+    options._devices, options._timeout = [device], limit  # noqa: SLF001
+    return options
 
 
 class _Waiter:

@@ -13,6 +13,7 @@ import torch
 
 from fusco.control.connect import connect, raise_if_any
 from fusco.control.fingerprint import Agreement
+from fusco.control.keeping import keep_for_good
 from fusco.control.layout import ArenaLayout
 from fusco.control.session import Rounds
 from fusco.control.store_gather import RollCall
@@ -33,7 +34,7 @@ from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.intranode import STAGED, NodeShuffle
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
-from fusco.cuda.last_work import LastWork, keep_for_good
+from fusco.cuda.last_work import LastWork
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.stream_order import StreamOrder
@@ -282,6 +283,10 @@ class CudaEngine:
         """See ``Engine``."""
         self._rounds.abandon(reason)
 
+    def depart(self, reason: str) -> None:
+        """See ``Engine``."""
+        self._rounds.depart(reason)
+
     def close(self) -> None:
         """See ``Engine``."""
         self._rounds.end("it is closed")
@@ -291,7 +296,7 @@ class CudaEngine:
         if self._has_work_ended():
             self._arena.close()
             return
-        keep_for_good(self)
+        keep_for_good(self)  # the device may still use it
         warnings.warn(
             f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
             f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",

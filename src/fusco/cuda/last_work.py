@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -31,8 +29,3 @@ class LastWork:
                 return False
             time.sleep(_BETWEEN_LOOKS_S)
         return True
-
-
-def keep_for_good(thing: Any) -> None:
-    """Never give an object's memory back, since a device may still use it."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -202,5 +202,8 @@ class Engine(Protocol):
     def abandon(self, reason: str) -> None:
         """Tell all other ranks that this one will not come back, and refuse further calls."""
 
+    def depart(self, reason: str) -> None:
+        """Tell all other ranks that this one has left; only those raise that wait for it, now or later."""
+
     def close(self) -> None:
         """Give everything back, without waiting for anybody."""

@@ -6,6 +6,10 @@ what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint``
 ``load_hugging_face`` keep what came of it. ``docs/fsdp.md`` has a loop that works.
 """
 
+from fusco.core.requirements import check_fsdp
+
+check_fsdp("fusco.fsdp", ("torch",))  # before what an older one does not have is imported
+
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
 from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,13 +22,24 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fusco.fsdp.collective_check import check_on_all_ranks
+from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
+
+_Checked = TypeVar("_Checked")
 # By parameter names, not by their order: so each optimizer state has the layout of its parameter.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write model and optimizer, if given, into a folder, each rank its own part; a collective of all ranks."""
-    save(_state(model, optimizer), checkpoint_id=path)
+    """Write model and optimizer, if given, into a folder, each rank its own part; a collective of all ranks.
+
+    Raises:
+        OSError: on all ranks, if one of them cannot write.
+        ValueError: on all ranks, if there is something that cannot be written.
+
+    """
+    with _as_errors(f"{path} cannot be written"):
+        save(_state(model, optimizer), checkpoint_id=path)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -33,17 +49,34 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         path: the folder.
         model: parallelized in whatever way, or not at all, in a process of its own.
         optimizer: of its parameters; of the same kind, and with as many parameter groups, as the one that was saved.
+            Parameters that had no gradient until then have no state in the checkpoint, and none here afterwards.
             ``None`` loads the model only, whether an optimizer was saved or not.
 
+    Raises:
+        OSError: on all ranks, if one of them cannot read.
+        ValueError: on all ranks, for a checkpoint of another model, or of another optimizer or none.
+
     """
-    state = _state(model, optimizer)
-    load(state, checkpoint_id=path)
-    if optimizer is None:
-        set_model_state_dict(model, state["model"])
-    else:
+    filled = fill_state(optimizer) if optimizer else []
+    try:
+        state = _state(model, optimizer)
+        unstarted = _on_all_ranks(lambda: _check(Path(path), state), model)
+        if optimizer is None:
+            _load(path, state)
+            set_model_state_dict(model, state["model"])
+            return
+        state["optimizer"] = without_state(state["optimizer"], unstarted)
+        _load(path, state)
+        parameters = parameters_named(model, unstarted)
+        drop_state(optimizer, parameters)
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
         )
+        drop_state(optimizer, parameters)  # PyTorch has given them empty ones
+    except Exception:
+        if optimizer:
+            drop_state(optimizer, filled)
+        raise
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -51,3 +84,47 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
         return {"model": get_model_state_dict(model)}
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _check(path: Path, state: dict[str, Any]) -> set[str]:
+    """Names of parameters without a state of the optimizer in a checkpoint, which must have all else."""
+    if not (path / ".metadata").exists():
+        raise ValueError(f"{path} has no .metadata: it is no checkpoint that save_checkpoint wrote")
+    try:
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        raise ValueError(f"{path}/.metadata cannot be read: {error!r}") from error
+    missing = {f"model.{name}" for name in state["model"]} - saved
+    if missing:
+        raise ValueError(
+            f"{len(missing)} weights of the model are not in {path}, such as {min(missing).removeprefix('model.')}"
+        )
+    if "optimizer" not in state:
+        return set()
+    of_optimizer = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]
+    if not of_optimizer:
+        raise ValueError(f"{path} has no optimizer: load it without one")
+    return find_unstarted(state["optimizer"], of_optimizer)
+
+
+def _load(path: str | Path, state: dict[str, Any]) -> None:
+    with _as_errors(f"{path} cannot be read"):
+        load(state, checkpoint_id=path)
+
+
+def _on_all_ranks(check: Callable[[], _Checked], model: nn.Module) -> _Checked:
+    """As ``check_on_all_ranks``, also in a process without a group."""
+    if not dist.is_initialized():
+        return check()
+    return check_on_all_ranks(check, next(model.parameters()).device.type)
+
+
+@contextmanager
+def _as_errors(what: str) -> Iterator[None]:
+    """Raise what failed on some rank as an ``Exception``; PyTorch's is none, and as long as all ranks' tracebacks."""
+    try:
+        yield
+    except CheckpointException as failed:
+        rank, (cause, _) = min(failed.failures.items(), key=lambda failure: failure[0])
+        kind = OSError if isinstance(cause, OSError) else ValueError
+        raise kind(f"{what}: rank {rank} failed with {type(cause).__name__}: {cause}") from cause

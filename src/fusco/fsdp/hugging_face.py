@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fusco.fsdp.original_classes import original_class, original_classes
+
 Part = tuple[slice, ...]
 
 
@@ -44,13 +46,12 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
     if on_meta:
         raise ValueError(f"{on_meta[0]} has no memory: call fusco.fsdp.materialize first")
     missing = set(targets)
-    with _Files(Path(path)) as files:
+    with _Files(Path(path)) as files, original_classes(model):
         for source in _sources(model, files.keys(), targets):
             for name, values in source.read(files, model, targets).items():
                 _own_values(targets[name]).copy_(values)
                 missing.discard(name)
-    loaded = {id(targets[name]) for name in targets.keys() - missing}
-    missing = {name for name in missing if id(targets[name]) not in loaded}  # tied to others
+    missing = _untied(missing, targets)
     if missing:
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
 
@@ -58,7 +59,8 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 def save_hugging_face(path: str | Path, model: nn.Module) -> None:
     """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
 
-    Rank 0 gathers and writes all weights, so that its main memory must hold them.
+    Rank 0 gathers and writes all weights, so that its main memory must hold them. Then it compares the names in the
+    files with those that transformers looks for there.
 
     Args:
         path: the folder.
@@ -66,17 +68,28 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
 
     Raises:
         TypeError: for another model.
-        OSError: if rank 0 cannot write, which raises what it met with.
+        ValueError: for a model that transformers has distributed, before anything is written; on rank 0 for files in
+            which transformers would not find all weights.
+        OSError: if rank 0 cannot write, which raises the cause.
 
     """
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
         raise TypeError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers")
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
+        raise ValueError(
+            f"transformers has distributed this {original_class(type(model)).__name__} by its distributed_config and "
+            f"writes it by itself: call model.save_pretrained(path) on all ranks"
+        )
+    weights: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            save_pretrained(path, state_dict=weights)
+            with original_classes(model):
+                save_pretrained(path, state_dict=_tied_as_in(model, weights))
+                _check_names(Path(path), model)
         except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
             failure = error
     outcome = [repr(failure) if failure else ""]
@@ -85,6 +98,38 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
         raise failure
     if outcome[0]:
         raise OSError(f"rank 0 could not write {path}: {outcome[0]}")
+
+
+def _tied_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """The gathered weights, where each name of one parameter got a copy, with one tensor for it: it is written once."""
+    first: dict[int, str] = {}
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if name in weights:
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+    return weights
+
+
+def _check_names(path: Path, model: Any) -> None:
+    """Whether transformers would find every weight of a model in the files that it has just written."""
+    if getattr(model, "_hf_peft_config_loaded", False) or not hasattr(model, "base_model_prefix"):
+        return  # what it writes are adapters, which go by names of their own
+    targets = model.state_dict(keep_vars=True)
+    missing = targets.keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    with _Files(path) as files:
+        for source in _sources(model, files.keys(), targets):
+            missing -= source.names()
+    missing = _untied(missing, targets)
+    if missing:
+        raise ValueError(
+            f"transformers would not find {len(missing)} weights of the model in what was written to {path}, such as "
+            f"{min(missing)}: do not use it"
+        )
+
+
+def _untied(missing: set[str], targets: dict[str, torch.Tensor]) -> set[str]:
+    """Missing weights that are not another name of one that is there."""
+    present = {id(targets[name]) for name in targets.keys() - missing}
+    return {name for name in missing if id(targets[name]) not in present}
 
 
 class _Files:
@@ -96,10 +141,10 @@ class _Files:
         if config.exists() and "quantization_config" in json.loads(config.read_text()):
             raise ValueError(f"{path} has quantized weights, which have no parts to read: write them in bfloat16 first")
         self._opened: dict[Path, Any] = {}
-        if index.exists():
-            self._key_to_file = {key: path / name for key, name in json.loads(index.read_text())["weight_map"].items()}
-        elif single.exists():
+        if single.exists():  # transformers reads this one if there are both
             self._key_to_file = dict.fromkeys(self._open(single).keys(), single)
+        elif index.exists():
+            self._key_to_file = {key: path / name for key, name in json.loads(index.read_text())["weight_map"].items()}
         else:
             raise FileNotFoundError(f"{path} has neither {single.name} nor {index.name}")
 
@@ -142,6 +187,13 @@ class _Source:
     name: str
     converter: Any
     pattern_to_keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Every parameter or buffer that comes from here; a converter can split what is in files."""
+        if self.converter is None:
+            return {self.name}
+        first, *_ = patterns = self.converter.target_patterns
+        return {self.name.replace(first, each) for each in patterns}
 
     def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of everything that comes from here."""

@@ -15,6 +15,7 @@ from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.prefetch import set_prefetch
 from fusco.fsdp.sharding import Sharding
+from fusco.fsdp.ties import check_ties
 from fusco.fsdp.weights import check_equal_weights
 from fusco.fsdp.wrapping import find_units, shard_dense, shard_experts
 
@@ -55,7 +56,8 @@ def parallelize(
         ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
             of another group, a model without experts or one that is parallelized already, experts that are wrapped by
             an adapter or compute something else than ``Experts.run``, a number of experts that ``ep_size`` does not
-            divide, a parameter or a container that cannot be sharded, or weights that differ between ranks.
+            divide, a parameter or a container that cannot be sharded, a parameter that blocks share, or weights that
+            differ between ranks.
 
     """
     settled = sharding or Sharding()
@@ -94,7 +96,9 @@ def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Exp
     for experts in found:
         _check_shape(experts, mesh, sharding.expert_dim)
     check_formulas(found)
-    for module in (model, *(unit.block for unit in find_units(model, found))):
+    blocks = [unit.block for unit in find_units(model, found)]
+    check_ties(model, (*blocks, *(experts.module for experts in found)))
+    for module in (model, *blocks):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"FSDP cannot shard a {type(module).__name__}, which has no forward: parallelize what has")
     return found

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.compiled import compiled
 from fusco.core.groups import Groups
 from fusco.core.topology import Topology
 
@@ -136,7 +136,13 @@ def _as_groups(topology: Topology, group_to_locals: npt.NDArray[Any]) -> Groups:
     return Groups(topology, tuple(map(tuple, group_to_locals.tolist())))
 
 
-@numba.njit(cache=True)
+def warm_up_balancers() -> None:
+    """Compile what balancers need, or load it from the disk cache."""
+    traffic = Traffic.from_counts(Topology.of_equal_nodes(4, 2), [[1, 1]] * 4)
+    traffic.received_rows(balance_send_and_receive(traffic))
+
+
+@compiled()
 def _received(num_rows: Any, group_to_locals: Any) -> Any:
     num_groups, num_nodes = group_to_locals.shape
     received = np.zeros((num_groups, num_nodes), np.int64)
@@ -147,7 +153,7 @@ def _received(num_rows: Any, group_to_locals: Any) -> Any:
     return received
 
 
-@numba.njit(cache=True)
+@compiled()
 def _place_node(loads: Any, node: int, group_load: Any, group_to_locals: Any) -> None:
     heaviest_first = np.argsort(-loads[node], kind="mergesort")
     lightest_first = np.argsort(group_load, kind="mergesort")
@@ -156,7 +162,7 @@ def _place_node(loads: Any, node: int, group_load: Any, group_to_locals: Any) ->
         group_load[group] += loads[node, local]
 
 
-@numba.njit(cache=True)
+@compiled()
 def _balance(num_rows: Any) -> Any:
     num_nodes, num_groups, _ = num_rows.shape
     loads = num_rows.sum(axis=2)
@@ -188,7 +194,7 @@ def _balance(num_rows: Any) -> Any:
     return group_to_locals
 
 
-@numba.njit(cache=True)
+@compiled()
 def _relieve_worst_receiver(num_rows: Any, loads: Any, group_load: Any, group_to_locals: Any, received: Any) -> bool:
     num_groups, num_nodes = group_to_locals.shape
     load_limit = group_load.max()

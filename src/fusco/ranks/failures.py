@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from fusco.core.errors import FuscoError
+from fusco.core.errors import FuscoError, PeerFailureError, RejectedInputError
 
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 
@@ -21,12 +21,14 @@ class RankFailure:
         sentence: what happened.
         traceback: of the error, if one was raised.
         says_enough: whether the sentence answers the caller's input, or names the machine's limits.
+        cause: of an error that follows from another rank's: what that rank did; empty for all others.
 
     """
 
     sentence: str
     traceback: str = ""
     says_enough: bool = True
+    cause: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
@@ -40,6 +42,7 @@ class RankFailure:
             sentence=f"{type(error).__name__}: {in_words(error)}",
             traceback="".join(traceback.format_exception(error)),
             says_enough=is_answer or bool(_NO_MEMORY.search(str(error))),
+            cause=_cause(error),
         )
 
 
@@ -47,22 +50,49 @@ class RankFailedError(RuntimeError):
     """A function raised on some rank, its process died, or it did not come to an end; the text has it all.
 
     Attributes:
-        summary: what failed, a line for all ranks that say the same.
+        summary: what failed, a line for all ranks that say the same, and one for all that failed because of others.
         unexpected: the tracebacks of errors whose sentence does not say enough; empty if all do.
 
     """
 
     def __init__(self, failures: Mapping[int, RankFailure], late: str = "") -> None:
-        sentence_to_ranks: dict[str, list[int]] = {}
-        for rank, failure in sorted(failures.items()):
-            sentence_to_ranks.setdefault(failure.sentence, []).append(rank)
-        lines = [f"{_name(ranks)}: {sentence}" for sentence, ranks in sentence_to_ranks.items()]
+        lines = _summarize(failures)
         self.summary = "\n".join([*lines, late] if late else lines)
         rank_to_traceback = {
             rank: f"rank {rank}:\n{each.traceback}" for rank, each in failures.items() if each.traceback
         }
         self.unexpected = "\n".join(text for rank, text in rank_to_traceback.items() if not failures[rank].says_enough)
         super().__init__("\n".join([self.summary, *rank_to_traceback.values()]))
+
+
+class ToldElsewhereError(RuntimeError):
+    """This rank failed, or was called off, and another rank of the job tells why."""
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, PeerFailureError):
+        return error.reason
+    return str(error) if isinstance(error, RejectedInputError) else ""
+
+
+def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
+    """Root causes in full; of the ranks that failed because of others which they are, or one of them in full."""
+    sentence_to_ranks: dict[str, list[int]] = {}
+    cause_to_ranks: dict[str, list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        if failure.cause:
+            cause_to_ranks.setdefault(failure.cause, []).append(rank)
+        else:
+            sentence_to_ranks.setdefault(failure.sentence, []).append(rank)
+    if sentence_to_ranks and cause_to_ranks:
+        called_off = sorted(rank for ranks in cause_to_ranks.values() for rank in ranks)
+        sentence_to_ranks["gave up because of that"] = called_off
+    else:
+        for ranks in cause_to_ranks.values():
+            sentence_to_ranks.setdefault(failures[ranks[0]].sentence, []).append(ranks[0])
+            if ranks[1:]:
+                sentence_to_ranks[f"gave up for the same cause as rank {ranks[0]}"] = ranks[1:]
+    return [f"{_name(ranks)}: {sentence}" for sentence, ranks in sentence_to_ranks.items()]
 
 
 def in_words(error: BaseException) -> str:

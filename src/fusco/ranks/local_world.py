@@ -186,21 +186,25 @@ def _deaf_to_interrupts() -> Iterator[None]:
     """What is started inside never gets a SIGINT, however early; one for this process waits for the end of the block.
 
     A terminal sends it to all processes, each of which would say where it was. Processes inherit what this thread
-    blocks; other threads of this process do not, so that its handler has to wait, too.
+    blocks; other threads of this process do not, so that its handler has to wait, too. So does a handler of SIGTERM,
+    as it would leave behind what is not quite started; processes started inside get that signal as ever.
     """
     ensure_running()  # where it starts multiprocessing's resource tracker it lets signals through again
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
+    handled = {each: handler for each, handler in before.items() if callable(handler)}
+    for each in handled:
+        signal.signal(each, lambda number, _: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if is_main:
-            signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        for each, handler in handled.items():
+            signal.signal(each, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:

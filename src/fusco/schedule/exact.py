@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from fusco.core.compiled import compiled
 from fusco.schedule.matching import DST_OF, NUM_ROWS, clear, complete, part
 
 _MAX_BYTES = np.iinfo(np.int64).max
 
 
-@numba.njit(cache=True)
+@compiled()
 def sum_up(node_bytes: Any, src_dst_sums: Any) -> int:
     """Write what each node sends and receives to (2, num_nodes), the diagonal apart; the largest of them, -1 if bad.
 
@@ -44,7 +44,7 @@ def sum_up(node_bytes: Any, src_dst_sums: Any) -> int:
     return largest
 
 
-@numba.njit(cache=True)
+@compiled()
 def _embed(node_bytes: Any, sums: Any, target: int, rest: Any, padding: Any) -> None:
     """Pad every row and column to ``target`` bytes, from the upper left corner on; ``rest`` is both together."""
     num_nodes = node_bytes.shape[0]
@@ -66,7 +66,7 @@ def _embed(node_bytes: Any, sums: Any, target: int, rest: Any, padding: Any) -> 
             dst += 1
 
 
-@numba.njit(cache=True)
+@compiled()
 def _mark(rest: Any, adjacent: Any) -> int:
     """Set the bits of all entries above zero and count them."""
     num_nodes = rest.shape[0]
@@ -82,7 +82,7 @@ def _mark(rest: Any, adjacent: Any) -> int:
     return num_entries
 
 
-@numba.njit(cache=True)
+@compiled()
 def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, num_bytes: Any) -> int:
     """One stage, as long as its smallest entry; entries that it uses up leave the matching. Returns its length."""
     num_nodes = rest.shape[0]
@@ -102,7 +102,7 @@ def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, nu
     return length
 
 
-@numba.njit(cache=True)
+@compiled()
 def decompose_exactly(node_bytes: Any) -> Any:
     """``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages`` for an int64 matrix; ValueError if it is bad.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from fusco.core.compiled import compiled
 from fusco.schedule.exact import decompose_exactly, sum_up
 from fusco.schedule.matching import DST_OF, NUM_ROWS, clear
 from fusco.schedule.reach import find_longest, find_reach, limit_waiting, match_finishing_first
@@ -28,13 +28,13 @@ _MOST_NODES_FOR_EXACT = 6  # up to here, exact stages may be the fewer ones
 _RULES = ((2.5, 2.0, 2.0), (2.5, 2.0, 1.5), (2.5, 3.0, 1.5), (2.0, 2.0, 3.0))
 
 
-@numba.njit(cache=True)
+@compiled()
 def budget_bytes(lower_bound: int) -> int:
     """The longest schedule allowed: 102 % of the lower bound, rounded down, within int64."""
     return min(lower_bound, _MAX_BYTES - lower_bound // _BUDGET_DIVISOR) + lower_bound // _BUDGET_DIVISOR
 
 
-@numba.njit(cache=True)
+@compiled()
 def _serve(rest: Any, sums: Any, match: Any, length: int, dst_node: Any, num_bytes: Any) -> int:
     """One stage of at most ``length``; returns how long it is."""
     num_nodes = rest.shape[0]
@@ -53,7 +53,7 @@ def _serve(rest: Any, sums: Any, match: Any, length: int, dst_node: Any, num_byt
     return length
 
 
-@numba.njit(cache=True)
+@compiled()
 def _plan_stage(rest: Any, sums: Any, budget: int, shares: Any, reach: Any, adjacent: Any, matches: Any) -> int:
     """The longest stage that the shares allow: its length; its matching is in ``matches[0]``."""
     waits = np.empty((2, rest.shape[0]), np.int64)
@@ -64,7 +64,7 @@ def _plan_stage(rest: Any, sums: Any, budget: int, shares: Any, reach: Any, adja
     return length
 
 
-@numba.njit(cache=True)
+@compiled()
 def _follow(rest: Any, sums: Any, rule: Any, dst_node: Any, num_bytes: Any, duration_bytes: Any) -> int:
     """Take stages off ``rest`` by one rule; how many, -1 if more than there is room for are needed."""
     planned, common_share, own_share = rule
@@ -94,7 +94,7 @@ def _follow(rest: Any, sums: Any, rule: Any, dst_node: Any, num_bytes: Any, dura
     return stage
 
 
-@numba.njit(cache=True)
+@compiled()
 def _shift(node_bytes: Any, budget: int, dst_node: Any, num_bytes: Any, duration_bytes: Any) -> int:
     """Stages of shifted diagonals, as ``spread_out``; how many, -1 if they take longer than the budget."""
     num_nodes = node_bytes.shape[0]
@@ -115,7 +115,7 @@ def _shift(node_bytes: Any, budget: int, dst_node: Any, num_bytes: Any, duration
     return stage
 
 
-@numba.njit(cache=True)
+@compiled()
 def decompose_in_few(node_bytes: Any) -> Any:
     """``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages`` for an int64 matrix; ValueError if it is bad.
 

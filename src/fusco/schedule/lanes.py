@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from fusco.core.compiled import compiled
 
 # Columns of the table of pieces: the lane's nodes and local rank, the message's local ranks, which of its bytes.
 SRC_NODE, DST_NODE, LANE, SRC_LOCAL, DST_LOCAL, FIRST_BYTE, NUM_BYTES = range(7)
 NUM_COLUMNS = 7
 
 
-@numba.njit(cache=True)
+@compiled()
 def lane_share(num_bytes: int, lane: int, num_lanes: int) -> int:
     """What of a lane's bytes belongs to the first ``num_bytes`` of all lanes: equal shares, the rest to low lanes."""
     return num_bytes // num_lanes + (1 if lane < num_bytes % num_lanes else 0)
 
 
-@numba.njit(cache=True)
+@compiled()
 def _even_out(tile: Any, moved: Any) -> None:
     """``moved[i, l]``: what local rank ``i`` puts on lane ``l``, its own up to a share, then surplus where it fits."""
     num_lanes = tile.shape[0]
@@ -45,7 +46,7 @@ def _even_out(tile: Any, moved: Any) -> None:
             room -= size
 
 
-@numba.njit(cache=True)
+@compiled()
 def _add(pieces: Any, count: int, heads: Any, key: Any, size: int) -> int:
     """Append the next ``size`` bytes of message ``key = (src_node, dst_node, lane, src_local, dst_local)``."""
     for column in range(5):
@@ -56,7 +57,7 @@ def _add(pieces: Any, count: int, heads: Any, key: Any, size: int) -> int:
     return count + 1
 
 
-@numba.njit(cache=True)
+@compiled()
 def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, count: int) -> int:
     """Deal one rank's messages (``row``) to the lanes that take ``lanes`` bytes of them; both are used up."""
     num_lanes = row.shape[0]
@@ -79,7 +80,7 @@ def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, 
     return count
 
 
-@numba.njit(cache=True)
+@compiled()
 def cut_into_lanes(tiles: Any) -> Any:
     """Pieces of all messages between nodes, int64 (num_pieces, 7) with the columns named above.
 
@@ -100,7 +101,7 @@ def cut_into_lanes(tiles: Any) -> Any:
     return pieces[:count]
 
 
-@numba.njit(cache=True)
+@compiled()
 def cut_into_stages(pieces: Any, num_nodes: int, num_lanes: int, dst_node: Any, num_bytes: Any) -> Any:
     """Cut pieces, sorted by nodes and lane, where stages end: int64 (num_pieces, 8), the last column is the stage.
 

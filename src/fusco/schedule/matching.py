@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from fusco.core.compiled import compiled
 
 DST_OF = 0  # the destination of each source, -1 for none
 SRC_OF = 1  # the source of each destination, -1 for none
@@ -33,7 +34,7 @@ def lowest_bit(_typing: Any, word: Any) -> Any:  # noqa: ARG001  intrinsics name
     return types.int64(types.int64), generate
 
 
-@numba.njit(cache=True)
+@compiled()
 def clear(match: Any) -> None:
     """Nobody has a partner."""
     num_nodes = match.shape[1]
@@ -45,7 +46,7 @@ def clear(match: Any) -> None:
         match[FREE, word] = -1 if num_bits == 64 else (1 << num_bits) - 1
 
 
-@numba.njit(cache=True)
+@compiled()
 def part(match: Any, src: int) -> None:
     """Take a source's destination away."""
     dst = match[DST_OF, src]
@@ -54,7 +55,7 @@ def part(match: Any, src: int) -> None:
     match[FREE, dst >> 6] |= 1 << (dst & 63)
 
 
-@numba.njit(cache=True)
+@compiled()
 def _flip(match: Any, src: int, dst: int, start: int) -> None:
     """Give every source on the path that the search took from ``start`` its next destination, ``dst`` to the last."""
     match[FREE, dst >> 6] &= ~(1 << (dst & 63))
@@ -68,7 +69,7 @@ def _flip(match: Any, src: int, dst: int, start: int) -> None:
         src = match[_REACHED_FROM, dst]
 
 
-@numba.njit(cache=True)
+@compiled()
 def augment(adjacent: Any, match: Any, start: int) -> bool:
     """Find a partner for ``start`` along a shortest alternating path; false, and nothing changed, if there is none."""
     num_words = adjacent.shape[1]
@@ -96,7 +97,7 @@ def augment(adjacent: Any, match: Any, start: int) -> bool:
     return False
 
 
-@numba.njit(cache=True)
+@compiled()
 def complete(adjacent: Any, match: Any) -> bool:
     """Augment until every source has a partner; false as soon as one cannot have any."""
     for src in range(match.shape[1]):

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from fusco.core.compiled import compiled
 from fusco.schedule.matching import DST_OF, augment, clear, complete, part
 
 _MAX_BYTES = np.iinfo(np.int64).max
 
 
-@numba.njit(cache=True)
+@compiled()
 def _share(waiting: int, share: float) -> int:
     """A share of what a node may still wait, at least one byte if there is any."""
     return waiting if share >= 1.0 else min(waiting, int(share * waiting) + 1)
 
 
-@numba.njit(cache=True)
+@compiled()
 def limit_waiting(sums: Any, budget: int, shares: Any, waits: Any) -> None:
     """Waiting allowed in a stage: ``shares[0]`` of what all may still wait, ``shares[1]`` of what a node may beyond."""
     num_nodes = sums.shape[1]
@@ -36,7 +36,7 @@ def limit_waiting(sums: Any, budget: int, shares: Any, waits: Any) -> None:
             waits[side, node] = of_common + _share(budget - sums[side, node] - common, shares[1])
 
 
-@numba.njit(cache=True)
+@compiled()
 def find_reach(rest: Any, waits: Any, reach: Any) -> int:
     """How long a stage with this pair may be, for all pairs; returns how long any stage may be at most."""
     num_nodes = rest.shape[0]
@@ -59,7 +59,7 @@ def find_reach(rest: Any, waits: Any, reach: Any) -> int:
     return min(limit, largest)
 
 
-@numba.njit(cache=True)
+@compiled()
 def _mark_reaching(reach: Any, length: int, adjacent: Any) -> None:
     num_nodes = reach.shape[0]
     for src in range(num_nodes):
@@ -71,7 +71,7 @@ def _mark_reaching(reach: Any, length: int, adjacent: Any) -> None:
             adjacent[src, word] = bits
 
 
-@numba.njit(cache=True)
+@compiled()
 def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
     """Repair the matching so that a stage of ``length`` can have it; how long it can be then, -1 if it cannot."""
     num_nodes = reach.shape[0]
@@ -88,7 +88,7 @@ def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
     return longest
 
 
-@numba.njit(cache=True)
+@compiled()
 def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -> int:
     """The longest stage, to a 64th, that some matching allows, by bisection."""
     length = min(limit, _try_length(reach, 1, adjacent, match))
@@ -108,7 +108,7 @@ def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -
     return length
 
 
-@numba.njit(cache=True)
+@compiled()
 def match_finishing_first(rest: Any, reach: Any, length: int, adjacent: Any, finishing: Any, match: Any) -> None:
     """A perfect matching for a stage of ``length`` that uses up as many entries as it can."""
     num_nodes = rest.shape[0]

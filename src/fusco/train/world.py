@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fusco.bench.results import write_json_lines
+from fusco.bench.json_lines import write_json_lines
+from fusco.bench.names import STDOUT
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks.local_world import LocalWorld
 from fusco.ranks.progress import ProgressReporter, latest_note, watching
@@ -63,7 +64,7 @@ def run_here(
             report(num_done, latest_note(world.store))
 
         with watching(world.store, look):
-            path = log.resolve() if log else None  # ranks need not have our working directory
+            path = log.resolve() if log and log != STDOUT else log  # ranks need not have our working directory
             return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing, path)[0]
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 import fusco
 from fusco.bench.traffic import Pattern
 from fusco.bench.variants import choose_variants
-from fusco.cli import checkup
+from fusco.cli import checkup, main
 from fusco.cli.main import app
 from fusco.cli.options import BalancerName, choose_names
+from fusco.core.requirements import LEAST_OF_FSDP, LEAST_VERSIONS, check_fsdp, check_torch, installed, is_recent
 from fusco.planner.balancer import BALANCERS
 
 ROOT = Path(__file__).parents[3]
@@ -26,14 +28,14 @@ def run(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
-def test_help_answers_within_a_second():
+def test_help_answers_within_half_a_second():
     best = 10.0
-    for _ in range(3):
+    for _ in range(5):
         start = time.monotonic()
         done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
         best = min(best, time.monotonic() - start)
     assert "bench" in done.stdout
-    assert best < 1.0
+    assert best < 0.5
 
 
 def test_option_names_are_those_of_the_library():
@@ -166,8 +168,8 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("cuda") else find_spec(name))
     monkeypatch.setattr("fusco.ranks.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    if arguments == ["train"]:
-        pytest.importorskip("transformers", reason="fusco train needs it")
+    if arguments == ["train"] and not is_recent(installed("transformers"), LEAST_OF_FSDP["transformers"]):
+        pytest.skip("fusco train needs transformers")
     done = run(*arguments, "--device", "cuda")
     assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'"
 
@@ -195,7 +197,7 @@ def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
     def is_full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr("fusco.bench.results.write_json_lines", is_full)
+    monkeypatch.setattr("fusco.bench.json_lines.write_json_lines", is_full)
     done = run("plan", "--tokens", "64", "--json", str(tmp_path / "plan.jsonl"))
     assert "no space left" in str(done.exception)
     assert "duplicates avoided" in done.output
@@ -217,12 +219,16 @@ def test_help_lists_the_usual_variants():
 
 def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
     needed = (ROOT / "pyproject.toml").read_text()
-    assert all(f'"{name}>={least}"' in needed for name, least in checkup.LEAST_VERSIONS.items())
+    assert all(f'"{name}>={least}"' in needed for name, least in LEAST_VERSIONS.items())
+    assert all(f'"{name}>={least}"' in needed for name, least in LEAST_OF_FSDP.items())
+    shown = (ROOT / "README.md").read_text()
+    assert f"PyTorch {LEAST_VERSIONS['torch']} or newer" in shown
+    assert f"torch=={LEAST_VERSIONS['torch']}.0" in (ROOT / "Makefile").read_text()
     monkeypatch.setattr(
-        checkup, "versions", lambda: {"python": "3.12", "torch": "2.5.1+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}
+        checkup, "installed", {"torch": "2.6.0+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}.__getitem__
     )
     packages = next(finding for finding in checkup.examine() if finding.check == "packages")
-    assert (packages.state, packages.remedy) == ("missing", "pip install 'torch>=2.6'")
+    assert (packages.state, packages.remedy) == ("missing", "pip install 'torch>=2.7'")
 
 
 def test_doctor_writes_what_it_prints(tmp_path):
@@ -236,9 +242,167 @@ def test_doctor_writes_what_it_prints(tmp_path):
 def test_doctor_finds_the_cpu_backend_usable():
     done = run("doctor", "--json", "-")
     assert done.exit_code == 0
-    findings = {finding["check"]: finding for finding in map(json.loads, done.output.splitlines())}
+    findings = {finding["check"]: finding for finding in map(json.loads, done.stdout.splitlines())}
+    assert "what to do" in done.stderr
     assert findings["shared memory"]["state"] == "ok"
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
+
+
+def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):
+    def fail(*_):
+        raise ImportError("libtorch.so is missing")
+
+    monkeypatch.setattr("fusco.cpu.kernels.warm_up.warm_up_cpu", fail)
+    monkeypatch.setattr("torch.cuda.is_available", fail)
+    findings = {finding.check: finding for finding in checkup.examine()}
+    assert len(findings) == 14
+    failed = {name: finding.state for name, finding in findings.items() if "libtorch.so is missing" in finding.found}
+    assert failed == {"CPU kernels": "missing", "GPUs": "optional", "GPUs that reach each other": "optional"}
+
+
+def test_doctor_outlives_a_torch_that_cannot_be_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    command = [sys.executable, "-m", "fusco", "doctor", "--json", "-"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["check"]: finding for finding in map(json.loads, done.stdout.splitlines())}
+    assert findings["CPU kernels"]["state"] == "missing"
+    assert "libcudart.so.12" in findings["CPU kernels"]["found"]
+    assert findings["system"]["state"] == "ok"
+
+
+def test_doctor_says_where_kernels_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (finding,) = [finding for finding in checkup.examine() if finding.check == "cache of compiled kernels"]
+    assert finding.state == "optional"
+    assert f"kept in {tmp_path}/fusco-" in finding.found
+    assert all(name in finding.remedy for name in ("FUSCO_CACHE_DIR", "NUMBA_CACHE_DIR", "fusco warm-up"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--tokens", "64"],
+        ["schedule", "--nodes", "3"],
+        ["bench", "balancers", "--draws", "2"],
+        ["bench", "schedule", "--draws", "2", "--nodes", "2"],
+        ["doctor"],
+    ],
+)
+def test_a_dash_sends_json_lines_to_stdout_and_tables_to_stderr(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments, "--json", "-")
+    assert done.exit_code == 0, done.output
+    assert all(isinstance(json.loads(line), dict) for line in done.stdout.splitlines())
+    assert done.stdout
+    assert done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_are_as_wide_as_columns_says(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = run("doctor").stdout.splitlines()
+    assert max(map(len, lines)) == 70
+    monkeypatch.delenv("COLUMNS")
+    assert max(map(len, run("doctor").stdout.splitlines())) > 120
+
+
+@pytest.mark.parametrize("command", [["bench", "shuffle"], ["train"], ["bench", "schedule"], ["schedule"]])
+def test_help_is_wrapped_once(command):
+    variables = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fusco", *command, "--help"], env=variables, capture_output=True, text=True, check=True
+    )
+    text = done.stdout.split("[OPTIONS]")[1].split("╭")[0]
+    for paragraph in re.split(r"\n\s*\n", text):
+        *full, _ = paragraph.strip("\n").splitlines() or [""]
+        for line, after in zip(full, paragraph.strip("\n").splitlines()[1:], strict=True):
+            assert len(f"{line.rstrip()} {after.split()[0]}") > 79, f"the line ends early: {line!r}"
+
+
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [
+        ({"torch": "2.13.0"}, "needs transformers 5.9 or newer; installed is transformers not at all: pip install"),
+        ({"torch": "2.10.0+cpu", "transformers": "5.9.1"}, "needs torch 2.11 or newer; installed is torch 2.10.0+cpu"),
+    ],
+)
+def test_train_says_at_once_what_it_needs(packages, message, monkeypatch):
+    monkeypatch.setattr("fusco.core.requirements.installed", lambda name: packages.get(name, ""))
+    monkeypatch.setitem(sys.modules, "fusco.train.job", None)  # nothing of this may be imported before
+    done = run("train")
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_an_old_torch_is_refused_in_a_sentence(monkeypatch):
+    check_torch.cache_clear()
+    monkeypatch.setattr("fusco.core.requirements.installed", lambda name: "2.6.0+cu124")
+    told = "fusco needs torch 2.7 or newer; installed is torch 2.6.0+cu124: pip install 'torch>=2.7'"
+    with pytest.raises(ImportError, match=re.escape(told)):
+        fusco.Communicator  # noqa: B018
+    with pytest.raises(ImportError, match=r"fusco\.fsdp needs torch 2\.11 or newer"):
+        check_fsdp("fusco.fsdp", ("torch",))
+    done = run("plan")
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception) == told
+
+
+def test_bench_schedule_says_which_figures_are_constants(capsys):
+    output = run("bench", "schedule", "--draws", "2", "--nodes", "4").stdout
+    assert "FAST *" in output
+    assert "* not measured here: constants of another machine" in output
+
+
+def test_warm_up_compiles_for_the_architectures_it_is_given(monkeypatch):
+    pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core")
+    compiled = []
+    monkeypatch.setattr(
+        "fusco.cuda.kernels.warm_up.warm_up_cuda", lambda compiler, shape: compiled.append((compiler.arch, shape)) or []
+    )
+    done = run("warm-up", "--arch", "sm_90,sm_100", "--hidden", "2048", "--dtype", "float16")
+    assert done.exit_code == 0, done.output
+    assert "CPU kernels: kept in" in done.output
+    assert [arch for arch, _ in compiled] == ["sm_90", "sm_100"]
+    assert str(compiled[0][1]) == "KernelShape(num_ranks=8, num_topk=8, hidden=2048, dtype=torch.float16)"
+    assert "'hopper' is no architecture, such as sm_90" in str(run("warm-up", "--arch", "hopper").exception)
+
+
+def test_warm_up_leaves_no_cpu_kernel_to_compile(tmp_path):
+    variables = {**os.environ, "FUSCO_CACHE_DIR": str(tmp_path)}
+    # With a parent of its own: this process may have compiled, and said so for its children as well.
+    command = ["sh", "-c", f"{sys.executable} -m fusco warm-up; exit $?"]
+    first = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert f"CPU kernels: kept in {tmp_path}" in first.stdout
+    assert first.stderr == "fusco: compiling CPU kernels, once on this machine\n"
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
+    modules = {path.parent.name.rsplit("-", 1)[0] for path in kept}
+    sources = (ROOT / "src" / "fusco").rglob("*.py")
+    compiled = {path for path in sources if re.search(r"^@compiled\(", path.read_text(), re.MULTILINE)}
+    names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in compiled}
+    assert modules == names
+    again = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert again.stderr == ""
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == kept
+
+
+@pytest.mark.parametrize(("local_rank", "seconds"), [(None, []), ("0", []), ("1", [5.0])])
+def test_ranks_of_a_launcher_let_the_first_one_tell(local_rank, seconds, monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(main.time, "sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["fusco", "plan", "--num-experts", "30"])
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    assert slept == seconds
+    assert "error: 30 experts do not divide" in capsys.readouterr().err
 
 
 def test_balancers_are_compared(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fusco.bench.matrices import load_matrix
 from fusco.bench.names import MatrixKind
 from fusco.bench.schedules import FAST_US
 from fusco.cli.gantt import draw_gantt
@@ -147,3 +148,10 @@ def test_the_benchmark_measures_every_mode(tmp_path):
         assert 1 <= record["mean_ratio"] <= record["largest_ratio"]
         assert {"numba", "torch"} <= set(record["versions"])
     assert "3.4" in done.output
+
+
+def test_a_csv_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "marked.csv"
+    path.write_text("0,5\n7,0\n", encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert load_matrix(path).tolist() == [[0, 5], [7, 0]]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,6 +69,40 @@ def test_a_peer_that_is_gone():
         address = segment.address
     with pytest.raises(SharedMemoryError, match=rf"/proc/{address.pid}/fd/{address.fd} .*ranks_per_node=1"):
         SharedSegment.open_peer(SegmentAddress(address.pid, address.fd, 4096))
+
+
+def test_an_address_space_that_is_too_small_is_told_as_that():
+    """In a process of its own, whose limit is not to be had back."""
+    program = """
+import resource, fusco
+from fusco.control.shared_segment import SharedSegment
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), -1))
+try:
+    SharedSegment.create(64 << 20)
+except fusco.SharedMemoryError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert re.match(
+        r"67,108,864 bytes of shared memory are there, but could not be mapped: Cannot allocate memory\. This process "
+        r"has a limit of [\d,]+ bytes for all that it maps \(ulimit -v\)",
+        said,
+    ), said
+
+
+def test_too_many_open_files_are_told_with_the_limit():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with SharedSegment.create(4096) as segment, SharedSegment.create(4096) as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(SharedMemoryError, match=r"/dev/shm: Too many open files; this .* 3 \(ulimit -n\)"):
+                SharedSegment.create(4096)
+            with pytest.raises(SharedMemoryError, match=r"peer's shared memory: Too many open files; this .* 3 \(ulim"):
+                SharedSegment.open_peer(segment.address)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert last.address.fd >= 0
 
 
 def test_memory_in_use_survives_closing_and_descriptors_do_not():

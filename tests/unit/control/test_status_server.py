@@ -2,13 +2,15 @@
 
 import errno
 import json
+import resource
 import socket
+import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Verdict
+from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Unasked, Verdict
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # what any answer may take on a loaded machine
@@ -70,11 +72,20 @@ def test_tells_a_verdict_and_the_first_one_stays(sentinel, peer):
     assert sentinel.verdict is None
 
 
-@pytest.mark.parametrize("secret", ["", "wrong", "secretly", None, 7])
-@pytest.mark.parametrize("request_", [{"ask": "status"}, {"tell": {"peers": [1], "reason": "", "found_by": 0}}])
+TOLD = {"tell": {"peers": [1], "reason": "", "found_by": 0, "has_left": True}}
+
+
+def test_the_secret_gets_an_answer(peer):
+    assert json.loads(say(peer.address, b"secret " + json.dumps(TOLD).encode() + b"\n")) == {}
+    assert peer.verdict == Verdict((1,), "", 0, has_left=True)
+
+
+@pytest.mark.parametrize("secret", [b"", b"wrong", b"secretly", b"secre", b"\xff", b"SECRET"])
+@pytest.mark.parametrize("request_", [{"ask": "status"}, TOLD, {"leave": {"rank": 1, "reason": "left"}}])
 def test_a_wrong_secret_gets_nothing_and_does_nothing(peer, secret, request_):
-    assert say(peer.address, json.dumps({**request_, "secret": secret}).encode() + b"\n") == b""
+    assert say(peer.address, secret + b" " + json.dumps(request_).encode() + b"\n") == b""
     assert peer.verdict is None
+    assert not peer.departures
 
 
 def test_a_sentinel_of_another_communicator_gets_nothing(peer):
@@ -93,16 +104,94 @@ def test_a_sentinel_of_another_communicator_gets_nothing(peer):
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b"7\n",
-        b'{"secret": "secret", "tell": {}}\n',
-        b'{"secret": "secret", "tell": 7}\n',
-        b'{"secret": "secr\xc3\xa9t"}\n',
+        b"secret\n",
+        b'secret {"tell": {}}\n',
+        b'secret {"tell": 7}\n',
+        b'secret {"leave": 7}\n',
+        b"secr\xc3\xa9t {}\n",
+        b"[" * 50_000 + b"\n",
+        b"secret " + b"[" * 50_000 + b"\n",
         b"x" * 100_000,
     ],
 )
-def test_a_strangers_bytes_do_no_harm(sentinel, peer, line):
+def test_a_strangers_bytes_do_no_harm(sentinel, peer, line, capfd):
     assert say(peer.address, line) == b""
     assert peer.verdict is None
     assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+    assert capfd.readouterr().err == ""
+
+
+def test_strangers_that_stay_take_no_threads_and_keep_nobody_from_answering(sentinel, peer):
+    num_threads = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(600):
+            stranger = socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S)
+            stack.enter_context(stranger).sendall(b"secr")
+        assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+        assert threading.active_count() == num_threads
+
+
+def test_a_stranger_that_stays_is_sent_away_after_a_time(peer, monkeypatch):
+    monkeypatch.setattr("fusco.control.answering._SECONDS_TO_SPEAK", 0.2)
+    with socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S) as stranger:
+        stranger.sendall(b"secret")
+        assert stranger.recv(1) == b""
+
+
+def test_telling_and_asking_start_no_threads(sentinel, peer, monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    sentinel.tell({3: peer.address}, VERDICT, LIMIT_S)
+    assert peer.verdict == VERDICT
+    assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+
+
+@contextmanager
+def no_descriptor_left():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), limits[1]))
+    taken = []
+    try:
+        while True:
+            taken.append(socket.socket())
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for one in taken:
+            one.close()
+
+
+def test_a_rank_that_cannot_be_asked_for_want_of_descriptors_is_not_called_dead(sentinel, peer):
+    with no_descriptor_left():
+        answer = sentinel.ask({3: peer.address}, LIMIT_S)[3]
+    assert answer == Unasked("could not be asked: Too many open files")
+
+
+def test_a_reason_of_any_length_is_told(sentinel, peer):
+    sentinel.tell({3: peer.address}, Verdict((2,), "é" * 100_000, 1, has_left=True), LIMIT_S)
+    assert peer.verdict.reason == "é" * 8000
+
+
+def test_a_rank_that_leaves_says_so(sentinel, peer):
+    sentinel.tell_departure({3: peer.address}, 5, "left", LIMIT_S)
+    assert peer.departures == {5: "left"}
+    assert peer.verdict is None
+
+
+def test_a_sentinel_may_be_closed_in_the_thread_that_answers(sentinel):
+    """As the garbage collector may run in any thread."""
+    done = threading.Event()
+    peer = Sentinel("secret", HOST)
+    answer = peer.answer
+    peer.answer = lambda request: (peer.close(), done.set(), answer(request))[2]
+    sentinel.ask({3: peer.address}, LIMIT_S)
+    assert done.wait(LIMIT_S)
 
 
 def test_a_rank_that_does_not_answer_is_silent_but_has_not_left(sentinel, deaf):

@@ -283,6 +283,46 @@ def test_strangers_are_turned_away(says):
     assert on_ranks(2, talk) == {0: {1: b"hello"}, 1: {0: b"hello"}}
 
 
+def test_strangers_that_stay_are_held_up_to_a_bound():
+    num_strangers, hung_up = 400, []
+    with ExitStack() as stack:
+
+        def talk(roll):
+            gather = roll.gather
+
+            def gather_after_strangers(stage, value):
+                if roll.rank == 0:
+                    strangers.extend(
+                        stack.enter_context(socket.create_connection(tuple(value))) for _ in range(num_strangers)
+                    )
+                return gather(stage, value)
+
+            strangers = []
+            roll.gather = gather_after_strangers
+            if roll.rank == 1:
+                roll.gather("mail", None)  # it connects once the others have been looked at
+                return
+            may_end = threading.Timer(1.0, lambda: None)
+            may_end.start()
+
+            def wait_until(is_ready, stall):
+                may_end.join()
+                for stranger in strangers:
+                    stranger.setblocking(False)
+                    try:
+                        hung_up.append(stranger.recv(1))
+                    except BlockingIOError:
+                        pass
+                raise TransportError("enough")
+
+            with pytest.raises(TransportError, match="enough"):
+                Mail(roll, [1], "127.0.0.1", SECRET, wait_until)
+            return
+
+        on_ranks(2, talk)
+    assert hung_up == [b""] * (num_strangers - 256)
+
+
 @pytest.mark.parametrize("says", [b"", SECRET.encode(), SECRET.encode() + bytes(6)])
 def test_a_stranger_that_stays_and_says_no_more_holds_nobody_up(says):
     with ExitStack() as strangers:

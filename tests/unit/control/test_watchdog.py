@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Verdict
+from fusco.control.status_server import Sentinel, SentinelAddress, Unasked, Verdict
 from fusco.control.watchdog import Peer, Watch
 from fusco.core.errors import PeerFailureError, Stall
 
@@ -249,4 +249,61 @@ def test_asking_everybody_raises_only_if_somebody_is_gone(ranks):
     assert set(watch.ask_everybody(STALL, "no connection")) == {1, 2, 3}
     ranks.kill(2)
     with pytest.raises(PeerFailureError, match=r"no connection; rank 2 .* is dead"):
+        watch.ask_everybody(STALL, "no connection")
+
+
+def test_a_rank_that_has_left_is_named_at_once_by_whoever_waits_for_it(ranks):
+    watch = ranks.watch()
+    ranks.own.departures[1] = "left, as nobody closed its communicator"
+    error, seconds = failure_of(watch)
+    assert (error.peers, error.has_left) == ((1,), True)
+    assert error.reason == "rank 1 left, as nobody closed its communicator"
+    assert seconds < AT_ONCE_S
+
+
+def test_a_rank_that_has_left_is_no_matter_to_who_does_not_wait_for_it(ranks):
+    watch = ranks.watch()
+    ranks.own.departures[2] = "left"
+    began = time.monotonic()
+    watch.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
+
+
+def test_what_came_from_a_rank_before_it_left_counts(ranks):
+    watch = ranks.watch(timeout_s=20)
+    ranks.own.departures[1] = "left"
+    stalls = itertools.chain([STALL], itertools.repeat(Stall("adding partial sums", (2,), "4 chunks", "3")))
+    began = time.monotonic()
+    watch.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
+
+
+def test_leaving_tells_all_others_and_no_verdict(ranks):
+    ranks.watch().leave("left")
+    assert [other.departures for other in ranks.others] == [{0: "left"}] * 3
+    assert {other.verdict for other in ranks.others} == {None}
+
+
+def test_an_error_that_cannot_be_told_is_raised_all_the_same(ranks, monkeypatch):
+    watch = ranks.watch()
+    ranks.kill(1)
+    monkeypatch.setattr(ranks.own, "tell", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    if sys.version_info >= (3, 11):
+        error, _ = failure_of(watch)
+        assert error.__notes__ == ["the other ranks could not be told: MemoryError: no room"]
+    else:
+        with pytest.warns(RuntimeWarning, match="the other ranks could not be told: MemoryError: no room"):
+            error, _ = failure_of(watch)
+    assert error.peers == (1,)
+
+
+def test_a_rank_that_could_not_be_asked_is_not_called_dead(ranks, monkeypatch):
+    monkeypatch.setattr(ranks.own, "ask", lambda ranks, _: dict.fromkeys(ranks, Unasked("could not be asked")))
+    error, _ = failure_of(ranks.watch(timeout_s=0.5))
+    assert (error.peers, error.has_left) == ((1,), False)
+    assert "rank 1 could not be asked what it does" in error.reason
+
+
+def test_a_verdict_of_another_rank_is_raised_by_who_asks(ranks):
+    watch = ranks.watch()
+    ranks.own.verdict = Verdict((3,), "rank 3 is late", found_by=2, has_left=False)
+    with pytest.raises(PeerFailureError, match=r"rank 3 is late \(found by rank 2\)"):
         watch.ask_everybody(STALL, "no connection")

@@ -1,6 +1,9 @@
 """Settings and capacities out of range."""
 
 import dataclasses
+import re
+import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,13 +20,27 @@ from fusco import Capacity, Launch, Settings, StaticSlots
         ("timeout_s", 0.0),
         ("timeout_s", -1.0),
         ("timeout_s", float("nan")),
+        ("timeout_s", float("inf")),
+        ("timeout_s", -float("inf")),
+        ("timeout_s", 1e14),
+        ("timeout_s", 1_000_001),
+        ("timeout_s", 10**400),
         ("wire_dtype", torch.int32),
         ("wire_dtype", torch.bfloat16),
     ],
 )
 def test_bad_settings_are_refused_with_their_value(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {re.escape(str(value))}"):
         Settings(**{name: value})
+
+
+def test_the_longest_limit_suits_everything_that_counts_it():
+    limit_s = Settings(timeout_s=1_000_000).timeout_s
+    timedelta(seconds=limit_s)
+    with socket.socket() as connection:
+        connection.settimeout(limit_s)
+    assert limit_s * 1000 < 2**31  # milliseconds of poll
+    assert limit_s * 1e9 < 2**63  # nanoseconds of a kernel
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])

@@ -21,6 +21,7 @@ import torch
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.api.communicator import Communicator
 from fusco.control.layout import ArenaLayout
+from fusco.core.access import Access
 from fusco.core.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
 from fusco.cpu.engine import CpuEngine
 from fusco.cuda.engine import CudaEngine
@@ -119,6 +120,7 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
         pass
     communicator = Communicator.__new__(Communicator)
     communicator._engine, communicator._is_closed = engine, False
+    communicator._access, communicator._forgotten = Access("a communicator"), mock.Mock()
     communicator._checks = mock.Mock()  # of arguments
     return communicator
 

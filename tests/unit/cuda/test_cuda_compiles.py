@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import torch
 
 from fusco.core.errors import CompileError
 from fusco.cuda.kernels import compiler
@@ -25,6 +26,7 @@ from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.stage_rows import stage_type
+from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.widths import vector_bytes
 from fusco.cuda.layout import MAX_PAYLOADS
@@ -403,4 +405,35 @@ def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
     assert len(list((tmp_path / "chosen").glob("a-*.cubin"))) == 1
     monkeypatch.delenv("FUSCO_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert compiler.default_cache_dir() == tmp_path / "user" / "fusco"
+    Counting("sm_90").compile("a", {})
+    assert len(list((tmp_path / "user" / "fusco").glob("a-*.cubin"))) == 1
+
+
+def test_without_a_folder_that_can_be_written_a_private_one_is_used(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=rf"cannot be kept in .*file/cache .*kept in {tmp_path}/fusco-\d+ until"):
+        Counting("sm_90").compile("a", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = Counting("sm_90")
+        again.compile("a", {})
+    assert again.num_compiled == 0
+
+
+def test_warming_up_compiles_what_dispatch_and_combine_launch(tmp_path):
+    counting = Counting("sm_90", tmp_path)
+    names = warm_up_cuda(counting, KernelShape(num_ranks=8, num_topk=8, hidden=7168, dtype=torch.bfloat16))
+    assert set(names) == {"plan", "stage_rows", "scatter_rows", "combine_rows", "weight_gradients"}
+    assert counting.num_compiled == len(list(tmp_path.glob("*.cubin"))) == len(names)
+    # What a launch asks for is there: the very constants of the grid above.
+    for name, constants in (
+        ("scatter_rows", scatter_rows(8, 8, 14336)),
+        ("combine_rows", combine_rows(8, 8, 7168, "BF16", "BF16", 4)),
+        ("stage_rows", stage_rows(8, 1)),
+        ("plan", plan(8, 1, 8, 8, 4)),
+        ("weight_gradients", weight_gradients(7168, "BF16", 4, 1)),
+    ):
+        counting.compile(name, constants)
+        assert counting.num_compiled == len(names), name

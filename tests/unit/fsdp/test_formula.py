@@ -134,6 +134,19 @@ def test_the_text_says_what_fusco_would_compute_and_how_far_it_is_from_that():
     assert rest.endswith(" times a row's largest value (allowed: 0.001)")
 
 
+@pytest.mark.parametrize(("precision", "allowed"), [("ieee", "0.001"), ("bf16", "0.05")])
+def test_products_of_less_precision_may_differ_more(precision, allowed):
+    """However it was set: PyTorch refuses to say what it is for all backends if it was set for one."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+    try:
+        with pytest.raises(ValueError, match=rf"allowed: {allowed}\)$"):
+            check(Clamped())
+        check(Experts())
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
 def test_what_cannot_be_run_with_routing_is_refused():
     with pytest.raises(ValueError, match=r"^0 \(DenseWeights\) cannot be compared with .* it raised RuntimeError"):
         check(DenseWeights())

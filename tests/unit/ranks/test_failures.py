@@ -3,6 +3,7 @@
 import pytest
 
 from fusco.cli import main
+from fusco.core.errors import PeerFailureError, RejectedInputError, Stall
 from fusco.ranks.failures import RankFailedError, RankFailure
 
 
@@ -45,6 +46,42 @@ def test_an_error_that_nobody_expects_has_its_traceback():
     ]
     assert error.unexpected.startswith("rank 1:\nTraceback")
     assert "ring_depth" not in error.unexpected
+
+
+def gave_up(rank, peer, reason):
+    stall = Stall("rows", (peer,), f"{rank + 3} slices", "4")
+    return PeerFailureError(
+        rank=rank, peers=(peer,), operation="dispatch #3", stall=stall, reason=reason, has_left=True
+    )
+
+
+def test_one_message_names_the_root_cause_of_all_failures():
+    died = RankFailure("its process died with exit code -9")
+    error = RankFailedError(
+        {2: died, **{rank: raised(gave_up(rank, 2, "rank 2 (pid 47) is dead")) for rank in (0, 1, 3)}}
+    )
+    assert error.summary.splitlines() == [
+        "rank 2: its process died with exit code -9",
+        "ranks 0-1, 3: gave up because of that",
+    ]
+    assert "dispatch #3" in str(error), "the text has it all"
+
+
+def test_ranks_that_were_called_off_are_summarised():
+    called_off = RejectedInputError("rank 1 rejected its input: ValueError: ring_depth is 1")
+    error = RankFailedError({0: raised(called_off), 1: raised(MISTAKE), 2: raised(called_off)})
+    assert error.summary.splitlines() == [
+        "rank 1: ValueError: ring_depth is 1, but must be 2 at least",
+        "ranks 0, 2: gave up because of that",
+    ]
+
+
+def test_of_ranks_that_gave_up_for_the_same_cause_one_is_quoted():
+    error = RankFailedError({rank: raised(gave_up(rank, 3, "rank 3 does not answer")) for rank in range(3)})
+    first, others = error.summary.splitlines()
+    assert first.startswith("rank 0: PeerFailureError: rank 0 gave up in dispatch #3")
+    assert "expected 3 slices" in first
+    assert others == "ranks 1-2: gave up for the same cause as rank 0"
 
 
 @pytest.mark.parametrize(

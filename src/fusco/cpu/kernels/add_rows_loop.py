@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
+from fusco.core.compiled import compiled
 from fusco.cpu.kernels.intrinsics import widen
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def add_rows(rows: Any, row_to_sum: Any, sums: Any) -> None:
     """See ``fusco.cpu.kernels.add_rows``."""
     width = sums.shape[1]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
+from fusco.core.compiled import compiled
 from fusco.cpu.kernels.intrinsics import copy_bytes
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def copy_segments(src: Any, src_offset: Any, dst: Any, dst_offset: Any, num_bytes: Any) -> None:
     """See ``fusco.cpu.kernels.copy_segments``."""
     for i in range(num_bytes.size):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
-
+from fusco.core.compiled import compiled
 from fusco.cpu.kernels.intrinsics import widen
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def reduce_rows(rows: Any, row_to_first_term: Any, term_to_row: Any, term_weight: Any, sums: Any) -> None:
     """See ``fusco.cpu.kernels.reduce_rows``."""
     width = sums.shape[1]

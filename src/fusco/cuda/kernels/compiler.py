@@ -6,47 +6,45 @@ Compiling needs neither a GPU nor a driver, so that any machine can check that a
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
-import warnings
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
+from fusco.core.announcements import SlowWork
+from fusco.core.cache import CacheFolder, find_cache_folder
 from fusco.core.errors import CompileError
 
 SOURCE_DIR = Path(__file__).parent / "source"
-CACHE_DIR_VARIABLE = "FUSCO_CACHE_DIR"
-
-
-def default_cache_dir() -> Path:
-    """``$FUSCO_CACHE_DIR``, or ``fusco`` in the user's cache folder."""
-    if chosen := os.environ.get(CACHE_DIR_VARIABLE):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusco"
 
 
 class Compiler:
-    """Compiles for one architecture, such as ``"sm_90"``."""
+    """Compiles for one architecture, such as ``"sm_90"``, and keeps the results in a folder, or where there is one."""
 
     def __init__(self, arch: str, cache_dir: Path | None = None) -> None:
         self.arch = arch
-        self._cache_dir = cache_dir or default_cache_dir()
-        self._has_warned = False
+        self.folder = CacheFolder(cache_dir, cache_dir) if cache_dir else find_cache_folder()
+        kept = "once on this machine" if self.folder.used else "in every process anew"
+        self._compiling = SlowWork(lambda: f"compiling CUDA kernels for {arch}, {kept}")
 
     def compile(self, name: str, constants: Mapping[str, object]) -> bytes:
         """The cubin of ``source/NAME.cu`` with these macros defined, from the disk cache if it is there.
 
         Raises ``CompileError`` with the compiler's words.
         """
-        path = self._cache_dir / f"{name}-{self._key(name, constants)}.cubin"
+        file = f"{name}-{self._key(name, constants)}.cubin"
+        for folder in self.folder.readable:
+            try:
+                return (folder / file).read_bytes()
+            except OSError:
+                pass  # not there yet
+        self._compiling.begin()
         try:
-            return path.read_bytes()
-        except OSError:
-            pass  # not there yet
-        cubin = self._compile(name, constants)
-        self._keep(path, cubin)
+            cubin = self._compile(name, constants)
+        finally:
+            self._compiling.end()
+        self._keep(file, cubin)
         return cubin
 
     def _compile(self, name: str, constants: Mapping[str, object]) -> bytes:
@@ -77,33 +75,27 @@ class Compiler:
 
         return f"{version('cuda-core')} {nvrtc.nvrtcVersion()}"
 
-    def _keep(self, path: Path, cubin: bytes) -> None:
-        """Write a file that nobody ever sees half-written."""
+    def _keep(self, file: str, cubin: bytes) -> None:
+        """Write a file that no process ever sees half-written."""
+        self.folder.warn()
+        if self.folder.used is None:
+            return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                temporary = Path(file.name)
+            self.folder.used.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder.used, delete=False) as temporary_file:
+                temporary = Path(temporary_file.name)
                 try:
-                    file.write(cubin)
-                    file.flush()
+                    temporary_file.write(cubin)
+                    temporary_file.flush()
                     temporary.chmod(0o644)  # others who share the folder may read it
-                    temporary.replace(path)
+                    temporary.replace(self.folder.used / file)
                 except BaseException:
                     temporary.unlink(missing_ok=True)
                     raise
         except OSError as error:
-            self._warn(path.parent, error)
-
-    def _warn(self, folder: Path, error: OSError) -> None:
-        """Once, since the words name another temporary file every time."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"compiled kernels cannot be kept in {folder} ({error}); every process compiles them anew. "
-            f"Set {CACHE_DIR_VARIABLE} to a folder that can be written",
-            stacklevel=2,
-        )
+            # Once, since the error names another temporary file every time.
+            self.folder = CacheFolder(self.folder.used, None, error.strerror or str(error))
+            self.folder.warn()
 
 
 @lru_cache(maxsize=1)

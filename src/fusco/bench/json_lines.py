@@ -1,0 +1,25 @@
+"""Records as JSON lines, in a file or on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusco.bench.names import STDOUT
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance  # exists for type checkers only
+
+
+def write_json_lines(records: Sequence[DataclassInstance], path: Path, *, appends: bool = False) -> None:
+    """Write records (dataclasses), one JSON object a line, over what is there or after it; to stdout for ``-``."""
+    if path == STDOUT:
+        sys.stdout.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+        sys.stdout.flush()  # processes take turns
+        return
+    with path.open("a" if appends else "w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)

@@ -1,0 +1,92 @@
+"""``fusco warm-up``: compile what would otherwise be compiled at first use."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusco.cli import options
+from fusco.cli.running import new_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fusco.cuda.kernels.warm_up import KernelShape
+
+_ARCHITECTURE = re.compile(r"sm_\d+[a-z]?")
+
+
+def warm_up(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="sm_NN,...",
+            help="GPUs to compile for, such as sm_90 (H100, H200); several with commas. Default: this machine's.",
+        ),
+    ] = None,
+    ranks_per_node: options.RanksPerNode = 8,
+    hidden: options.Hidden = 7168,
+    num_topk: options.NumTopk = 8,
+    dtype: options.Dtype = options.RowDtype.BFLOAT16,
+) -> None:
+    """Compile kernels now and keep them on disk, for instance while a container image is built.
+
+    All CPU kernels are compiled. CUDA kernels are compiled for one shape (--ranks-per-node, --hidden, --num-topk,
+    --dtype), those of dispatch and combine within a node; call it again for other shapes. It needs no GPU, only
+    cuda-core.
+
+    Kernels are kept in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image whose users have other homes sets it to a
+    folder that all can read; it need not be one that they can write.
+
+    In a Dockerfile: ENV FUSCO_CACHE_DIR=/opt/fusco and RUN fusco warm-up --arch sm_90
+    """
+    import torch
+
+    from fusco.api.validation import check_cuda_core
+    from fusco.cuda.kernels.warm_up import KernelShape
+
+    architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
+    for name in architectures:
+        if not _ARCHITECTURE.fullmatch(name):
+            raise ValueError(f"--arch {name!r} is no architecture, such as sm_90")
+    if architectures:
+        check_cuda_core()
+    console = new_console()
+    _warm_up_cpu(console)
+    shape = KernelShape(num_ranks=ranks_per_node, num_topk=num_topk, hidden=hidden, dtype=getattr(torch, dtype.value))
+    for name in architectures:
+        _warm_up_cuda(name, shape, console)
+    if not architectures:
+        console.print("CUDA kernels: none, since torch finds no GPU and no --arch is given", highlight=False)
+
+
+def _visible() -> list[str]:
+    """The architectures of this machine's GPUs."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return sorted({"sm_{}{}".format(*torch.cuda.get_device_capability(device)) for device in devices})
+
+
+def _warm_up_cpu(console: Console) -> None:
+    from fusco.control.flags import warm_up_flags
+    from fusco.core.compiled import cpu_cache_folder
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.planner.balancer import warm_up_balancers
+    from fusco.schedule import warm_up as warm_up_scheduler
+
+    for compile_them in (warm_up_cpu, warm_up_flags, warm_up_balancers, warm_up_scheduler):
+        compile_them()
+    console.print(f"CPU kernels: {cpu_cache_folder().describe()}", highlight=False, soft_wrap=True)
+
+
+def _warm_up_cuda(arch: str, shape: KernelShape, console: Console) -> None:
+    from fusco.cuda.kernels.compiler import Compiler
+    from fusco.cuda.kernels.warm_up import warm_up_cuda
+
+    compiler = Compiler(arch)
+    names = sorted(set(warm_up_cuda(compiler, shape)))
+    kept = compiler.folder.describe()
+    console.print(f"CUDA kernels for {arch}: {', '.join(names)}; {kept}", highlight=False, soft_wrap=True)

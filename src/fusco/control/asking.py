@@ -1,0 +1,112 @@
+"""One line to many addresses at once, and their answers: in this thread, so that it works where no thread starts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusco.control.answering import MAX_LINE_BYTES
+
+_AT_ONCE = 256  # connections at a time
+# What keeps this process from asking, and says nothing about whom it asks.
+_OWN_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+
+
+def is_own_failure(error: Exception) -> bool:
+    """Whether an error of a connection is this process's: it has no descriptor, memory or port left."""
+    return isinstance(error, OSError) and error.errno in _OWN_FAILURES
+
+
+@dataclass
+class _Request:
+    index: int
+    connection: socket.socket
+    rest: bytes
+    answer: bytearray = field(default_factory=bytearray)
+
+
+def ask_all(addresses: Sequence[tuple[str, int]], line: bytes, timeout_s: float) -> list[bytes | OSError]:
+    """Send a line to all of the addresses and return what each answers, or the error that kept it from answering.
+
+    Args:
+        addresses: IPv4 addresses and ports.
+        line: what to send, its end included.
+        timeout_s: for all of them together; those that have not answered by then have a ``TimeoutError``.
+
+    """
+    outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
+    waiting, under_way, deadline = deque(range(len(addresses))), 0, time.monotonic() + timeout_s
+    with selectors.PollSelector() as poll:  # it takes no descriptor
+        try:
+            while waiting or under_way:
+                while waiting and under_way < _AT_ONCE:
+                    started = _start(waiting[0], addresses[waiting[0]], line)
+                    if isinstance(started, OSError):
+                        if is_own_failure(started) and under_way:
+                            break  # until one of those under way is done
+                        outcomes[waiting.popleft()] = started
+                        continue
+                    waiting.popleft()
+                    poll.register(started.connection, selectors.EVENT_WRITE, started)
+                    under_way += 1
+                if not under_way:
+                    continue
+                ready = poll.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    outcome = _go_on(key.data, poll)
+                    if outcome is not None:
+                        outcomes[key.data.index] = outcome
+                        poll.unregister(key.data.connection)
+                        key.data.connection.close()
+                        under_way -= 1
+        finally:
+            for key in list(poll.get_map().values()):
+                key.data.connection.close()
+    return outcomes
+
+
+def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSError:
+    try:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    connection.settimeout(0)
+    result = connection.connect_ex(address)
+    if result in (0, errno.EINPROGRESS):
+        return _Request(index, connection, line)
+    connection.close()
+    return _error_of(result)
+
+
+def _go_on(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
+    """Send or receive what is possible now; the outcome, once there is one."""
+    connection = request.connection
+    try:
+        if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            return _error_of(failure)
+        with contextlib.suppress(BlockingIOError):
+            if request.rest:
+                request.rest = request.rest[connection.send(request.rest, socket.MSG_NOSIGNAL) :]
+                if not request.rest:
+                    poll.modify(connection, selectors.EVENT_READ, request)
+                return None
+            piece = connection.recv(MAX_LINE_BYTES)
+            request.answer += piece
+            if not piece or b"\n" in piece or len(request.answer) > MAX_LINE_BYTES:
+                return bytes(request.answer)
+    except OSError as error:
+        return error
+    return None
+
+
+def _error_of(number: int) -> OSError:
+    return OSError(number, os.strerror(number))

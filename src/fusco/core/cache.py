@@ -1,0 +1,108 @@
+"""Where compiled kernels are kept on disk, and what is used instead where nothing can be written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusco.core.announcements import is_first_to_say
+
+CACHE_DIR_VARIABLE = "FUSCO_CACHE_DIR"
+NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # numba's own; for CPU kernels, unless there is fusco's
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """A folder for compiled kernels.
+
+    Attributes:
+        wanted: by the environment; looked at first even if nothing can be written there. ``None`` if there is none.
+        used: where kernels are kept: ``wanted``, a private temporary folder, or ``None`` for nowhere.
+        problem: why nothing can be written to ``wanted``; empty if it can.
+
+    """
+
+    wanted: Path | None
+    used: Path | None
+    problem: str = ""
+
+    @property
+    def readable(self) -> tuple[Path, ...]:
+        """Where to look for a kernel, in this order."""
+        return tuple(dict.fromkeys(folder for folder in (self.wanted, self.used) if folder is not None))
+
+    def describe(self) -> str:
+        """Where kernels are kept, and why not where they should be."""
+        if not self.problem:
+            return f"kept in {self.used}"
+        kept = f"kept in {self.used} until that is cleared" if self.used else "every process compiles them anew"
+        return f"cannot be kept in {self.wanted or 'a cache folder'} ({self.problem}); {kept}"
+
+    def warn(self) -> None:
+        """Warn once, in one process of a family, if kernels are not kept where they should be."""
+        text = f"compiled kernels {self.describe()}. Set {CACHE_DIR_VARIABLE} to a folder that can be written"
+        if self.problem and is_first_to_say(text):
+            warnings.warn(text, stacklevel=2)
+
+
+def default_cache_dir(environment: Mapping[str, str] | None = None, *, is_for_cpu: bool = False) -> Path:
+    """``$FUSCO_CACHE_DIR``; for CPU kernels ``fusco`` in ``$NUMBA_CACHE_DIR``; or ``fusco`` in the user's cache folder.
+
+    Raises ``OSError`` if the user has no home directory.
+    """
+    environment = os.environ if environment is None else environment
+    if chosen := environment.get(CACHE_DIR_VARIABLE):
+        return Path(chosen)
+    if is_for_cpu and (of_numba := environment.get(NUMBA_CACHE_DIR_VARIABLE)):
+        return Path(of_numba) / "fusco"
+    if of_user := environment.get("XDG_CACHE_HOME"):
+        return Path(of_user) / "fusco"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise OSError("this user has no home directory") from error
+    if not home.is_dir():  # the superuser could make it, which no cache is worth
+        raise OSError(f"the home directory {home} does not exist")
+    return home / ".cache" / "fusco"
+
+
+def find_cache_folder(*, is_for_cpu: bool = False) -> CacheFolder:
+    """The folder of the environment if it can be written, or else a private one among temporary files."""
+    wanted: Path | None = None
+    try:
+        wanted = default_cache_dir(is_for_cpu=is_for_cpu)
+        _check_writable(wanted)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    else:
+        return CacheFolder(wanted, wanted)
+    try:
+        used = private_folder(Path(tempfile.gettempdir()))
+        _check_writable(used)
+    except OSError as error:
+        return CacheFolder(wanted, None, f"{problem}; nor in a temporary folder: {error.strerror or error}")
+    return CacheFolder(wanted, used, problem)
+
+
+def private_folder(parent: Path) -> Path:
+    """A folder that only this user can open, the same in every process; made if need be.
+
+    Raises ``OSError`` if it cannot be made, or is another's: what is loaded from it is executed.
+    """
+    folder = parent / f"fusco-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    if not is_private:
+        raise OSError(f"{folder} is not a folder that only this user can open")
+    return folder
+
+
+def _check_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()

@@ -1,0 +1,54 @@
+"""The least versions of what fusco needs, and the errors that name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+
+LEAST_VERSIONS = {"torch": "2.7", "numba": "0.61", "numpy": "1.26"}  # as in pyproject.toml; a test compares
+LEAST_OF_FSDP = {"torch": "2.11", "transformers": "5.9"}
+
+
+@lru_cache(maxsize=1)
+def check_torch() -> None:
+    """Raise ``ImportError`` if the installed torch is too old for fusco, without importing it."""
+    if installed("torch"):  # else importing it says what is wrong; it may be there without its metadata
+        _check("fusco", {"torch": LEAST_VERSIONS["torch"]})
+
+
+def check_fsdp(user: str, packages: tuple[str, ...] = ("torch", "transformers")) -> None:
+    """Raise ``ImportError`` if one of these packages is missing or too old for ``user``, without importing any."""
+    _check(user, {name: LEAST_OF_FSDP[name] for name in packages})
+
+
+def _check(user: str, least: Mapping[str, str]) -> None:
+    lacking = [name for name, number in least.items() if not is_recent(installed(name), number)]
+    if lacking:
+        needs = " and ".join(f"{name} {least[name]} or newer" for name in lacking)
+        found = ", ".join(f"{name} {installed(name) or 'not at all'}" for name in lacking)
+        remedy = " ".join(f"'{name}>={least[name]}'" for name in lacking)
+        raise ImportError(f"{user} needs {needs}; installed is {found}: pip install {remedy}")
+
+
+def installed(package: str) -> str:
+    """The version of an installed package; empty if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def is_recent(number: str, least: str) -> bool:
+    """Whether a version is as new as another, by the numbers that it begins with.
+
+    >>> is_recent("2.11.0+cu130", "2.7"), is_recent("2.6.0", "2.7"), is_recent("", "2.7")
+    (True, False, False)
+    """
+    return _release(number) >= _release(least)
+
+
+def _release(number: str) -> list[int]:
+    """The leading numbers of a version: ``"2.11.0+cu130"`` is 2, 11, 0."""
+    return [int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", number)[0])]

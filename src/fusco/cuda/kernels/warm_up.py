@@ -1,0 +1,123 @@
+"""Compile CUDA kernels before a GPU needs them, by the very calls that would launch them, on rows of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusco.cuda.kernels import weight_gradients
+from fusco.cuda.kernels.combine_rows import combine_rows
+from fusco.cuda.kernels.comm import comm_type
+from fusco.cuda.kernels.compiler import Compiler
+from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.payload import Payload
+from fusco.cuda.kernels.plan import PlannedRows, PlanTables, PlanTerms, PublishedRouting, plan_slots
+from fusco.cuda.kernels.scatter_rows import scatter_rows
+from fusco.cuda.kernels.stage_rows import stage_rows
+
+_FEW_SMS, _MANY_SMS = 32, 128  # either kind of launch: with a budget, and with the whole device
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelShape:
+    """What kernels are compiled for: ranks of a node, expert slots of a token, and rows of a dtype.
+
+    ids are int64 and weights float32, as routers give them.
+    """
+
+    num_ranks: int
+    num_topk: int
+    hidden: int
+    dtype: torch.dtype
+
+
+class _NoKernel:
+    """Takes the place of a kernel that is compiled and not loaded."""
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Nothing happens."""
+
+
+class CompilingLibrary:
+    """As ``Library``, for an architecture in place of a device: kernels are compiled, kept, and never launched.
+
+    Attributes:
+        names: of the kernels that were asked for.
+
+    """
+
+    device, num_sms = torch.device("cpu"), _MANY_SMS
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self.names: list[str] = []
+
+    def get(self, name: str, constants: Mapping[str, object]) -> _NoKernel:
+        """Compile the kernel of this name and these compile-time constants."""
+        self._compiler.compile(name, constants)
+        self.names.append(name)
+        return _NoKernel()
+
+
+def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
+    """Compile what dispatch and combine within a node launch, forward and backward, or find it on disk.
+
+    Returns the names of the kernels. Those of segments and between nodes, and of other shapes, are compiled when they
+    are first used.
+    Raises ``CompileError`` with the compiler's words.
+    """
+    library: Any = CompilingLibrary(compiler)
+    launcher = Launcher(library, comm_type(shape.num_ranks)(), 0)
+    weights, rows = torch.zeros(1, shape.num_topk), torch.zeros(1, shape.hidden, dtype=shape.dtype)
+    held = _held(shape, weights)
+    payload = Payload(address=0, row_bytes=rows.nbytes)
+    _plan(launcher, shape, weights)
+    stage_rows(launcher, [payload], [0], 1, None)
+    pools = [[0]] * shape.num_ranks
+    scatter_rows(
+        launcher, _planned(shape, weights), held, [payload], pools, in_place_ranks=0, clears_padding=False, num_sms=None
+    )
+    for num_sms in (_FEW_SMS, None):
+        for is_weighted in (True, False):  # of combine, and of dispatch's backward
+            combine_rows(launcher, held, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=num_sms)
+    weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
+    return list(library.names)
+
+
+def _held(shape: KernelShape, weights: torch.Tensor) -> HeldRows:
+    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32)
+    return HeldRows(first_row=(0,) * (shape.num_ranks + 1), row_to_slots=ids, weights=weights, token_to_ranks=ids[0])
+
+
+def _planned(shape: KernelShape, weights: torch.Tensor) -> PlannedRows:
+    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32)
+    return PlannedRows(
+        first_row=(0,) * (shape.num_ranks + 1),
+        held=(0,),
+        row_to_slots=ids,
+        weights=weights,
+        num_rows_per_expert=torch.zeros(1, dtype=torch.int64),
+        block_to_first_slot=torch.zeros(2, dtype=torch.int32),
+        token_to_ranks=ids[0],
+    )
+
+
+def _plan(launcher: Launcher, shape: KernelShape, weights: torch.Tensor) -> None:
+    table = torch.zeros(1, dtype=torch.int32)
+    tables = PlanTables(
+        expert_to_local=table,
+        expert_to_rank=table,
+        publishers=tuple(range(shape.num_ranks)),
+        num_local_experts=1,
+        run_counts=table,
+        report=0,
+    )
+    routing = PublishedRouting(
+        source=0, topk_idx=torch.zeros(1, shape.num_topk, dtype=torch.int64), topk_weights=weights
+    )
+    terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, ticket=0)
+    plan_slots(launcher, tables, _planned(shape, weights), [routing], terms, None)

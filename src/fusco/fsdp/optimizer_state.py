@@ -1,0 +1,108 @@
+"""The state of an optimizer, parameter by parameter: made to be loaded into, and compared with a checkpoint's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# What torch.compile and checkpoint wrappers put into names, and PyTorch leaves out of checkpoints.
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Give every parameter that can be trained a state, and return those that had none.
+
+    As PyTorch (2.13) does before it loads, by a step with gradients of zero and a learning rate of zero; but PyTorch
+    does so only if no parameter has a state and none a gradient. Gradients stay.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    empty = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
+    if not empty:
+        return []
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
+    for parameter in empty:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return empty
+
+
+def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Leave parameters as the optimizer finds them before their first gradient."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Names of parameters whose state a checkpoint does not have, since they never had a gradient.
+
+    Args:
+        wanted: keys of this optimizer's flattened state, which are ``state.<parameter>.<what>`` and
+            ``param_groups.<parameter>.<what>``.
+        saved: those in the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint's optimizer was of another kind, or had other parameters.
+
+    """
+    options, saved_options = _by_parameter(wanted, "param_groups"), _by_parameter(saved, "param_groups")
+    for name, keys in options.items():
+        if lacking := keys - saved_options.get(name, set()):
+            raise ValueError(
+                f"the checkpoint's optimizer has no {min(lacking)} for parameter {name}: it was of another kind, or "
+                f"had other parameters"
+            )
+    ours, theirs = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
+    for name, keys in theirs.items():
+        # Where this one has none at all, a parameter may have been frozen since; but not all of them.
+        if keys != ours.get(name, set() if not ours else keys):
+            raise ValueError(
+                f"the checkpoint's optimizer has {', '.join(sorted(keys))} for parameter {name}, and this one "
+                f"{', '.join(sorted(ours.get(name, ()))) or 'nothing'}: it was of another kind"
+            )
+    return ours.keys() - theirs.keys()
+
+
+def parameters_named(model: nn.Module, names: set[str]) -> list[nn.Parameter]:
+    """A model's parameters, by their names in checkpoints."""
+    return [parameter for name, parameter in model.named_parameters() if _WRAPPERS.sub("", name) in names]
+
+
+def without_state(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """A flattened state without that of some parameters."""
+    return {key: value for key, value in state.items() if not _split(key, "state", names)}
+
+
+def _by_parameter(keys: Iterable[str], section: str, names: Container[str] | None = None) -> dict[str, set[str]]:
+    """Of one section what there is for each parameter."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        if parts := _split(key, section, names):
+            found.setdefault(parts[0], set()).add(parts[1])
+    return found
+
+
+def _split(key: str, section: str, names: Container[str] | None) -> tuple[str, str] | None:
+    """The parameter and what of it a key is for; without names, what is the last part."""
+    if not key.startswith(f"{section}."):
+        return None
+    parts = key.split(".")[1:]
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        if names is None or name in names:
+            return name, ".".join(parts[length:])
+    return None

@@ -1,0 +1,137 @@
+"""Every MoE architecture of the installed transformers: found in its sources, made tiny by rules on sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_MODELS = Path(transformers.__file__).parent / "models"
+_STACKED_EXPERTS = re.compile(r"self\.(gate_up_proj|up_proj) = nn\.Parameter")
+_NUM_LAYERS = 4  # some have experts in every fourth only
+
+# Models around the text model of another architecture, which is what they have by default.
+_AROUND_OTHERS = ("kimi_k25", "nemotron3_5_transcribe", "nemotron_h_omni")
+# Models that cannot be made here.
+UNMADE = {
+    "InklingVisionModel": "scipy",
+    "InklingModel": "scipy",
+    "InklingForConditionalGeneration": "scipy",
+    "Qwen3OmniMoeCode2WavDecoderBlock": "missing 1 required positional argument: 'layer_idx'",  # a layer, not a model
+}
+# Models with experts that ``parallelize`` does not take, by the beginning of their names, and what it says of them.
+REFUSED = {
+    "DiffusionGemmaModel": "are one parameter, but in modules that FSDP shards apart",  # encoder and decoder are
+    "DiffusionGemmaForBlockDiffusion": "are one parameter, but in modules that FSDP shards apart",
+    "Llama4": r"is called with \(hidden_states\) and not with routing",
+    "LongcatFlash": "has no module of experts",  # some of them have no down_proj: they pass on what they get
+    "MuseSpark": r"post_expert_norm.weight of shape \(16,\) cannot be distributed",
+}
+
+# The first rule whose pattern is the whole name of a field says what an integer is at most.
+_NAME_TO_SIZE = (
+    (r"(num_|n_)?(hidden_|encoder_|decoder_|block_|mlp_|speech_)?layers?|depth|\w+_layers", _NUM_LAYERS),
+    (r"(num_|n_)?\w*experts_per_tok(en)?|num_selected_experts|moe_k|top_k_experts|\w*moe_top_?k", 2),
+    (r"\w*shared_experts", 1),
+    (r"(num|n|moe)_\w*experts", 4),
+    (r"n_group|topk_group|num_expert_groups?|\w+_n_groups?", 1),
+    (r"first_k_dense_replace|num_nextn_predict_layers", 1),
+    (r"\w*heads?", 2),
+    (r"\w*head_dim|\w*lora_rank|qk_\w*dim|v_head_dim", 8),
+    (r"\w*vocab_size\w*", 40),
+    (r"\w*token_id|\w*token_index", 3),
+    (r"\w*(intermediate|ffn|inter|hidden|embed|adapter|mlp)\w*_(size|dim)|d_model|\w*_ffn|\w*_out_dim|\w*_in_dim", 16),
+    (r"(max_position_embeddings|num_position_embeddings|max_source_positions|image_size)", 64),
+)
+_SPARSE = ["dense"] + ["sparse"] * (_NUM_LAYERS - 1)
+_SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+# What rules do not reach, by class of configuration.
+_CONFIG_TO_SIZES: dict[str, dict[str, Any]] = {
+    "DeepseekOcr2TextConfig": {"num_experts_per_tok": 2, "mlp_layer_types": _SPARSE},
+    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+    "Dots3NoteTextConfig": {"use_sliding_window": False},
+    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, -1, 4, 4]},
+    "RadioConfig": {"video_temporal_patch_size": 2},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [8, 8], "rope_parameters": _SECTIONED},
+    "Ernie4_5_VL_MoeTextConfig": {"moe_intermediate_size": [8, 8], "rope_parameters": _SECTIONED},
+    "Gemma4TextConfig": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
+    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * (_NUM_LAYERS // 2)},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 8},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "Qwen4ExpTextConfig": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "eos_token_id": 2,
+        "ngram_vocab_size_base": 40,
+        "split_ngram_parts": 2,
+    },
+}
+
+
+def find_kinds() -> list[str]:
+    """Architectures, by their folders in transformers; nothing is imported."""
+    files = _MODELS.glob("*/modeling_*.py")
+    own = {file.parent.name for file in files if _STACKED_EXPERTS.search(file.read_text(encoding="utf-8"))}
+    return sorted(own | {kind for kind in _AROUND_OTHERS if (_MODELS / kind).exists()})
+
+
+def find_roots(kind: str) -> list[type[transformers.PreTrainedModel]]:
+    """An architecture's public classes of models, with experts or without."""
+    roots = []
+    for file in sorted((_MODELS / kind).glob("modeling_*.py")):
+        module = importlib.import_module(f"transformers.models.{kind}.{file.stem}")
+        public = [getattr(module, name) for name in module.__all__]
+        roots += [each for each in public if inspect.isclass(each) and issubclass(each, transformers.PreTrainedModel)]
+    return [root for root in roots if "PreTrained" not in root.__name__ and inspect.isclass(root.config_class)]
+
+
+def make_root(root: type[transformers.PreTrainedModel], device: str = "cpu") -> transformers.PreTrainedModel:
+    """A tiny model; the same weights at every call, no two alike."""
+    torch.manual_seed(3)
+    with torch.device(device):
+        model: transformers.PreTrainedModel = root._from_config(_config(root))  # as AutoModel does
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def _config(root: type[transformers.PreTrainedModel]) -> transformers.PreTrainedConfig:
+    return root.config_class(**_sizes(root.config_class))
+
+
+def _sizes(config_class: type[transformers.PreTrainedConfig]) -> dict[str, Any]:
+    own = _CONFIG_TO_SIZES.get(config_class.__name__, {})
+    parts = {} if not config_class.sub_configs else _parts(config_class)
+    sizes: dict[str, Any] = {}
+    for each in dataclasses.fields(config_class):
+        if each.name in parts or not isinstance(each.default, int) or isinstance(each.default, bool):
+            continue
+        most = next((size for pattern, size in _NAME_TO_SIZE if re.fullmatch(pattern, each.name)), each.default)
+        sizes[each.name] = min(most, each.default)
+    return {**sizes, **parts, **own}
+
+
+@cache
+def _parts(config_class: type[transformers.PreTrainedConfig]) -> dict[str, Any]:
+    """Configurations of the models within."""
+    parts = {}
+    whole = config_class()
+    for name in config_class.sub_configs:
+        part = getattr(whole, name, None)
+        if part is not None:
+            parts[name] = {"model_type": part.model_type, **_sizes(type(part))}
+    return parts

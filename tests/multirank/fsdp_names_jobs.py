@@ -1,0 +1,138 @@
+"""Functions on ranks: what a parallelized model writes for transformers and reads from it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from fsdp_architectures import find_roots, make_root
+from fsdp_jobs import LIMIT_S, mesh_of
+from fsdp_models import SEQUENCE, make_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fusco import Settings, fsdp
+from fusco.fsdp.original_classes import original_class
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RoundTrips:
+    """What came of an architecture's classes of models.
+
+    Attributes:
+        faults: for each class that could be parallelized what differs between it and the plain model.
+        refused: what ``parallelize`` says of others.
+        unmade: why others could not be made.
+
+    """
+
+    faults: dict[str, list[str]]
+    refused: dict[str, str]
+    unmade: dict[str, str]
+
+
+def round_trips(_: dist.ProcessGroup, kind: str, path: Path) -> RoundTrips:
+    """On one rank: write, reload and read every model of an architecture."""
+    transformers.utils.logging.disable_progress_bar()
+    trips = RoundTrips({}, {}, {})
+    for root in find_roots(kind):
+        name = root.__name__
+        try:
+            on_meta = make_root(root, "meta")
+        except Exception as error:  # noqa: BLE001  the test knows which it may be
+            trips.unmade[name] = str(error)
+            continue
+        try:
+            fsdp.find_experts(on_meta)  # what is refused may be large
+            model = make_root(root)
+            weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+            model.save_pretrained(path / name / "plain")
+            fsdp.parallelize(model, mesh_of(1, 1), fsdp.TorchDispatcher(mesh_of(1, 1).ep_group))
+        except ValueError as error:
+            trips.refused[name] = str(error)
+        else:
+            trips.faults[name] = _faults(model, weights, path / name)
+    return trips
+
+
+def _faults(model: transformers.PreTrainedModel, weights: Tensors, path: Path) -> list[str]:
+    """Between a parallelized model and the plain one, which had these weights and was saved as ``plain``."""
+    sharded_class = type(model)
+    fsdp.save_hugging_face(path / "parallel", model)
+    plain, parallel = (load_file(path / name / "model.safetensors") for name in ("plain", "parallel"))
+    faults = _differences("written", parallel, plain)
+    again, info = original_class(sharded_class).from_pretrained(path / "parallel", output_loading_info=True)
+    faults += [
+        f"{what} on reload: {sorted(info[what])[:3]}" for what in ("missing_keys", "unexpected_keys") if info[what]
+    ]
+    faults += _differences("reloaded", again.state_dict(), weights)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _values(parameter).fill_(float("nan"))
+    fsdp.load_hugging_face(path / "plain", model)
+    faults += _differences("read", {name: _values(tensor) for name, tensor in model.state_dict().items()}, weights)
+    if type(model) is not sharded_class:
+        faults.append("has lost the class that FSDP gave it")
+    return faults
+
+
+def _differences(what: str, ours: Tensors, theirs: Tensors) -> list[str]:
+    if ours.keys() != theirs.keys():
+        return [
+            f"{what}: lacks {sorted(theirs.keys() - ours.keys())[:3]}, has {sorted(ours.keys() - theirs.keys())[:3]}"
+        ]
+    return [f"{what}: {name} differs" for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])][:3]
+
+
+def _values(tensor: torch.Tensor | nn.Parameter) -> torch.Tensor:
+    """On one rank a part is the whole."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def errors_of_names(_: dist.ProcessGroup, path: Path) -> str:
+    """What is said of an export whose names transformers would not look for."""
+    mesh = mesh_of(1, 1)
+    model = make_model("qwen3")
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    save_pretrained = model.save_pretrained
+
+    def save_misnamed(path: Path, state_dict: Tensors) -> None:
+        save_pretrained(
+            path, state_dict={name.replace("embed_tokens", "embed"): state_dict[name] for name in state_dict}
+        )
+
+    model.save_pretrained = save_misnamed
+    with pytest.raises(ValueError, match="would not find") as error:
+        fsdp.save_hugging_face(path, model)
+    return str(error.value)
+
+
+def export_tied(_: dist.ProcessGroup, path: Path) -> None:
+    """Write a model whose output weights are its embeddings."""
+    mesh = mesh_of(2, 1)
+    model = make_model("qwen3", tie_word_embeddings=True)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    fsdp.save_hugging_face(path, model)
+
+
+def export_through_transformers(_: dist.ProcessGroup, path: Path, into: Path) -> str:
+    """What is said of a model that transformers has distributed, which transformers then writes."""
+    config = importlib.import_module("transformers.distributed").DistributedConfig(
+        fsdp_size=2, ep_size=2, ep_implementation="fusco"
+    )
+    with fsdp.registered_with_transformers(SEQUENCE, settings=Settings(timeout_s=LIMIT_S)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+        with pytest.raises(ValueError, match="distributed") as error:
+            fsdp.save_hugging_face(into, model)
+        assert not into.exists()
+        dist.barrier()
+        model.save_pretrained(into)
+    return str(error.value)

@@ -1,0 +1,142 @@
+"""Functions on ranks: checkpoints of optimizers that have no state for some parameters, and checkpoints of others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_architectures import make_root
+from fsdp_jobs import mesh_of
+from fsdp_models import make_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from fusco import fsdp
+
+# Selects tokens by values that no gradient comes from.
+INDEXER = "indexer"
+_ROOTS = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
+KINDS = tuple(_ROOTS)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Parameters and what the optimizer has for them, whole, after loading and after one more step."""
+
+    loaded: dict[str, torch.Tensor]
+    stepped: dict[str, torch.Tensor]
+
+
+def resume(_: dist.ProcessGroup, kind: str, path: Path) -> list[Moments]:
+    """Those of the run that saved, of one with a new optimizer, and of one whose optimizer has seen every gradient."""
+    saved = _parallel(_make(kind), 2)
+    optimizer = _step(saved, AdamW(saved.parameters()))
+    fsdp.save_checkpoint(path, saved, optimizer)
+    outcomes = [_go_on(saved, optimizer)]
+    for has_stepped in (False, True):
+        model = _parallel(_make(kind), 2)
+        optimizer = AdamW(model.parameters())
+        if has_stepped:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        fsdp.load_checkpoint(path, model, optimizer)
+        outcomes.append(_go_on(model, optimizer))
+    return outcomes
+
+
+def resume_alone(kind: str, path: Path) -> dict[str, torch.Tensor]:
+    """Load into a plain model, in a process without a group."""
+    model = _make(kind)
+    optimizer = AdamW(model.parameters())
+    fsdp.load_checkpoint(path, model, optimizer)
+    return _moments(model, optimizer)
+
+
+def errors(_: dist.ProcessGroup, path: Path) -> dict[str, str]:
+    """What is said of checkpoints of others, which leave nothing in the optimizer, and of a folder that cannot be."""
+    model = _parallel(make_model("qwen3"), 2)
+    fsdp.save_checkpoint(path / "model", model)
+    fsdp.save_checkpoint(path / "whole", model, AdamW(model.parameters()))
+    broken = path / f"{dist.get_rank()}"
+    broken.mkdir()
+    (broken / ".metadata").write_bytes(b"")
+    (path / "file").touch()
+    mistakes = {
+        "without an optimizer": (path / "model", AdamW, {}),
+        "of another optimizer": (path / "whole", lambda weights: SGD(weights, momentum=0.9), {}),
+        "of another model": (path / "whole", AdamW, {"num_hidden_layers": 3}),
+        "of other sizes": (path / "whole", AdamW, {"moe_intermediate_size": 4}),
+        "of nothing": (path / "nothing", AdamW, {}),
+        "broken": (broken, AdamW, {}),
+        "of nothing on rank 1": (path / ("nothing" if dist.get_rank() else "whole"), AdamW, {}),
+    }
+    texts = {what: _error(*mistake) for what, mistake in mistakes.items()}
+    with pytest.raises(OSError, match="cannot be written") as error:
+        fsdp.save_checkpoint(path / "file" / "below", model)
+    return {**texts, "nowhere": str(error.value)}
+
+
+def _error(path: Path, make_optimizer: Callable[..., Optimizer], changes: dict[str, int]) -> str:
+    model = _parallel(make_model("qwen3", **changes), 2)
+    optimizer = make_optimizer(model.parameters())
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
+        fsdp.load_checkpoint(path, model, optimizer)
+    assert not optimizer.state
+    return str(error.value)
+
+
+def _make(kind: str) -> nn.Module:
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    model = make_root(getattr(module, _ROOTS[kind]))
+    assert any(INDEXER in name for name, _ in model.named_parameters())
+    return model
+
+
+def _parallel(model: nn.Module, ep_size: int) -> nn.Module:
+    mesh = mesh_of(ep_size, 1)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    return model
+
+
+def _step(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """The same batch on all ranks."""
+    ids = torch.randint(40, (1, 12), generator=torch.Generator().manual_seed(1))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        if INDEXER in name:
+            parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _go_on(model: nn.Module, optimizer: Optimizer) -> Moments:
+    now = _moments(model, optimizer)
+    _step(model, optimizer)
+    return Moments(now, _moments(model, optimizer))
+
+
+def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    moments = {}
+    for name, parameter in model.named_parameters():
+        moments[name] = _whole(parameter)
+        for what, value in optimizer.state.get(parameter, {}).items():
+            moments[f"{name}.{what}"] = _whole(value)
+    return moments
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

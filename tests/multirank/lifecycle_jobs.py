@@ -1,0 +1,124 @@
+"""Functions on ranks: communicators that somebody drops, leaves or forks with while others use them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from fault_jobs import fail
+
+import fusco
+
+TIMEOUT_S = 20.0
+NUM_ROUNDS = 60
+
+
+def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
+    return fusco.Communicator(
+        group,
+        num_experts=4,
+        num_topk=2,
+        max_tokens_per_rank=8,
+        max_bytes_per_token=64,
+        ranks_per_node=ranks_per_node,
+        settings=fusco.Settings(timeout_s=TIMEOUT_S, slice_bytes=1 << 12),
+    )
+
+
+def _use(comm: fusco.Communicator, value: float = 1.0) -> float:
+    """A dispatch and a combine, whose result is twice what all ranks gave."""
+    handle = (out := comm.dispatch(torch.full((8, 4), value), torch.arange(16).view(8, 2) % 4)).handle
+    return float(comm.combine(out.rows, handle)[0, 0])
+
+
+def drop(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> tuple[str, tuple[int, ...], float]:
+    """Rank 1 goes without closing, rank 0 calls once more: its error, whom it names, and the seconds that it took."""
+    comm = _open(group, ranks_per_node)
+    _use(comm)
+    if group.rank() == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if how == "leave":
+                comm.leave()
+            del comm
+        return "", (), 0.0
+    began = time.monotonic()
+    try:
+        _use(comm)
+    except fusco.PeerFailureError as error:
+        took_s = time.monotonic() - began
+        comm.close()
+        return str(error), error.peers, took_s
+    return "no error", (), 0.0
+
+
+def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> float:
+    """How long rank 0 takes to close, when rank 1 forgets to."""
+    comm = _open(group, ranks_per_node)
+    _use(comm)
+    began = time.monotonic()
+    if group.rank() == 0:
+        comm.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        del comm
+    return time.monotonic() - began
+
+
+def share_between_threads(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[int, int, list[str]]:
+    """Two threads of each rank use one communicator: how many rounds were right, wrong, and what the others raised."""
+    right, wrong, errors = [], [], []
+    barrier = threading.Barrier(2)
+
+    def work(value: float) -> None:
+        barrier.wait()
+        for _ in range(NUM_ROUNDS):
+            try:
+                (right if _use(comm, value) == 2 * value else wrong).append(value)
+            except fusco.ThreadError as error:
+                errors.append(str(error))
+                break
+        barrier.wait()  # a thread that has ended could be followed by the other
+
+    with _open(group, ranks_per_node) as comm:
+        _use(comm)
+        comm.hand_over()
+        threads = [threading.Thread(target=work, args=(value,), name=f"thread {value:g}") for value in (3.0, 5.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(right), len(wrong), errors
+
+
+def fork_inside(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[int, float]:
+    """A child of rank 0 leaves the block by an exception and without; then the ranks go on."""
+    with _open(group, ranks_per_node) as comm:
+        _use(comm)
+        codes = []
+        for fails in (True, False):
+            if group.rank() == 0:
+                if not (child := os.fork()):
+                    _end_in_child(comm, fails=fails)
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            _use(comm)
+        return sum(codes), _use(comm)
+
+
+def _end_in_child(comm: fusco.Communicator, *, fails: bool) -> None:
+    code = 9
+    try:
+        with comm:
+            if fails:
+                fail()
+        code = 0
+    except ZeroDivisionError:
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)

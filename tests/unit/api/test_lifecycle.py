@@ -1,0 +1,276 @@
+"""What becomes of communicators that nobody closes, and of those that a forked process has a copy of."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusco
+
+LIMIT_S = 30.0
+CHILD_LIMIT_S = 60.0
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(**given):
+    sizes = {"num_experts": 4, "num_topk": 2, "max_tokens_per_rank": 8, "max_bytes_per_token": 64}
+    return fusco.Communicator(**sizes, settings=fusco.Settings(slice_bytes=1 << 16, **given))
+
+
+def use(comm):
+    x = torch.ones(8, 4, requires_grad=True)
+    return comm.dispatch(x, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2))
+
+
+def held():
+    """Descriptors and threads of this process, and its mappings of shared memory."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(maps)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_dropped_communicators_are_given_back_with_a_warning_that_names_them(group):
+    use(comm := make())  # what the first call loads and compiles stays
+    comm.close()
+    del comm
+    gc.collect()
+    before = held()
+    gc.disable()  # the last reference is enough
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(10):
+                use(make())
+        assert wait_for(lambda: held() <= before), (held(), before)
+    finally:
+        gc.enable()
+    texts = [str(warning.message) for warning in caught if warning.category is ResourceWarning]
+    assert texts == ["a communicator of rank 0 (num_experts=4, device cpu) was dropped without being closed"] * 10
+
+
+def test_a_communicator_that_was_closed_is_dropped_in_silence(group):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with make() as comm:
+            use(comm)
+        left = make()
+        left.leave()
+        del comm, left
+        gc.collect()
+
+
+def test_a_graph_keeps_its_communicator(group):
+    x = torch.ones(8, 4, requires_grad=True)
+    comm = make()
+    dispatched = comm.dispatch(x, torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2))
+    out = comm.combine(dispatched.rows, dispatched.handle)
+    known = weakref.ref(comm)
+    del comm, dispatched
+    gc.collect()
+    out.sum().backward()
+    assert x.grad.tolist() == [[2.0] * 4] * 8
+    with pytest.warns(ResourceWarning, match="dropped without being closed"):
+        del out
+    assert known() is None
+
+
+def test_an_error_inside_is_what_is_raised_whatever_goes_wrong_at_the_end(group, monkeypatch):
+    comm = make()
+    close = comm._engine.close
+
+    def fail():
+        close()
+        raise MemoryError("no room to close")
+
+    monkeypatch.setattr(comm._engine, "close", fail)
+    with pytest.raises(ZeroDivisionError), comm:
+        raise ZeroDivisionError
+    assert comm._is_closed
+
+
+def test_an_error_inside_a_verb_is_raised_though_it_cannot_be_told(group, monkeypatch):
+    with make() as comm:
+        monkeypatch.setattr(comm._engine._watch, "give_up", lambda _: 1 / 0)
+        monkeypatch.setattr(comm._engine, "_move_rows", lambda *_: (_ for _ in ()).throw(KeyError("the balancer")))
+        warnings.simplefilter("ignore")
+        with pytest.raises(KeyError, match="the balancer") as caught:
+            use(comm)
+    assert sys.version_info < (3, 11) or caught.value.__notes__ == [
+        "the other ranks could not be told: ZeroDivisionError: division by zero"
+    ]
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(group):
+    with make() as comm:
+        use(comm)
+        errors = []
+
+        def intrude():
+            try:
+                use(comm)
+            except fusco.ThreadError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=intrude, name="intruder")
+        thread.start()
+        thread.join(LIMIT_S)
+        assert "'intruder' called dispatch" in errors[0]
+        assert "'MainThread'" in errors[0]
+        use(comm)
+
+
+def test_one_node_opens_no_gloo(group):
+    def listening():
+        inodes = {
+            re.sub(r"\D", "", os.readlink(entry))
+            for entry in Path("/proc/self/fd").iterdir()
+            if entry.exists() and "socket:" in os.readlink(entry)
+        }
+        tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table]
+        return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+    before = listening()
+    with make():
+        opened = listening() - before
+    assert len(opened) == 1  # the sentinel's
+    assert next(iter(opened)).startswith("0100007F:")  # 127.0.0.1
+
+
+BEGIN = """
+import os, sys, time, warnings
+import torch, torch.distributed as dist
+import fusco
+
+warnings.simplefilter("always")
+import torch.testing._internal.distributed.fake_pg
+# Not gloo, whose own groups keep a forked process from ending.
+rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("fake", store=store, rank=rank, world_size=num_ranks)
+
+def make():
+    return fusco.Communicator(
+        num_experts=4, num_topk=2, max_tokens_per_rank=8, max_bytes_per_token=64, ranks_per_node=1
+    )
+
+def use(comm):
+    return comm.dispatch(torch.ones(8, 4), torch.zeros(8, 2, dtype=torch.int64))
+
+def wait_for(child):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            print("child ended with", os.waitstatus_to_exitcode(status), flush=True)
+            return
+        time.sleep(0.01)
+    print("child hangs", flush=True)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+
+
+def output_of(program, num_ranks=1):
+    """What the first rank of a program says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEGIN + program, str(rank), str(num_ranks), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = [rank.communicate(timeout=CHILD_LIMIT_S) for rank in ranks]
+    assert {rank.returncode for rank in ranks} == {0}, outputs
+    return outputs[0][0].splitlines(), outputs[0][1]
+
+
+def test_a_forked_process_has_no_part_in_its_parents_communicator():
+    lines, errors = output_of("""
+with make() as comm:
+    use(comm)
+    if not (child := os.fork()):
+        comm._engine.abandon = comm._engine.depart = comm._engine.close = lambda *_: print("the child did something")
+        for verb in (lambda: use(comm), comm.synchronize, lambda: comm.shuffle({}, {})):
+            try:
+                verb()
+            except fusco.ClosedError as error:
+                print(f"process {os.getppid()}" in str(error) and f"process {os.getpid()}" in str(error), flush=True)
+    else:
+        wait_for(child)
+        use(comm)
+        print("the parent goes on", flush=True)
+if not child:
+    comm.close()
+    comm.leave()
+    sys.exit(0)
+""")
+    assert lines == ["True"] * 3 + ["child ended with 0", "the parent goes on"]
+    assert errors == ""
+
+
+@pytest.mark.parametrize(("num_ranks", "end"), [(1, "comm = None; sys.exit(3)"), (2, "sys.exit(3)")])
+def test_a_forked_process_ends_in_silence_with_a_communicator_that_nobody_closed(num_ranks, end):
+    program = f"""
+comm = make()
+use(comm)
+if not (child := os.fork()):
+    {end}
+wait_for(child)
+use(comm)
+comm.close()
+"""
+    lines, errors = output_of(program, num_ranks)
+    assert lines == ["child ended with 3"]
+    assert errors == ""
+
+
+def test_a_forked_process_ends_after_an_all_to_all():
+    lines, errors = output_of("""
+fusco.all_to_all(torch.empty(4), torch.ones(4))
+if not (child := os.fork()):
+    try:
+        fusco.all_to_all(torch.empty(4), torch.ones(4))
+    except fusco.ClosedError:
+        sys.exit(4)
+wait_for(child)
+fusco.all_to_all(torch.empty(4), torch.ones(4))
+""")
+    assert lines == ["child ended with 4"]
+    assert errors == ""
+
+
+def test_a_process_ends_with_a_communicator_that_nobody_closed():
+    lines, errors = output_of("comm = make(); use(comm); print('done')")
+    assert lines == ["done"]
+    assert "ResourceWarning: a communicator of rank 0 (num_experts=4, device cpu) was dropped without" in errors
+    assert "Traceback" not in errors

@@ -1,0 +1,181 @@
+"""Roll calls through a store that is stopped, dies, or is lost with a rank: a limit, and names where they are known."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from fusco.api.create import found
+from fusco.core.errors import PeerFailureError, TransportError
+from rolls import ThreadsRoll, on_ranks
+
+SLACK_S = 3.0
+SERVE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+class Store:
+    """A store of this process that can fall silent, or be lost."""
+
+    def __init__(self):
+        self._store = dist.HashStore()
+        self.is_lost, self.may_answer = False, threading.Event()
+        self.may_answer.set()
+
+    def _reach(self):
+        self.may_answer.wait()
+        if self.is_lost:
+            raise RuntimeError("Connection reset by peer\nwith a traceback of C++")
+
+    def set(self, key, value):
+        self._reach()
+        self._store.set(key, value)
+
+    def check(self, keys):
+        self._reach()
+        return self._store.check(keys)
+
+    def get(self, key):
+        self._reach()
+        return self._store.get(key)
+
+
+@contextmanager
+def later(seconds, do):
+    timer = threading.Timer(seconds, do)
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_a_stopped_process_that_serves_the_store_is_not_waited_for_beyond_the_limit():
+    with subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stdout.readline())
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+            roll = ThreadsRoll(0, 2, store, 1.5)
+            os.kill(server.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(TransportError, match=rf"store at 127\.0\.0\.1:{port} .* did not answer within 1\.5 s"):
+                roll.gather("hello", 1)
+            assert time.monotonic() - began < 1.5 + SLACK_S
+        finally:
+            server.kill()
+
+
+def test_where_somebody_watches_the_ranks_they_are_looked_at_while_the_store_is_silent():
+    store, stalls = Store(), []
+
+    class Watcher:
+        def wait_until(self, is_ready, stall):
+            time.sleep(1.2)
+            stalls.append(stall())
+            raise PeerFailureError(
+                rank=1, peers=(0,), operation="", stall=stall(), reason="rank 0 does not answer", has_left=False
+            )
+
+    roll = ThreadsRoll(1, 2, store, 20.0)
+    roll.watched_by(Watcher())
+    store.may_answer.clear()
+    with pytest.raises(PeerFailureError, match="rank 0 does not answer"):
+        roll.gather("segment", 1)
+    store.may_answer.set()
+    assert (stalls[0].phase, stalls[0].on_ranks) == ("segment", ())
+    assert stalls[0].expected == "an answer of the process group's store"
+
+
+def test_a_store_that_is_lost_is_told_with_the_ranks_that_had_not_come():
+    store = Store()
+
+    def come(roll):
+        return roll.gather("hello", 1)
+
+    with later(0.6, lambda: setattr(store, "is_lost", True)):
+        errors = on_ranks(4, come, absent=(1, 3), store=store)
+    assert [type(error) for error in errors.values()] == [TransportError] * 2
+    for error in errors.values():
+        assert "store cannot be reached: Connection reset by peer. " in str(error)
+        assert str(error).endswith("Rank(s) 1, 3 had not come to 'hello' when it last answered")
+
+
+def test_a_store_that_is_lost_with_a_rank_is_told_as_that_ranks_failure():
+    store, asked = Store(), []
+
+    class Watcher:
+        def wait_until(self, is_ready, stall):
+            while not is_ready():
+                time.sleep(0.01)
+
+        def ask_everybody(self, stall, symptom):
+            asked.append((stall.phase, symptom))
+            raise PeerFailureError(rank=0, peers=(1,), operation="", stall=stall, reason=symptom, has_left=True)
+
+    roll = ThreadsRoll(0, 2, store, 20.0)
+    roll.watched_by(Watcher())
+    with later(0.2, lambda: setattr(store, "is_lost", True)), pytest.raises(PeerFailureError):
+        roll.gather("segment", 1)
+    assert asked == [("segment", "the process group's store cannot be reached: Connection reset by peer")]
+
+
+def test_who_gives_up_first_stays_until_the_others_know():
+    """As its process may serve the store."""
+    left = {}
+
+    def come(roll):
+        time.sleep(0.3 * roll.rank)
+        roll.part()
+        left[roll.rank] = time.monotonic()
+
+    on_ranks(2, come)
+    assert abs(left[0] - left[1]) < 0.2
+
+
+def test_who_gives_up_stays_for_a_moment_only():
+    began = time.monotonic()
+    on_ranks(3, lambda roll: roll.part(without=(2,)), absent=(1, 2), timeout_s=4.0)
+    assert 0.2 <= time.monotonic() - began < 0.2 + SLACK_S
+    began = time.monotonic()
+    on_ranks(3, lambda roll: roll.part(without=(2,)), absent=(2,))
+    assert time.monotonic() - began < SLACK_S
+
+
+def test_no_thread_is_left_of_roll_calls_that_were_given_up():
+    before = threading.active_count()
+    error = on_ranks(2, lambda roll: roll.gather("hello", 1), absent=(1,), timeout_s=0.2)[0]
+    assert isinstance(error, PeerFailureError)
+    deadline = time.monotonic() + SLACK_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_an_error_in_making_is_raised_whatever_goes_wrong_in_parting(monkeypatch):
+    class Charter:
+        class settings:  # noqa: N801
+            timeout_s = 1.0
+
+    def fail(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    def refuse(*_):
+        raise ValueError("num_experts must be positive")
+
+    monkeypatch.setattr("fusco.api.create.check_group", lambda group: group)
+    monkeypatch.setattr("fusco.api.create.RollCall", lambda *_: ThreadsRoll(0, 1, dist.HashStore(), 1.0))
+    monkeypatch.setattr("fusco.api.create._found", refuse)
+    monkeypatch.setattr(ThreadsRoll, "part", fail)
+    with pytest.raises(ValueError, match="num_experts must be positive"):
+        found(None, Charter)

@@ -1,0 +1,82 @@
+"""States of optimizers, before they are loaded into."""
+
+import pytest
+import torch
+from torch import nn
+
+from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
+
+OPTIONS = ["param_groups.a.weight.lr", "param_groups.b.weight.lr"]
+MOMENTS = ["state.a.weight.step", "state.a.weight.exp_avg"]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_only_parameters_without_a_state_get_one(rate):
+    model = make_model()
+    a, b = model["a"].weight, model["b"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    a.grad = torch.ones(2, 2)
+    optimizer.step()
+    weights, moments = [each.detach().clone() for each in (a, b)], optimizer.state[a]["exp_avg"].clone()
+    assert b not in optimizer.state
+    assert fill_state(optimizer) == [b]
+    assert optimizer.state[b]["exp_avg"].tolist() == [[0, 0], [0, 0]]
+    assert torch.equal(optimizer.state[a]["exp_avg"], moments)
+    assert optimizer.state[a]["step"] == 1
+    assert [torch.equal(each, weight) for each, weight in zip((a, b), weights, strict=True)] == [True, True]
+    assert torch.equal(a.grad, torch.ones(2, 2))
+    assert b.grad is None
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert fill_state(optimizer) == []
+    drop_state(optimizer, [b])
+    assert b not in optimizer.state
+
+
+def test_frozen_parameters_get_none():
+    model = make_model()
+    model["b"].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert fill_state(optimizer) == [model["a"].weight]
+    assert model["b"].weight not in optimizer.state
+
+
+def test_parameters_without_any_state_in_the_checkpoint_never_had_a_gradient():
+    wanted = [*OPTIONS, *MOMENTS, "state.b.weight.step", "state.b.weight.exp_avg"]
+    assert find_unstarted(wanted, [*OPTIONS, *MOMENTS]) == {"b.weight"}
+    assert find_unstarted(wanted, OPTIONS) == {"a.weight", "b.weight"}
+    assert find_unstarted(wanted, wanted) == set()
+    # Frozen since.
+    assert find_unstarted([*OPTIONS, *MOMENTS], wanted) == set()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "saved", "text"),
+    [
+        ([*OPTIONS, *MOMENTS], [OPTIONS[0], *MOMENTS], r"has no lr for parameter b\.weight: it was of another kind"),
+        (
+            [*OPTIONS, *MOMENTS],
+            [*OPTIONS, "state.a.weight.momentum_buffer"],
+            r"has momentum_buffer for parameter a\.weight, and this one exp_avg, step: it was of another kind",
+        ),
+        (OPTIONS, [*OPTIONS, *MOMENTS], r"has exp_avg, step for parameter a\.weight, and this one nothing"),
+        ([*OPTIONS, *MOMENTS], [*OPTIONS, MOMENTS[0]], r"has step for parameter a\.weight, and this one exp_avg, step"),
+    ],
+)
+def test_optimizers_of_another_kind(wanted, saved, text):
+    with pytest.raises(ValueError, match=text):
+        find_unstarted(wanted, saved)
+
+
+def test_names_of_parameters():
+    model = make_model()
+    assert parameters_named(model, {"b.weight"}) == [model["b"].weight]
+    state = dict.fromkeys([*OPTIONS, *MOMENTS, "state.b.weight.nested.step"], 0)
+    assert list(without_state(state, {"b.weight"})) == [*OPTIONS, *MOMENTS]
+    # As torch.compile wraps modules.
+    wrapped = nn.ModuleDict({"a": nn.ModuleDict({"_orig_mod": model["a"]})})
+    assert parameters_named(wrapped, {"a.weight"}) == [model["a"].weight]
