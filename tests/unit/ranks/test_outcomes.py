@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from fusco.bench import joined_world
+from fusco.ranks import joined_world
 from fusco.ranks.failures import RankFailedError, RankFailure, ToldElsewhereError
 from fusco.ranks.joined_world import Outcomes
 
