@@ -1,11 +1,125 @@
-"""What pages show of fusco's output is what it gives."""
+"""Documentation agrees with the repository: links, headings, paths, module names, layers, and the glossary."""
+
+from __future__ import annotations
 
 import doctest
+import importlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+import pytest
+
+import fusco
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+FOLDERS = (ROOT, ROOT / "src" / "fusco")  # pages shorten src/fusco/control/flags.py to control/flags.py
+PLACEHOLDER = "NAME"  # in cuda/kernels/NAME.py
 
 
-def test_sizes():
-    outcome = doctest.testfile(str(DOCS / "coming_from.md"), module_relative=False)
+def test_pages_are_found():
+    assert {"README.md", "CONTRIBUTING.md", "docs/design.md", "docs/performance/cuda.md"} <= set(IDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_relative_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_named_paths_and_modules_exist(page):
+    text = page.read_text()
+    missing = [path for path in named_paths(text) if not any((folder / path).exists() for folder in FOLDERS)]
+    missing += [name for name in named_modules(text) if not is_importable(name)]
+    assert missing == []
+
+
+def test_sizes_on_the_page_are_those_that_fusco_prints():
+    outcome = doctest.testfile(str(ROOT / "docs" / "coming_from.md"), module_relative=False)
     assert (outcome.failed, outcome.attempted) == (0, 4)
+
+
+def test_design_lists_the_layers_of_the_package():
+    assert fusco.__doc__
+    listing = fusco.__doc__.split("::\n", 1)[1].split("\n\nImporting", 1)[0]
+    of_package = [re.split(r"\s{3,}", line.strip())[0].split() for line in listing.splitlines() if line.strip()]
+    section = (ROOT / "docs" / "design.md").read_text().split("## Layers\n", 1)[1]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert [re.findall(r"`(\w+)`", row) for row in rows] == of_package
+
+
+def test_every_word_of_the_glossary_is_used():
+    text = (ROOT / "docs" / "design.md").read_text()
+    before, rest = text.split("## Glossary\n", 1)
+    table, after = rest.split("\n## ", 1)
+    words = re.findall(r"^\| ([a-z][\w \-]*) \|", table, re.MULTILINE)[1:]
+    others = " ".join([before, after, *(page.read_text() for page in PAGES if page.name != "design.md")]).lower()
+    assert len(words) > 30
+    assert len(set(words)) == len(words)
+    assert [word for word in words if not re.search(rf"\b{word}", re.sub(r"\s+", " ", others))] == []
+
+
+def test_broken_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A, b\n[a](#a-b) [b](#c) [c](page.md#a-b) [d](page.md#d) [e](none.md) [f](https://x.y/z)\n")
+    assert broken_links(page) == ["#c", "page.md#d", "none.md"]
+
+
+def test_paths_and_modules_are_recognised():
+    text = "`src/a/b.py` `control/flags.py:3` `api/`, `kernels/NAME.py` `a / b` `fusco.core.rows` `fusco train` `x.py`"
+    assert list(named_paths(text)) == ["src/a/b.py", "control/flags.py", "api/"]
+    assert list(named_modules(text)) == ["fusco.core.rows"]
+    assert is_importable("fusco.core.rows.row_bytes")
+    assert is_importable("fusco.core.topology")
+    assert not is_importable("fusco.core.nothing")
+    assert not is_importable("fusco.nothing.at_all")
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the relative links of a page whose file or heading does not exist."""
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [link for link in links if not re.match(r"\w+:", link) and not leads_somewhere(page, link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Return whether a relative link leads to a file and, after ``#``, to one of its headings."""
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """Yield the paths in backticks: those that end in ``/`` or have a folder and a suffix."""
+    for code in re.findall(r"`([^`\n]+)`", text):
+        path = re.sub(r":\d+$", "", code)
+        is_path = re.fullmatch(r"[\w.\-]+(/[\w.\-]+)*/|([\w.\-]+/)+[\w\-]+\.\w+", path)
+        if is_path and PLACEHOLDER not in path:
+            yield path
+
+
+def named_modules(text: str) -> Iterator[str]:
+    """Yield the dotted names of fusco in backticks, without arguments of calls."""
+    for code in re.findall(r"`([^`\n]+)`", text):
+        if name := re.fullmatch(r"(fusco(?:\.\w+)+)(?:\(.*\))?", code):
+            yield name[1]
+
+
+def is_importable(name: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute of one."""
+    thing: object = fusco
+    for number, part in enumerate(name.split(".")[1:], start=2):
+        try:
+            thing = importlib.import_module(".".join(name.split(".")[:number]))
+        except ModuleNotFoundError:
+            if not hasattr(thing, part):
+                return False
+            thing = getattr(thing, part)
+    return True

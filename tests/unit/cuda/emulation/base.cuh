@@ -1,4 +1,4 @@
-// Stands in for fusco/cuda/kernels/source/base.cuh, and for what NVRTC knows by itself: kernels as C++ for the host.
+// Replaces fusco/cuda/kernels/source/base.cuh and the builtins of NVRTC, so that kernels compile as C++ for the host.
 #pragma once
 
 #include "simt.hpp"

@@ -1,4 +1,4 @@
-// Runs kernels on one thread of the host: every thread of every block is a context of its own, and a seed chooses which goes on.
+// Scheduler that runs kernels on one host thread: every CUDA thread is a ucontext, and a seed chooses which one runs next.
 #include "simt.hpp"
 
 #include <ucontext.h>
@@ -28,7 +28,7 @@ struct Thread {
     bool is_done = false;
 };
 
-// Where threads meet; `arrived` ones stand by until the last has come.
+// Barrier; threads in `arrived` are suspended until the last one arrives.
 struct Meeting {
     std::vector<Thread*> arrived;
     bool all = true, result = true;
@@ -62,7 +62,7 @@ struct Launch {
 
 struct Stream {
     std::deque<Launch*> queue;
-    unsigned favour = 0;  // how much sooner its threads go on than others'
+    unsigned favour = 0;  // scheduling weight of its threads, relative to other streams
 };
 
 std::mt19937 generator;
@@ -72,7 +72,7 @@ std::vector<std::unique_ptr<Block>> blocks;  // resident ones
 Thread* current = nullptr;
 ucontext_t scheduler;
 std::uint64_t now_ns = 1'000'000'000;
-bool has_gone_on = false;  // whether any thread did more than sleep
+bool has_gone_on = false;  // whether a thread did more than sleep
 std::string failure;
 
 unsigned draw(unsigned below) { return generator() % below; }
@@ -86,7 +86,7 @@ void run_thread() {
     leave();
 }
 
-// The others of a warp or block who are still there may have waited for this one only.
+// Release a barrier if all threads of the warp or block that are still running have arrived.
 void release_if_complete(Meeting& meeting, Block& block, unsigned first, unsigned end) {
     unsigned num_there = 0;
     for (unsigned i = first; i < end; ++i) num_there += !block.threads[i]->is_done;
@@ -140,7 +140,7 @@ bool may_begin(const Launch& launch) {
            (launch.comes_early && launch.ahead->num_letting_next_come == launch.ahead->grid);
 }
 
-// Whether any block could begin.
+// Begin every block that may begin; return whether there was one.
 bool begin_blocks() {
     bool has_begun = false;
     for (auto& [handle, stream] : streams) {
@@ -264,7 +264,7 @@ void* shared_at(const void* key, std::size_t num_bytes) {
 
 void fail(const char* what) {
     failure = what;
-    current->is_done = true;  // never comes back
+    current->is_done = true;  // it is never resumed
     leave();
     __builtin_unreachable();
 }
@@ -281,7 +281,7 @@ void simt_reset(unsigned seed) {
     failure.clear();
 }
 
-// Put a kernel into a stream; returns its number. At most `max_resident` of its blocks are there at once.
+// Enqueue a kernel on a stream and return its number. At most `max_resident` of its blocks are resident at once.
 unsigned simt_launch(void (*entry)(const void*), const void* arguments, std::size_t num_bytes, unsigned long long stream,
                      unsigned grid, unsigned num_threads, std::size_t shared_bytes, bool comes_early,
                      unsigned max_resident) {
@@ -305,7 +305,7 @@ unsigned simt_num_done() {
 
 bool simt_is_done(unsigned number) { return launches[number]->is_done(); }
 
-// Have threads go on for a while. Returns false if all wait for something that none of them will do.
+// Run threads for a number of turns. Returns false if all wait for something that no thread will do.
 bool simt_go_on(unsigned num_turns) {
     while (num_turns-- && failure.empty()) {
         const bool has_begun = begin_blocks();
@@ -323,7 +323,7 @@ bool simt_go_on(unsigned num_turns) {
         }
         if (blocks.empty() || !(has_begun || has_gone_on)) {
             wake_all();
-            has_gone_on = true;  // until somebody looks again
+            has_gone_on = true;  // until the next call
             now_ns += NS_PER_IDLE_ROUND;
             return false;
         }

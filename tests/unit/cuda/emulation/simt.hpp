@@ -1,4 +1,4 @@
-// What a kernel sees of the processor that runs it: threads of blocks that go on in any order they may.
+// The emulated GPU as a kernel sees it: threads of blocks that run in any permitted order.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@ Dim block_index();
 Dim grid_dim();
 Dim block_dim();
 
-void pass();         // some other thread may go on, now and then
-void has_written();  // likewise, after something that others may wait for
-void sleep();        // this one has nothing to do until another has gone on
+void pass();         // yield to another thread, now and then
+void has_written();  // the same, after a write that others may wait for
+void sleep();        // suspend this thread until another has made progress
 void sync_warp();
 void sync_block();
 bool sync_block_and(bool value);
-std::uint64_t* warp_slots();  // a word for each lane of the warp
+std::uint64_t* warp_slots();  // 64 bits for each lane of the warp
 std::uint64_t nanoseconds();
 void let_next_kernel_come();
 bool is_kernel_ahead_done();
@@ -34,7 +34,7 @@ template <typename T, int NUMBER> T& shared() {
     return *static_cast<T*>(shared_at(&key, sizeof(T)));
 }
 
-// What all lanes of the warp have given, by lane.
+// Exchange a value among all lanes of the warp: `look` gets a function from lane to value.
 template <typename T, typename F> auto with_all_lanes(T mine, F&& look) {
     std::uint64_t* const slots = warp_slots();
     std::uint64_t bits = 0;
@@ -47,7 +47,7 @@ template <typename T, typename F> auto with_all_lanes(T mine, F&& look) {
         return value;
     };
     auto result = look(of_lane);
-    sync_warp();  // before anybody's next word
+    sync_warp();  // before any lane overwrites its value
     return result;
 }
 

@@ -1,15 +1,15 @@
-// The last step of combine between nodes: a token's sum over its own node, and the sums that other nodes sent back.
+// Last step of combine between nodes: add the sums that other nodes returned to this node's sum of each token.
 //
-// Work goes by warps, one token at a time. Sums are in float32 (float64 for float64 rows), the own node's first, then the
-// other nodes' in order. Twin: fusco.reference.add_returned.
+// One warp per token. Sums are in float32 (float64 for float64 rows): this node's first, then those of the other nodes in
+// order. Twin: fusco.reference.add_returned.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, NUM_REMOTE, HIDDEN, ROW_TYPE, WIRE_TYPE, VECTOR_ELEMENTS.
 #include "elements.cuh"
 
 struct ReturnedArgs {
     const u8* own;                   // [token], as accumulated
-    const u8* returned[NUM_REMOTE];  // [place], in the wire's dtype
-    const i32* places[NUM_REMOTE];   // [token]: where its row stands among those returned; -1 if there is none
+    const u8* returned[NUM_REMOTE];  // [place], in the wire dtype
+    const i32* places[NUM_REMOTE];   // [token]: index of its row among those returned; -1 if none
     u8* out;                         // [token]
     i32 num_tokens;
 };

@@ -1,5 +1,5 @@
-// Integer names, memory accesses named by what they mean, and conversions of row elements.
-// NVRTC brings no headers along, and these few lines need none.
+// Integer types, memory accesses named by meaning, and conversions of row elements.
+// No headers: NVRTC has none, and these few lines need none.
 #pragma once
 
 using u8 = unsigned char;
@@ -14,7 +14,7 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ u32 lane_index() { return threadIdx.x % WARP_SIZE; }
 
-// A run of bytes that one instruction moves. The largest that divides a row is used; 16 is the fast one.
+// Bytes that one instruction moves. The largest size that divides a row is used; 16 is the fast one.
 template <int BYTES> struct Vector;
 template <> struct Vector<16> { u32 words[4]; };
 template <> struct Vector<8> { u32 words[2]; };
@@ -22,7 +22,7 @@ template <> struct Vector<4> { u32 words[1]; };
 template <> struct Vector<2> { u16 words[1]; };
 template <> struct Vector<1> { u8 words[1]; };
 
-// Loads of rows that a peer has written, or holds: never from this multiprocessor's L1, which nobody keeps coherent.
+// Loads of rows that a peer has written or owns. They bypass this multiprocessor's L1, which is not coherent.
 __device__ __forceinline__ Vector<16> load_shared_row(const Vector<16>* at) {
     Vector<16> v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -50,7 +50,7 @@ __device__ __forceinline__ Vector<1> load_shared_row(const Vector<1>* at) {
     return {{static_cast<u8>(wide)}};
 }
 
-// Loads of rows that no one writes while the kernel runs; read once, so they need not stay in L1.
+// Loads of rows that are constant while the kernel runs. Each is read once, so it need not stay in L1.
 __device__ __forceinline__ Vector<16> load_constant_row(const Vector<16>* at) {
     Vector<16> v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_row(Vector<16>* at, const Vector<16>& v) {
 }
 template <int BYTES> __device__ __forceinline__ void store_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
 
-// Conversions of 16-bit elements, to the nearest, ties to even.
+// Conversions of 16-bit elements: round to nearest, ties to even.
 __device__ __forceinline__ u16 round_to_bf16(float value) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -107,8 +107,8 @@ __device__ __forceinline__ u32 add_acquire_release_device(u32* at, u32 value) {
     return before;
 }
 
-// A kernel that may be launched before the one ahead of it in its stream is done: the one ahead says from when on, and the
-// one behind waits, before it reads what that wrote. Without effect where hardware or launch know nothing of it.
+// Programmatic dependent launch: a kernel may start before the previous one in its stream ends. The previous kernel allows
+// it, and the dependent one waits before it reads the results. No effect without support of the hardware or the launch.
 __device__ __forceinline__ void let_next_kernel_come() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

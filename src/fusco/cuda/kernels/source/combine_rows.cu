@@ -1,7 +1,7 @@
-// Combine: sum each token's local rows with their weights, send one row to the token's owner, and sum what came there.
+// Combine: sum each token's local rows with their weights, push one row to the token's holder, and sum the rows there.
 //
-// Work goes by warps, and the sums at the owner overlap with the transfer. Sums are in float32 (float64 for float64 rows),
-// k ascending, ranks ascending.
+// Work items are per warp, and the holder's sums overlap with the transfer. Sums are in float32 (float64 for float64
+// rows), over ascending k, then over ascending ranks.
 // Twin: fusco.reference.combine_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE, WIRE_TYPE and OUT_TYPE (BF16, F16, F32,
@@ -17,7 +17,7 @@ struct CombineArgs {
     const u8* row_weights;  // [row][k]
     const u32* token_to_ranks;
     i32 first_row[NUM_RANKS + 1];
-    i32 longest;  // most rows of any rank
+    i32 longest;  // maximum number of rows of a rank
     i32 parts;    // warps that share a row
 };
 static_assert(sizeof(CombineArgs) == ARGUMENT_BYTES, "combine_rows.py mirrors this struct");
@@ -38,8 +38,8 @@ constexpr u64 OUT_BYTES = HIDDEN * sizeof(Out::Bits);
 struct Terms {
     i32 slot;     // of the lane-th pair, or negative
     Sum weight;   // of the lane-th pair
-    u32 filled;   // which lanes have a row
-    bool is_any;  // whether the token has an expert here at all, dropped ones included
+    u32 filled;   // lanes that have a row
+    bool is_any;  // the token has an expert on this rank, including dropped rows
 };
 
 __device__ __forceinline__ Terms terms_of(const CombineArgs& args, i32 row) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ Terms terms_of(const CombineArgs& args, i32 row) {
     return terms;
 }
 
-// Add the local rows' part of a token: vectors first, first + 32, ...
+// Add a token's local rows: vectors first, first + 32, ...
 __device__ __forceinline__ void add_local_rows(
     const CombineArgs& args, const Terms& terms, i32 first, i32 end, Sum (&sums)[UNROLL][N]) {
     for (u32 left = terms.filled; left; left &= left - 1) {
@@ -112,7 +112,7 @@ __device__ void send_partial_sum(const CombineArgs& args, i32 dst, i32 token, i3
 enum class Patience { LOOK, WAIT };
 enum class Arrival { ALL_HERE, NOT_YET, NEVER };
 
-// Whether all partial sums of an own token have come.
+// Check, or wait, for all partial sums of a local token.
 __device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u32 epoch, Patience patience) {
     const Comm& comm = args.comm;
     const u32 ranks = args.token_to_ranks[token];
@@ -125,7 +125,7 @@ __device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u
                                                  : has_come(load_acquire_system(flag), epoch);
         }
     const bool are_all_here = __all_sync(ALL_LANES, is_here);
-    __syncwarp();  // what one lane has seen, all may rely on
+    __syncwarp();  // all lanes may rely on what one lane has seen
     if (are_all_here) return Arrival::ALL_HERE;
     return patience == Patience::WAIT ? Arrival::NEVER : Arrival::NOT_YET;
 }
@@ -165,9 +165,9 @@ __device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
     }
 }
 
-// Partial sums to send are dealt as warps ask for them, and whoever asks runs: so all of them go out even if most blocks of
-// this grid find no room yet, such as beside kernels of NCCL's that wait for ranks that wait for these sums.
-// The number is in lane 0 until `for_all_lanes` hands it on, later, as it takes a microsecond to come.
+// Warps take partial sums to send from a counter, so only running warps get them. All sums are sent even if most blocks of
+// this grid are not resident yet, for example because NCCL kernels occupy the device and wait for ranks that wait for these
+// sums. The number is in lane 0 until `for_all_lanes` broadcasts it, later, since the atomic takes a microsecond.
 __device__ __forceinline__ i32 take_send(const Comm& comm) {
     return lane_index() == 0 ? static_cast<i32>(atomicAdd(comm.state + NEXT_SEND, 1u)) : 0;
 }
@@ -181,12 +181,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     i32 taken = take_send(comm);
     if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
 
-    // Each warp has partial sums to send and its own tokens to add up. It never waits for the latter while it can do the
-    // former: so no rank waits for one that waits.
+    // Each warp has partial sums to send and tokens to add up. It never waits for sums while it can send, so there is no
+    // circular wait between ranks.
     const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
-    i32 sum = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;  // neighbours go to different multiprocessors
+    i32 sum = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;  // consecutive items go to different multiprocessors
     i32 send = for_all_lanes(taken);
     while (send < num_sends || sum < num_sums) {
         if (sum < num_sums) {

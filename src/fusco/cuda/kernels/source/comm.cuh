@@ -1,45 +1,45 @@
-// What every kernel knows of its communicator, and the waits and signals between ranks of a node, which are numbered from 0.
+// Communicator arguments of every kernel, and the waits and signals between ranks of a node. Ranks here are local ranks.
 //
-// Compile-time constants: NUM_RANKS, those of the node. The structs mirror those of fusco/cuda/kernels/comm.py, field by field.
+// Compile-time constants: NUM_RANKS, of the node. The structs mirror those of fusco/cuda/kernels/comm.py, field by field.
 #pragma once
 
 #include "base.cuh"
 
-// Private words of a rank. Epochs are counted on the device, so that a replayed graph counts on.
+// Private counters of a rank. Epochs are counted on the device, so a replayed graph continues to count.
 enum State : u32 {
-    IS_BROKEN,      // a wait ran out, or the host called everything off: nobody waits any more
+    IS_BROKEN,      // a wait timed out, or the host aborted: all waits return at once
     PLAN_EPOCH,     // plans made
     ROWS_EPOCH,     // dispatches done
     COMBINE_EPOCH,  // combines done
     GRID_COUNT,     // blocks that arrived at the grid barrier
     GRID_GENERATION,
     NUM_DONE,       // blocks that finished their kernel
-    FIRST_BAD_PAIR, // of a plan: the complement of the first pair whose id is no expert; 0 for none
+    FIRST_BAD_PAIR, // of a plan: the complement of the first pair with an invalid expert id; 0 for none
     NUM_STAGED,     // blocks that finished staging
     STAGED_EPOCH,   // dispatches whose rows were staged, all of them
-    NEXT_SEND,      // partial sums of this combine that warps have taken on
+    NEXT_SEND,      // partial sums of this combine that warps have taken
 };
 
-// What a wait is for, by index into PHASES of fusco/cuda/failure.py.
+// Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
 enum Phase : u32 { EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER };
 
-// The first wait that ran out, in host memory.
+// The first wait that timed out, in host memory.
 struct Failure {
     u32 is_set, phase, peer, expected, seen;
 };
 
 struct Comm {
     u8* arena[NUM_RANKS];  // every rank's peer-visible memory, as mapped here
-    u32* state;            // private words, by State
+    u32* state;            // private counters, indexed by State
     Failure* failure;      // in host memory
-    const u32* abort;      // in host memory: not zero once the host gives up
+    const u32* abort;      // in host memory: nonzero once the host gives up
     u64 timeout_ns;
     // Byte offsets of the sections of an arena.
-    u64 routing_ready;  // [source][chunk] plan epoch whose chunk of a source's routing stands here
+    u64 routing_ready;  // [source][chunk] plan epoch of the chunk of a source's routing that is here
     u64 rows_released;  // [peer] dispatch epoch after which peer no longer reads here
     u64 sums_released;  // [peer] combine epoch after which peer has read what this rank pushed to it
-    u64 rows_ready;     // [src][chunk] dispatch epoch whose chunk of src's rows is in its pool
-    u64 sums_ready;     // [src][token][part] combine epoch whose partial sum stands here
+    u64 rows_ready;     // [src][chunk] dispatch epoch of the chunk of src's rows that is in its pool
+    u64 sums_ready;     // [src][token][part] combine epoch of the partial sum that is here
     u64 ids;            // [parity][source][max_tokens * num_topk] i32
     u64 weights;        // [parity][source][max_tokens * num_topk] 4 or 8 bytes
     u64 sums;           // [src][max_tokens] partial sums
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_broken(const Comm& comm) {
     return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN) != 0;
 }
 
-// Nobody on this device waits from here on. The first one says why, in host memory.
+// End all waits on this device. The first caller reports the reason in host memory.
 __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure) {
     if (atomicExch(comm.state + IS_BROKEN, 1u) == 0 && failure.is_set) {
         Failure* report = comm.failure;
@@ -68,13 +68,13 @@ __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure)
     }
 }
 
-// How long a wait lasts, and when to look up from it: seldom, as thousands of warps that read host memory at once would
-// stand in line for it for milliseconds.
-class Vigil {
+// Timeout of a spin-wait. It rarely checks the abort flag: thousands of warps that read host memory at once would queue for
+// milliseconds.
+class SpinTimeout {
   public:
-    __device__ __forceinline__ Vigil() : since_(nanoseconds()), next_look_(since_ + BETWEEN_LOOKS) {}
+    __device__ __forceinline__ SpinTimeout() : since_(nanoseconds()), next_look_(since_ + BETWEEN_LOOKS) {}
 
-    // To be called between polls; false once there is no point in waiting on.
+    // Call between polls; false once the wait should end.
     __device__ __forceinline__ bool may_go_on(const Comm& comm, const Failure& waiting_for) {
         if (++polls_ % POLLS_BETWEEN_CLOCKS || nanoseconds() < next_look_) return true;
         return look(comm, waiting_for);
@@ -83,7 +83,7 @@ class Vigil {
   private:
     static constexpr u32 POLLS_BETWEEN_CLOCKS = 64;
     static constexpr u64 BETWEEN_LOOKS = 10'000'000;  // ns
-    // A block that waits for a peer, instead of coming to the grid's barrier, gives up first: it has the better words.
+    // A block that waits for a peer before the grid barrier gives up first: its report names the peer.
     static constexpr u64 BARRIER_GRACE = 1'000'000'000;  // ns
 
     __device__ __noinline__ bool look(const Comm& comm, Failure waiting_for) {
@@ -100,32 +100,32 @@ class Vigil {
     u32 polls_ = 0;
 };
 
-// Between polls: short where a wait is the last thing between a rank and its result, longer where thousands of warps wait
-// for the same word, which has to be written meanwhile.
+// Pause between polls: short where a wait is the last step before a result, longer where thousands of warps poll the same
+// flag, which must be written in the meantime.
 constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
-// Epochs wrap around. A flag is never further ahead of who waits for it than this, but may be any number of epochs behind:
-// that of a token or a chunk stays as it is while batches are too small to have it.
+// Epochs wrap around. A flag is never further ahead of its reader than this, but may be any number of epochs behind: flags
+// of tokens or chunks beyond the current batch keep an old epoch.
 constexpr u32 MOST_AHEAD = 1 << 16;
 __device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return seen - epoch < MOST_AHEAD; }
 
-// Wait until a flag has come to `epoch`; false if it will not. The acquiring load at the end is cheaper than a fence, which
+// Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
 // would wait for this multiprocessor's stores.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
     u32 seen = load_relaxed_system(flag);
     if (!has_come(seen, epoch)) {
-        Vigil vigil;
+        SpinTimeout timeout;
         while (!has_come(seen = load_relaxed_system(flag), epoch)) {
             __nanosleep(pause);
-            if (!vigil.may_go_on(comm, {1, phase, peer, epoch, seen})) return false;
+            if (!timeout.may_go_on(comm, {1, phase, peer, epoch, seen})) return false;
         }
     }
     (void)load_acquire_system(flag);
     return true;
 }
 
-// The same by the first NUM_RANKS threads of a block, one flag for each rank; all threads learn the result.
+// Wait for one flag of each rank with the first NUM_RANKS threads of a block; all threads get the result.
 __device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flags, u32 epoch, Phase phase) {
     bool is_ready = true;
     for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += blockDim.x)
@@ -133,13 +133,13 @@ __device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flag
     return __syncthreads_and(is_ready);
 }
 
-// Tell every rank, in the word that it keeps for this one.
+// Set this rank's flag on every rank.
 __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 epoch, u32 thread, u32 num_threads) {
     for (u32 peer = thread; peer < NUM_RANKS; peer += num_threads)
         store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
 }
 
-// Whether this block is the last one of its grid to get here; the counter is zero again then. Called by all threads.
+// Return whether this block is the last of its grid to arrive, and then reset the counter. All threads must call it.
 __device__ __forceinline__ bool block_is_last(u32* counter) {
     __shared__ bool is_last;
     __syncthreads();
@@ -152,13 +152,13 @@ __device__ __forceinline__ bool block_is_last(u32* counter) {
     return is_last;
 }
 
-// A share of a kernel's work: one part of one token of some rank.
+// A work item of a kernel: one part of one token of a rank.
 struct Item {
     i32 token, rank, part;
 };
 
-// Work is dealt to warps in order of token, `num_turns` ranks in turn, beginning with the one after this: so all links are
-// busy. Whose turn it is shifts from round to round, since else a warp would meet the same rank every time.
+// Items are in order of token, `num_turns` ranks in turn, beginning with the one after this rank, so all links are busy.
+// The order of ranks shifts from round to round; otherwise a warp would get the same rank every time.
 __device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_turns, i32 parts, i32 num_warps) {
     const i32 whole = number / parts;
     const i32 token = whole / num_turns;
@@ -167,9 +167,9 @@ __device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_tu
     return {token, static_cast<i32>((comm.rank + 1 + turn) % NUM_RANKS), number % parts};
 }
 
-// All blocks of a grid meet. There must be no more blocks than multiprocessors: then all find room, beside each other or
-// when what else runs is done. What runs for long beside them, waiting for kernels of other ranks as NCCL's do, must leave
-// them as many multiprocessors as that. (A cooperative launch would see to it at once, but costs 12 us.)
+// Grid barrier. The grid must not have more blocks than multiprocessors: then all of them become resident, at once or when
+// other kernels end. Long-running kernels that wait for other ranks, such as NCCL's, must leave this grid that many
+// multiprocessors. (A cooperative launch would guarantee it at once, but costs 12 us.)
 __device__ __forceinline__ bool meet_grid(const Comm& comm) {
     bool is_ready = true;
     __syncthreads();
@@ -179,10 +179,10 @@ __device__ __forceinline__ bool meet_grid(const Comm& comm) {
             comm.state[GRID_COUNT] = 0;
             add_acquire_release_device(comm.state + GRID_GENERATION, 1);
         } else {
-            Vigil vigil;
+            SpinTimeout timeout;
             const u32 own_rank = comm.rank;
             while (is_ready && load_acquire_device(comm.state + GRID_GENERATION) == generation)
-                is_ready = vigil.may_go_on(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
+                is_ready = timeout.may_go_on(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
         }
     }
     return __syncthreads_and(is_ready);

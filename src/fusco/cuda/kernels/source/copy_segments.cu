@@ -1,7 +1,7 @@
-// Copying scattered segments of memory to scattered places.
+// Copy scattered segments of memory to scattered destinations.
 //
-// Work goes by blocks, each of which copies an equal piece of all bytes together: parts of a large segment or many small
-// ones. Segments are cut at multiples of 16 bytes from their beginning, so that accesses stay wide.
+// Each block copies an equal piece of the total bytes: part of a large segment, or many small ones. Segments are cut at
+// multiples of 16 bytes from their beginning, so accesses stay wide.
 // Twin: fusco.reference.copy_segments.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS.
@@ -10,7 +10,7 @@
 struct CopyArgs {
     const u8* src;
     u8* dst;
-    const i64* segments;  // [3][num_segments]: offset in src, offset in dst, bytes of all segments up to this one's end
+    const i64* segments;  // [3][num_segments]: offset in src, offset in dst, bytes up to the end of the segment
     i64 num_segments;
     i64 piece_bytes;
 };
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, i64 num_bytes
     else copy_as<1>(src, dst, num_bytes);
 }
 
-// The first segment that ends behind a byte of all of them together.
+// Return the first segment that ends after a byte of the concatenated segments.
 __device__ i64 segment_at(const i64* ends, i64 num_segments, i64 byte) {
     i64 first = 0, last = num_segments;
     while (first < last) {
@@ -40,7 +40,7 @@ __device__ i64 segment_at(const i64* ends, i64 num_segments, i64 byte) {
     return first;
 }
 
-// Where a segment is cut that has so many bytes before the cut.
+// Round a cut in a segment up to a multiple of 16 bytes.
 __device__ __forceinline__ i64 rounded_up(i64 num_bytes) { return num_bytes > 0 ? (num_bytes + 15) / 16 * 16 : 0; }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_segments(const __grid_constant__ CopyArgs args) {

@@ -1,11 +1,11 @@
-// Row elements: how each dtype is held, widened into a sum, and rounded back.
+// Row elements: storage, widening to the accumulation dtype, and rounding back, for each dtype.
 #pragma once
 
 #include "base.cuh"
 
 enum ElementType { BF16, F16, F32, F64 };
 
-// Rounded each for itself, never fused into one instruction: so sums are those of the CPU backend, bit for bit.
+// Products are rounded, never fused into a multiply-add, so sums equal those of the CPU backend bit for bit.
 __device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
 
@@ -36,7 +36,7 @@ template <> struct Element<F64> {
     static __device__ __forceinline__ Bits round(Sum sum) { return sum; }
 };
 
-// `NUM` elements that one lane moves: a power of two bytes, in accesses of at most 16.
+// `NUM` elements that one lane moves: a power of two bytes, in accesses of at most 16 bytes.
 template <typename E, int NUM> struct Pack {
     static constexpr int BYTES = sizeof(typename E::Bits) * NUM;
     static constexpr int ACCESS_BYTES = BYTES < 16 ? BYTES : 16;

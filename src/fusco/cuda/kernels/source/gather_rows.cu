@@ -1,6 +1,6 @@
-// Packing: rows that stand scattered, one behind the other into messages, one for each other node.
+// Pack scattered rows into contiguous messages, one for each other node.
 //
-// Work goes by warps, one row at a time. Twin: torch.index_select.
+// One warp per row. Twin: torch.index_select.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, NUM_MESSAGES, ROW_BYTES, VECTOR_BYTES.
 #include "base.cuh"
@@ -8,8 +8,8 @@
 struct GatherArgs {
     const u8* rows;
     u8* messages[NUM_MESSAGES];
-    const i32* places[NUM_MESSAGES];  // which row comes first, second, ... in a message
-    i32 first_row[NUM_MESSAGES + 1];  // of each message, if all were one; then the number of all rows
+    const i32* places[NUM_MESSAGES];  // [i]: row that is the i-th of a message
+    i32 first_row[NUM_MESSAGES + 1];  // of each message in their concatenation; last, the total number of rows
 };
 static_assert(sizeof(GatherArgs) == ARGUMENT_BYTES, "gather_rows.py mirrors this struct");
 

@@ -1,23 +1,23 @@
-// Planning: every rank pushes routing to all others of its node, then sorts the node's pooled routing by its own experts.
+// Plan: every rank pushes its routing to all ranks of its node, then sorts the node's pooled routing by its local experts.
 //
-// A *source* is a rank of any node whose rows are on this one. Each rank publishes the routing of as many as there are
-// nodes: its own, and what came from its counterpart on each other node.
+// A *source* is a rank of any node whose rows are on this node. Each rank publishes the routing of one source per node: its
+// own, and that of its counterpart on each other node.
 //
-// A stable counting sort over pairs (row, k), rows in order of (source, token). Each block takes an equal run of rows,
-// each warp an equal run of the block's pairs: counts of all runs, summed over the runs before, say where a run begins in
-// every expert's block. Twin: fusco.reference.plan.
+// A stable counting sort over pairs (row, k), with rows in order of (source, token). Each block takes an equal run of rows,
+// each warp an equal run of the block's pairs. Prefix sums of the counts of all runs give the start of a run in every
+// expert's block. Twin: fusco.reference.plan.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_NODES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8),
 // NUM_THREADS, CHUNK_PAIRS.
 #include "comm.cuh"
 
-// In host memory, for whoever sizes the output by it.
+// Result in host memory, from which the host sizes the output.
 struct Report {
-    u32 ticket;       // that of the plan, written last
-    i32 num_slots;    // rows of the expert-major output, padding counted
-    i32 bad_src, bad_token, bad_k, bad_id;  // the first id that is no expert; bad_src is -1 if there is none
+    u32 ticket;       // of the plan, written last
+    i32 num_slots;    // rows of the expert-major output, including padding
+    i32 bad_src, bad_token, bad_k, bad_id;  // the first invalid expert id; bad_src is -1 if none
     u32 bad_ticket;                         // of the plan that found it
-    i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all did
+    i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all fit
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -27,22 +27,22 @@ struct PlanArgs {
     const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes
     const u8* topk_weights[NUM_NODES];
     const i32* expert_to_local;  // -1 for experts of other ranks
-    const i32* expert_to_rank;   // the index in the node; -1 for experts of other nodes
+    const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
     i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
     u8* row_weights;           // [row][k]
     i64* num_rows_per_expert;
     i32* block_to_first_slot;  // [num_local_experts + 1]
-    u32* token_to_ranks;       // [row of a held source]: bit r is set if rank r of the node owns one of its experts
+    u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
     i32* run_counts;           // [expert][block]: scratch
     Report* report;
     i32 first_row[NUM_SOURCES + 1];
-    i32 publishers[NUM_SOURCES];  // the rank of the node that publishes a source's routing
+    i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
     i32 published[NUM_NODES];     // the sources whose routing this rank publishes
-    i32 held[NUM_NODES];          // the sources whose rows stand in this rank's pool
+    i32 held[NUM_NODES];          // the sources whose rows are in this rank's pool
     i32 num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
-    u32 ticket;  // 0: nobody waits for the report
+    u32 ticket;  // 0: the host does not wait for the report
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
@@ -59,7 +59,7 @@ __device__ constexpr i32 half_of_sources() {
     return half;
 }
 __device__ __forceinline__ RowPlace place_of(const PlanArgs& args, i32 row) {
-    i32 src = 0;  // the last one that begins at or before the row, by halves
+    i32 src = 0;  // binary search for the last source that begins at or before the row
 #pragma unroll
     for (i32 step = half_of_sources(); step > 0; step /= 2)
         if (src + step < NUM_SOURCES && row >= args.first_row[src + step]) src += step;
@@ -74,8 +74,8 @@ __device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 sr
     return static_cast<u64>(parity * NUM_SOURCES + src) * comm.max_tokens * comm.max_topk;
 }
 
-// The weight of a source's pair in the pool of some rank. A source's weights begin at the same place whatever their dtype:
-// else those of one plan would reach into the other side of the pool, where those of the plan before may still be read.
+// Address of the weight of a source's pair in a rank's pool. The weights of a source begin at the same offset for every
+// dtype. Otherwise those of one plan would overlap the other buffer, where those of the previous plan may still be read.
 template <typename T> __device__ __forceinline__ T* pooled_weight(const Comm& comm, u32 rank, u64 base, i32 pair) {
     constexpr u64 MAX_WEIGHT_BYTES = 8;
     return section<T>(comm, rank, comm.weights + base * MAX_WEIGHT_BYTES) + pair;
@@ -85,7 +85,7 @@ __device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
     return max(1, (comm.max_tokens * comm.max_topk + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
 }
 
-// Chunk by chunk, each announced to all ranks of the node. A source without rows has one chunk, too.
+// Push routing chunk by chunk, and announce each chunk to all ranks of the node. A source without rows has one chunk, too.
 __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     const Comm& comm = args.comm;
     u32 turn = 0;  // the block that pushes the next chunk
@@ -98,7 +98,7 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
             for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
                 i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
                                        : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
-                if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // no expert, nor after narrowing
+                if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // invalid, before and after narrowing
 #if WEIGHT_BYTES == 4
                 const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
 #elif WEIGHT_BYTES == 8
@@ -124,8 +124,8 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     }
 }
 
-// Wait for the chunks of routing that rows `first` to `end` came in; the first block waits for something of every source,
-// so that no rank gets ahead of another by more than a plan.
+// Wait for the routing chunks of rows `first` to `end`. The first block waits for a chunk of every source, so no rank gets
+// ahead of another by more than one plan.
 __device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end, u32 epoch) {
     const Comm& comm = args.comm;
     bool is_ready = true;
@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
 
-    // Step 1: push routing. The pool has two sides: a rank that begins plan n has seen all others begin n - 1, so none of
-    // them reads what plan n - 2 left.
+    // Step 1: push routing. The pool is double-buffered: a rank that begins plan n has seen all others begin n - 1, so none
+    // of them still reads the routing of plan n - 2.
     const u32 parity = epoch % 2;
     push_routing(args, parity, epoch);
     for (i32 i = threadIdx.x; i < NUM_WARPS * num_experts; i += NUM_THREADS) warp_counts[i] = 0;
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     if (!meet_grid(comm)) return;
     let_next_kernel_come();
 
-    // Step 3: where this block's run begins in every expert's block, and where the blocks begin.
+    // Step 3: compute where this block's run begins in every expert's block, and where the experts' blocks begin.
     for (i32 expert = warp; expert < num_experts; expert += NUM_WARPS) {
         i32 before = 0, all = 0;
         for (u32 block = lane; block < gridDim.x; block += WARP_SIZE) {
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     }
     __syncthreads();
 
-    // Step 4: give every pair its slot. Lanes with the same expert take consecutive ones.
+    // Step 4: assign a slot to every pair. Lanes with the same expert take consecutive slots.
     for (i32 round = 0; round < rounds; ++round) {
         const i32 pair = warp_first + round * WARP_SIZE + lane;
         const bool is_inside = pair < block_end;
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         num_before_source += num_tokens;
     }
 
-    // Step 5: the first block tells what came of it, and closes the epoch, which all blocks had read when they met.
+    // Step 5: the first block reports the result and closes the epoch, which all blocks read before the grid barrier.
     if (blockIdx.x == 0) {
         for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
             const i32 first = min(first_slot[expert], args.max_slots);

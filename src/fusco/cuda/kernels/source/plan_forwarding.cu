@@ -1,6 +1,6 @@
-// Which tokens concern which other node: one block for each node, in order of token.
+// List the tokens for each other node in order of token, one block per node.
 //
-// The own node's block looks for ids that are no experts instead. Twin: fusco.reference.plan_forwarding.
+// The block of this node searches for invalid expert ids instead. Twin: fusco.reference.plan_forwarding.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_TOPK, ID_BYTES (4, 8), NUM_THREADS.
 #include "base.cuh"
@@ -8,9 +8,9 @@
 struct ForwardingArgs {
     const u8* topk_idx;
     const i32* expert_to_node;
-    i32* node_to_tokens;  // [node][num_tokens + 1]: the tokens for a node; what follows them means nothing
-    i32* token_to_place;  // [node][num_tokens]: where a token stands among those; -1 if not at all
-    i64* summary;         // in host memory: [node] tokens for each node; the first pair that is no expert; its id
+    i32* node_to_tokens;  // [node][num_tokens + 1]: the tokens for a node; the rest is undefined
+    i32* token_to_place;  // [node][num_tokens]: index of a token among those; -1 if none
+    i64* summary;         // in host memory: [node] number of tokens for each node; the first invalid pair; its expert id
     i32 num_tokens, num_experts, num_nodes, own_node;
 };
 static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "plan_forwarding.py mirrors this struct");

@@ -1,6 +1,6 @@
-// Dispatch: read each row that concerns this rank once, wherever it is, and write it to all its slots.
+// Dispatch: read each row for this rank's experts once, from any rank of the node, and write it to all its slots.
 //
-// Work goes by warps: one row, or one part of a row if there are few. Sources take turns, so that all links are busy.
+// One warp per row, or per part of a row if there are few. Sources take turns, so all links are busy.
 // Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
@@ -9,16 +9,16 @@
 
 struct ScatterArgs {
     Comm comm;
-    const u8* rows[NUM_RANKS][NUM_PAYLOADS];  // every rank's rows: the own ones where they are, others in their pools
+    const u8* rows[NUM_RANKS][NUM_PAYLOADS];  // every rank's rows: this rank's in the caller's tensor, others in their pools
     u8* outputs[NUM_PAYLOADS];
     const i32* row_to_slots;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
-    i32 longest;          // most tokens of any rank
+    i32 longest;          // maximum number of tokens of a rank
     i32 parts;            // warps that share a row
-    u32 in_place_ranks;   // bit r is set if peers read rank r's rows where the caller has them
+    u32 in_place_ranks;   // bit r is set if peers read rank r's rows from the caller's tensor
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
 
@@ -27,7 +27,7 @@ constexpr u32 WIDTHS[NUM_PAYLOADS] = {VECTOR_BYTES};
 
 struct Slots {
     i32 mine;    // the slot of the lane-th pair, or negative
-    u32 filled;  // which lanes have one
+    u32 filled;  // lanes that have a slot
 };
 
 template <int BYTES, bool IS_SHARED>
@@ -64,7 +64,7 @@ __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, 
     }
 }
 
-// Blocks are rounded up; what no row fills is zero.
+// Experts' blocks are padded to the alignment; padding is zero.
 template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterArgs& args, i64 begin, i64 end) {
     if constexpr (P < NUM_PAYLOADS) {
         constexpr u64 PER_ROW = ROW_BYTES[P] / WIDTHS[P];
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
 
     const i32 num_items = args.longest * NUM_RANKS * args.parts;
     const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
-    // Neighbouring items go to different multiprocessors.
+    // Consecutive items go to different multiprocessors.
     bool is_alive = true;
     for (i32 item = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x; is_alive && item < num_items; item += num_warps) {
         const auto [token, src, part] = item_of(comm, item, NUM_RANKS, args.parts, num_warps);
@@ -105,11 +105,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
         if (src == comm.rank) {
             copy_payloads<false>(args, src, token, part, slots);
         } else {
-            // Rows in place are announced all at once, as the first chunk.
+            // Rows in place are announced as one chunk, the first.
             const i32 chunk = args.in_place_ranks >> src & 1 ? 0 : token / CHUNK_ROWS;
             const u32* const flag = section<u32>(comm, comm.rank, comm.rows_ready) + src * comm.max_chunks + chunk;
             is_alive = __all_sync(ALL_LANES, lane != 0 || wait_for_epoch(comm, flag, epoch, STAGING_ROWS, src, LONG_PAUSE));
-            __syncwarp();  // what one lane has seen, all may rely on
+            __syncwarp();  // all lanes may rely on what one lane has seen
             if (is_alive) copy_payloads<true>(args, src, token, part, slots);
         }
     }
@@ -117,10 +117,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
 
     if (block_is_last(comm.state + NUM_DONE)) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
-        // The caller may overwrite its rows as soon as this kernel is over.
+        // The caller may overwrite its rows as soon as this kernel ends.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);
         if (threadIdx.x == 0) {
-            // Staging runs beside this kernel and goes by the same epoch: it must not move on under a late block.
+            // Staging is concurrent with this kernel and reads the same epoch, which must not advance before all its blocks end.
             if (!is_in_place) wait_for_epoch(comm, comm.state + STAGED_EPOCH, epoch, STAGING_ROWS, comm.rank);
             comm.state[ROWS_EPOCH] = epoch;
         }

@@ -1,14 +1,14 @@
-// Copying rows into the pool that peers read, chunk by chunk, each chunk announced to all of them.
+// Copy rows into the pool that peers read, chunk by chunk, and announce each chunk to all peers.
 //
-// Twin: torch.Tensor.copy_, as rows are copied as they are.
+// Twin: torch.Tensor.copy_, since rows are copied unchanged.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_PAYLOADS, NUM_THREADS, CHUNK_ROWS.
 #include "comm.cuh"
 
 struct StageArgs {
     Comm comm;
-    const u8* payloads[NUM_PAYLOADS];  // where the rows are
-    u8* pools[NUM_PAYLOADS];           // where peers will read them
+    const u8* payloads[NUM_PAYLOADS];  // the caller's rows
+    u8* pools[NUM_PAYLOADS];           // the pool
     u64 row_bytes[NUM_PAYLOADS];
     i32 num_tokens;
 };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, u64 num_bytes
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __grid_constant__ StageArgs args) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
-    const u32 epoch = comm.state[ROWS_EPOCH] + 1;  // scatter_rows counts on only when all of this grid is done
+    const u32 epoch = comm.state[ROWS_EPOCH] + 1;  // scatter_rows advances the epoch only after this grid
     if (!block_waits_for_peers(comm, comm.rows_released, epoch - 1, REUSING_POOL)) return;
     const i32 num_chunks = (args.num_tokens + CHUNK_ROWS - 1) / CHUNK_ROWS;
     for (i32 chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {

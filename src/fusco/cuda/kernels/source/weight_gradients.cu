@@ -1,6 +1,7 @@
-// Combine's backward: rows of gradients times their weights, in place, and the dot of each, as it was, with another row.
+// Backward of combine: multiply gradient rows by their weights in place, and compute the dot product of each unscaled
+// gradient row with the experts' output row.
 //
-// Work goes by warps, one row at a time, each read once. Dots are in float32 (float64 for float64 rows).
+// One warp per row; each row is read once. Dot products are in float32 (float64 for float64 rows).
 // Twin: fusco.reference.weight_gradients.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, HIDDEN, ROW_TYPE, WEIGHT_BYTES (4, 8), HAS_DOTS (0, 1),
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) weight_gradients(const
 #pragma unroll
             for (u32 u = 0; u < UNROLL; ++u)
                 if (const u32 i = first + u * WARP_SIZE; i < NUM_VECTORS) {
-                    grad[u].load_shared(grads + i * RowPack::BYTES);  // written below: no constant
+                    grad[u].load_shared(grads + i * RowPack::BYTES);  // written below, so not constant
                     if constexpr (HAS_DOTS) other[u].load_constant(rows + i * RowPack::BYTES);
                 }
 #pragma unroll
