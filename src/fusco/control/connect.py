@@ -23,8 +23,12 @@ _Connected = TypeVar("_Connected")
 
 @dataclass(frozen=True)
 class Connections:
-    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody."""
+    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody.
 
+    ``roll`` is the roll that connected it, now with an eye on who dies.
+    """
+
+    roll: RollCall
     watch: Watch
     mail: Mail
     memory: NodeMemory
@@ -35,7 +39,9 @@ class Connections:
         self._resources.close()
 
 
-def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> Connections:
+def connect(
+    roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str, spin_s: float = 0.0
+) -> Connections:
     """Connect to all other ranks and map the memory of those of the node.
 
     Args:
@@ -43,6 +49,7 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         layout: topology, capacity and settings, equal on all ranks.
         hosts: the machine of each rank, as in ``Topology.from_hosts``.
         listen_on: address at which other ranks reach this one.
+        spin_s: see ``Watch``.
 
     Raises:
         SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
@@ -54,10 +61,10 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         sentinel = Sentinel(secret, listen_on)
         resources.callback(sentinel.close)
         peers = _meet(roll, sentinel, hosts)
-        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s)
+        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s, spin_s)
         resources.callback(watch.close)
         watch.begin(0, "Communicator")
-        roll.wait_until = watch.wait_until
+        roll = roll.watched_by(watch.wait_until)
         num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
         memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
         resources.callback(memory.close)
@@ -66,9 +73,9 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
             lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
         )
         resources.callback(mail.close)
-        watch.network_failure = lambda: mail.failure
+        watch.add_network_probe(lambda: mail.failure)
         watch.end()
-        return Connections(watch, mail, memory, resources.pop_all())
+        return Connections(roll, watch, mail, memory, resources.pop_all())
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watch: Watch) -> _Connected:

@@ -1,4 +1,4 @@
-"""The life of an engine: one collective after the other, an agreement at the start of each, and the end of it all."""
+"""The life of a communicator: one collective after the other, an agreement at the start of each, and the end of it."""
 
 from __future__ import annotations
 
@@ -6,46 +6,59 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fusco.control.connect import Connections
-from fusco.control.fingerprint import Agreement, Record, check_agreement
+from fusco.control.fingerprint import CollectiveFingerprint, Record, check_fingerprints
 from fusco.control.record_exchange import Exchange
 from fusco.core.errors import ClosedError, MismatchError, PeerFailureError, RejectedInputError, SharedMemoryError
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call, CallProfile
 
 # What all ranks learn of together, each by an error of its own; they go on afterwards.
 _HARMLESS = (MismatchError, RejectedInputError, SharedMemoryError)
 
 
-class Rounds:
-    """Counts collectives, and keeps all ranks in the same one. What fails in one of them breaks the engine for good."""
+class Session:
+    """Counts collectives, and keeps all ranks in the same one. What fails in one of them ends the session for good."""
 
-    def __init__(self, rank: int, connections: Connections, on_broken: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, rank: int, connections: Connections, on_broken: Callable[[], None]) -> None:
         """``on_broken`` is called as soon as it is clear that this rank will not go on."""
-        self._rank, self._on_broken = rank, on_broken
+        self.rank, self._connections, self._on_broken = rank, connections, on_broken
         self._memory, self._watch = connections.memory, connections.watch
         self._exchange = Exchange(connections.memory, connections.mail, connections.watch)
-        self.number = 0
+        self.sequence_number = 0
         self.broken = ""
         self.profile = CallProfile()
 
     @contextmanager
-    def collective(self, operation: str) -> Iterator[None]:
-        """See ``Engine.collective``."""
+    def collective(self, operation: str) -> Iterator[Call]:
+        """Everything a collective does happens inside this context; a failure inside it ends the session."""
         with self.operation(operation):
-            self.number += 1
-            name = f"{operation} #{self.number}"
-            self._watch.begin(self.number, name)
+            self.sequence_number += 1
+            name = f"{operation} #{self.sequence_number}"
+            self._watch.begin(self.sequence_number, name)
             self.profile = CallProfile(name)
-            self._exchange.wait_for_peers_done(self.number)
+            self._exchange.wait_for_peers_done(self.sequence_number)
             try:
-                yield
+                self._watch.check_device()
+                yield Call(self.sequence_number, self.profile)
             except _HARMLESS:
                 self._finish()
                 raise
             self._finish()
 
     @contextmanager
+    def point_to_point(self, name: str) -> Iterator[None]:
+        """Everything that two ranks do by themselves happens inside this context, on both."""
+        with self.operation(name):
+            self._watch.begin(self.sequence_number, name)
+            try:
+                yield
+            except _HARMLESS:
+                self._watch.end()
+                raise
+            self._watch.end()
+
+    @contextmanager
     def operation(self, name: str) -> Iterator[None]:
-        """Whatever uses the connections happens inside this context."""
+        """Whatever uses the connections happens inside this context; ``ClosedError`` once the session has ended."""
         if self.broken:
             raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
         try:
@@ -59,23 +72,34 @@ class Rounds:
             self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
             raise
 
-    def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
-        """Tell all ranks an agreement and some counts, and learn theirs; raises unless all agree."""
-        records = self._exchange.exchange_records(self.number, Record(agreement, tuple(counts)), self.profile)
-        check_agreement([record.agreement for record in records], self._rank)
-        return records
+    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        """Tell all ranks a fingerprint and some counts; returns the counts of all ranks, by rank.
+
+        Raises:
+            MismatchError: on all ranks, unless their fingerprints are equal.
+            RejectedInputError: where other ranks carry a rejection and this one does not.
+
+        """
+        record = Record(fingerprint, tuple(counts))
+        records = self._exchange.exchange_records(self.sequence_number, record, self.profile)
+        check_fingerprints([record.fingerprint for record in records], self.rank)
+        return [record.counts for record in records]
 
     def abandon(self, reason: str) -> None:
-        """See ``Engine.abandon``."""
+        """Tell all other ranks that this one will not come back, and refuse further calls."""
         if not self.broken:
             self.end(reason)
-            self._watch.give_up(f"rank {self._rank} {reason}")
+            self._watch.give_up(f"rank {self.rank} {reason}")
 
     def end(self, reason: str) -> None:
         """Refuse all further calls."""
         self.broken = reason
         self._on_broken()
 
+    def close(self) -> None:
+        """Give all connections back, without waiting for anybody."""
+        self._connections.close()
+
     def _finish(self) -> None:
-        self._memory.own.store(self._memory.layout.done_flag, self.number)
+        self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
         self._watch.end()

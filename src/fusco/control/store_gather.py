@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fusco.core.errors import PeerFailureError, Stall, TransportError
 
 _Result = TypeVar("_Result")
+WaitUntil: TypeAlias = Callable[[Callable[[], bool], Callable[[], Stall]], None]
 _SECONDS_BETWEEN_LOOKS = 0.005
 
 
@@ -29,8 +31,13 @@ class RollCall:
         number = _asking(lambda: of_group.add(f"count/{self.rank}", 1))
         self.name = f"fusco/{ranks}/{number}"  # like that of no other roll
         self.store = PrefixStore(str(number), of_group)
-        # How to wait for all ranks; once somebody watches them, it may do so with an eye on who dies.
-        self.wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None] = self._wait_until
+        self.wait_until: WaitUntil = self._wait_until
+
+    def watched_by(self, wait_until: WaitUntil) -> RollCall:
+        """The same roll, which waits by other means: once somebody watches the ranks, with an eye on who dies."""
+        watched = copy.copy(self)
+        watched.wait_until = wait_until
+        return watched
 
     @property
     def store_host(self) -> str:

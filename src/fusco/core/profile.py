@@ -14,7 +14,8 @@ class CallProfile:
 
     Attributes:
         operation: for example ``"dispatch #3"``.
-        planning_s: exchanging routing and making the plan.
+        planning_s: agreeing with all ranks, in every collective; in a dispatch also exchanging routing and making the
+            plan, in an all-to-all making the schedule.
         staging_s: copying rows into peer-visible memory, in the order they have.
         wire_s: moving rows to their final places.
         rearranging_s: passes over memory that only rearrange rows. This engine has none; the field is there so that
@@ -48,3 +49,21 @@ class CallProfile:
         finally:
             name = f"{kind}_s"
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    def count_sms(self, num_sms: int) -> None:
+        """Count multiprocessors that are at work at once."""
+        self.num_sms = max(self.num_sms, num_sms)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective under way.
+
+    Attributes:
+        sequence_number: how many collectives began on this communicator, this one included; the same on all ranks.
+        profile: where times, bytes and multiprocessors are counted.
+
+    """
+
+    sequence_number: int
+    profile: CallProfile

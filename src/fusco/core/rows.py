@@ -42,3 +42,8 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same, on a multiple of 16 bytes."""
     same = plain(tensor)
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
+
+
+def wants_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient will be asked for."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
