@@ -6,6 +6,8 @@ from one_rank import taken
 
 from comparison import assert_same_bits
 from fusco.core.rows import accumulation_dtype
+from fusco.cuda.kernels.add_returned import add_returned as add_on_device
+from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.reference.add_returned import add_returned
 from generator import any_bits, values
 
@@ -13,34 +15,32 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture
-def kernels(one):
-    made = one.comm._engine._kernels
-    made.stream = torch.cuda.current_stream().cuda_stream
-    return made
+def launcher(one):
+    return one.comm._engine._context.launcher(torch.cuda.current_stream())
 
 
 @pytest.mark.parametrize("shape", [(7168,), (3,), (5, 7), (1001,), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64], ids=str)
-def test_rows_are_packed_in_the_order_of_their_places(one, kernels, shape, dtype):
+def test_rows_are_packed_in_the_order_of_their_places(one, launcher, shape, dtype):
     rows = any_bits((300, *shape), dtype, "gather", shape)
     for num_places in (0, 1, 7, 1000):
         places = torch.randint(0, 300, (num_places,), generator=torch.Generator().manual_seed(num_places)).int()
         expected = rows.index_select(0, places)
         message = torch.empty(expected.nbytes + 64, dtype=torch.uint8, device=one.device).fill_(0xFF)
-        kernels.gather(rows.to(one.device), [(places.to(one.device), message)], kernels.stream)
+        gather_rows(launcher, rows.to(one.device), [(places.to(one.device), message)])
         message = message.cpu()
         assert_same_bits(message[: expected.nbytes], expected.view(-1).view(torch.uint8), "the message")
         assert bool((message[expected.nbytes :] == 0xFF).all()), "bytes behind the message were written"
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 900, 1), (700, 1, 0, 0, 300, 0)], ids=str)
-def test_rows_for_all_nodes_are_packed_together(one, kernels, counts):
+def test_rows_for_all_nodes_are_packed_together(one, launcher, counts):
     rows = any_bits((300, 36), torch.uint8, "gather")
     generator = torch.Generator().manual_seed(len(counts))
     places = [torch.randint(0, 300, (count,), generator=generator).int() for count in counts]
     messages = [torch.full((count * 36 + 64,), 0xFF, dtype=torch.uint8, device=one.device) for count in counts]
     parts = [(of_node.to(one.device), message) for of_node, message in zip(places, messages, strict=True)]
-    kernels.gather(rows.to(one.device), parts, kernels.stream)
+    gather_rows(launcher, rows.to(one.device), parts)
     for of_node, message in zip(places, messages, strict=True):
         expected = torch.cat([rows.index_select(0, of_node).view(-1), torch.full((64,), 0xFF, dtype=torch.uint8)])
         assert_same_bits(message.cpu(), expected, "a message")
@@ -58,7 +58,7 @@ def test_rows_for_all_nodes_are_packed_together(one, kernels, counts):
     ],
     ids=str,
 )
-def test_what_comes_back_is_added_bit_for_bit(one, kernels, hidden, dtype, wire_dtype):
+def test_what_comes_back_is_added_bit_for_bit(one, launcher, hidden, dtype, wire_dtype):
     for num_tokens, num_remote in ((0, 1), (1, 3), (200, 1), (333, 7)):
         own = values((num_tokens, hidden), accumulation_dtype(dtype), "own", num_remote)
         generator = torch.Generator().manual_seed(num_tokens)
@@ -69,6 +69,6 @@ def test_what_comes_back_is_added_bit_for_bit(one, kernels, hidden, dtype, wire_
             places.append(torch.where(comes, comes.cumsum(0) - 1, -1).int())
         out = torch.empty(num_tokens, hidden, dtype=dtype, device=one.device)
         on_device = [[part.to(one.device) for part in parts] for parts in (returned, places)]
-        kernels.add_returned(own.to(one.device), *on_device, out)
+        add_on_device(launcher, own.to(one.device), *on_device, out)
         if num_tokens:
             assert_same_bits(taken(out), add_returned(own, returned, places, dtype), "add_returned")

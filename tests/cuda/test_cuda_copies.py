@@ -7,6 +7,7 @@ import torch
 from one_rank import OneRank
 
 from fusco import Segments
+from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.reference.copy_segments import copy_segments
 from generator import any_bits, number_of, random_of
 
@@ -26,9 +27,8 @@ def scattered(num_segments: int, largest: int, unit: int, seed: int):
 def copy_and_compare(one: OneRank, src, src_offset, dst_offset, sizes, dst_bytes: int) -> None:
     expected = any_bits((dst_bytes,), torch.uint8, "dst")
     there, dst = src.to(one.device), expected.to(one.device, copy=True)
-    kernels = one.comm._engine._kernels
-    kernels.stream = torch.cuda.current_stream(one.device).cuda_stream
-    kernels.copy_segments(there, src_offset, dst, dst_offset, sizes)
+    launcher = one.comm._engine._context.launcher(torch.cuda.current_stream(one.device))
+    copy_on_device(launcher, there, src_offset, dst, dst_offset, sizes)
     copy_segments(src, src_offset, expected, dst_offset, sizes)
     assert torch.equal(dst.cpu(), expected)
 

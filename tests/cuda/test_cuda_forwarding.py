@@ -10,7 +10,7 @@ from generator import KINDS, Case
 
 
 def compare(one, topk_idx, expert_to_node, num_nodes, own_node):
-    launcher = one.comm._engine._kernels._on()
+    launcher = one.comm._engine._context.launcher(torch.cuda.current_stream())
     summary = torch.full((num_nodes + 2,), -7, dtype=torch.int64).pin_memory()
     made = plan_on_device(launcher, topk_idx.to(one.device), expert_to_node.int().to(one.device), own_node, summary)
     torch.cuda.synchronize()

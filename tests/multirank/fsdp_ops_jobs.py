@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fusco import Launch, fsdp
-from fusco.api.collective import CheckedEngine
+from fusco.api import communicator
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
 
@@ -45,13 +45,13 @@ class Looking(TorchDispatchMode):
 def counting() -> Iterator[Counter[str]]:
     """How often each collective of communicators is called."""
     calls: Counter[str] = Counter()
-    collective = CheckedEngine.collective
+    run_collective = communicator.run_collective
 
-    def counted(self: CheckedEngine, operation: str, *more: Any) -> Any:
-        calls[operation] += 1
-        return collective(self, operation, *more)
+    def counted(session: Any, engine: Any, name: str, *more: Any) -> Any:
+        calls[name] += 1
+        return run_collective(session, engine, name, *more)
 
-    with mock.patch.object(CheckedEngine, "collective", counted):
+    with mock.patch.object(communicator, "run_collective", counted):
         yield calls
 
 
@@ -79,23 +79,23 @@ def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
 def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
     """In which order a step begins to gather parameters and calls the verbs."""
     events: list[str] = []
-    unshard, collective = FSDPParamGroup.unshard, CheckedEngine.collective
+    unshard, run_collective = FSDPParamGroup.unshard, communicator.run_collective
 
     def gathering(self: FSDPParamGroup, async_op: bool = False) -> Any:
         if self._all_gather_result is None and not self.is_unsharded:
             events.append(f"gather {self._module_fqn}".replace(" model.", " "))
         return unshard(self, async_op)
 
-    def calling(self: CheckedEngine, operation: str, *more: Any) -> Any:
-        events.append(operation)
-        return collective(self, operation, *more)
+    def calling(session: Any, engine: Any, name: str, *more: Any) -> Any:
+        events.append(name)
+        return run_collective(session, engine, name, *more)
 
     run = Run()
     with parallel(run, has_prefetch=has_prefetch) as (model, mesh):
         step(run, model, mesh)  # FSDP finds out who is whose child
         with (
             mock.patch.object(FSDPParamGroup, "unshard", gathering),
-            mock.patch.object(CheckedEngine, "collective", calling),
+            mock.patch.object(communicator, "run_collective", calling),
         ):
             step(run, model, mesh)
     return events

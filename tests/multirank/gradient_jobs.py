@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_setup import Setup, poison_recycler
 
 import fusco
-from fusco.api.collective import CheckedEngine
+from fusco.api.validation import Validator
 from generator import Case, values
 
 HIDDEN = 3
@@ -193,21 +193,23 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
 def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
     """How each collective that moves rows is launched, in turn."""
     seen: list[tuple[str, fusco.Launch | None]] = []
-    dispatch, along, combine = CheckedEngine.dispatch, CheckedEngine.dispatch_along, CheckedEngine.combine
+    dispatch, again, combine = Validator.validate_dispatch, Validator.validate_redispatch, Validator.validate_combine
 
     def dispatching(self, payloads, topk_idx, topk_weights, options):
         seen.append(("dispatch", options.launch))
         return dispatch(self, payloads, topk_idx, topk_weights, options)
 
-    def going_along(self, payloads, handle, launch=None):
+    def dispatching_again(self, payloads, handle, launch=None):
         seen.append(("dispatch_again", launch))
-        return along(self, payloads, handle, launch)
+        return again(self, payloads, handle, launch)
 
     def combining(self, y, handle, launch=None):
         seen.append(("combine", launch))
         return combine(self, y, handle, launch)
 
-    with mock.patch.multiple(CheckedEngine, dispatch=dispatching, dispatch_along=going_along, combine=combining):
+    with mock.patch.multiple(
+        Validator, validate_dispatch=dispatching, validate_redispatch=dispatching_again, validate_combine=combining
+    ):
         yield seen
 
 

@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(
 
 SLACK_S, CLOSING_S = 1.5, 3.0
 VICTIM = 1
-PLANNING = "fusco.cuda.context:Kernels.plan"
-STAGING = "fusco.cuda.context:Kernels.stage"
-SUMMING = "fusco.cuda.context:Kernels.combine"
+PLANNING = "fusco.cuda.planning:plan_slots"
+STAGING = "fusco.cuda.own_rows:stage_rows"
+SUMMING = "fusco.cuda.intranode:combine_rows"
 NETWORK = "fusco.cuda.network:Network.exchange"
-SETTLING = "fusco.cuda.engine:CudaEngine.settle"
+SETTLING = "fusco.api.communicator:Communicator._settle"
 EXACT, STATIC = None, fusco.StaticSlots(4096)
 
 

@@ -45,7 +45,7 @@ SENDING = "fusco.cpu.dispatch:SendRows.step"
 SCATTERING = "fusco.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.cpu.combine:ProducePartialSums.step"
 FOLDING = "fusco.cpu.combine:FoldSums.step"
-DISPATCHING = "fusco.cpu.engine:CpuEngine.dispatch_along"
+DISPATCHING = "fusco.cpu.engine:CpuEngine.prepare_redispatch"
 SHUFFLING = "fusco.engine.byte_stream:StreamOut.step"
 OUTSIDE = "fault_jobs:between_calls"
 

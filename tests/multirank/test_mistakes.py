@@ -9,7 +9,8 @@ import pytest
 from mistake_jobs import Outcome
 from rank_setup import Setup
 
-from fusco import Settings, balancer
+from fusco import Settings
+from fusco.planner import balancer
 
 pytestmark = pytest.mark.multirank
 

@@ -22,7 +22,7 @@ class Verbs:
 
 
 @dataclass(frozen=True)
-class Made:
+class Precomputed:
     """Rows that a verb has made already. Wrapped, so that autograd sees a new tensor and not a view of an input."""
 
     rows: torch.Tensor
@@ -38,7 +38,7 @@ class DispatchRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
+        ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Put what dispatch made of ``x`` into the graph; with weights of rows unless ``topk_weights`` is ``None``."""
         ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
@@ -75,7 +75,7 @@ class CombineRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Made, handle: Handle, verbs: Verbs
+        ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> torch.Tensor:
         """Put what combine made of ``y`` into the graph."""
         ctx.handle, ctx.verbs = handle, verbs
@@ -96,7 +96,7 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_: torch.Tensor, made: Made, way_back: Callable[[torch.Tensor], torch.Tensor]
+        ctx: Any, input_: torch.Tensor, made: Precomputed, way_back: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Put what the exchange made of ``input_`` into the graph."""
         ctx.way_back = way_back

@@ -5,27 +5,28 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Made, Verbs
-from fusco.api.collective import DispatchOptions
-from fusco.api.create import Charter, found
+from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs
+from fusco.api.collective import run_collective
+from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle
-from fusco.api.validation import wants_grad
-from fusco.control.fingerprint import Agreement
+from fusco.api.validation import DispatchOptions
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.keeping import keep_for_good
+from fusco.control.session import Session
 from fusco.control.threads import within
-from fusco.core.access import Access
 from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, PeerFailureError, beside
 from fusco.core.launch import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
+from fusco.core.rows import wants_grad
 from fusco.core.segments import Segments
 from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
@@ -95,7 +96,7 @@ class Communicator:
             PeerFailureError: if a rank does not come within ``settings.timeout_s``.
 
         """
-        charter = Charter(
+        config = CommunicatorConfig(
             num_experts=num_experts,
             num_topk=num_topk,
             max_tokens_per_rank=max_tokens_per_rank,
@@ -106,17 +107,27 @@ class Communicator:
             device=device,
             settings=settings or Settings(),
         )
-        self._checked = found(group, charter)
-        self._engine, self._checks, self._access = self._checked.engine, self._checked.checks, self._checked.access
+        self._join(create(group, config))
+
+    @classmethod
+    def of_parts(cls, parts: CommunicatorParts) -> Communicator:
+        """A communicator of parts that were made already, whether connected to other ranks or stand-ins."""
+        communicator = cls.__new__(cls)
+        communicator._join(parts)  # noqa: SLF001  of this class
+        return communicator
+
+    def _join(self, parts: CommunicatorParts) -> None:
+        self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
         self._is_closed = False
-        name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {self._checks.device})"
+        num_experts, device = parts.validator.placement.num_experts, parts.validator.device
+        name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
         # Not through this object, which it must not keep alive.
-        self._forgotten = weakref.finalize(self, _give_back, self._engine, self._access, name)
+        self._forgotten = weakref.finalize(self, _give_back, self._session, self._engine, name)
 
     @property
     def rank(self) -> int:
         """This rank in the group."""
-        return self._checks.rank
+        return self._validator.rank
 
     @property
     def topology(self) -> Topology:
@@ -126,12 +137,12 @@ class Communicator:
     @property
     def placement(self) -> ExpertPlacement:
         """Which rank owns which expert."""
-        return self._checks.placement
+        return self._validator.placement
 
     @property
     def profile(self) -> CallProfile:
         """Times and bytes of the latest collective on this rank."""
-        return self._engine.profile
+        return self._session.profile
 
     def dispatch(
         self,
@@ -175,10 +186,14 @@ class Communicator:
         options = DispatchOptions(
             expert_alignment=expert_alignment, with_weights=with_weights, static=static, launch=launch
         )
-        delivery = self._checked.dispatch(payloads, topk_idx, topk_weights, options)
-        if delivery.rejection:
-            raise delivery.rejection
-        handle, rows = Handle(delivery.plan, topk_weights, self._engine.num_collectives), delivery.rows
+        output = run_collective(
+            self._session,
+            self._engine,
+            "dispatch",
+            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, options),
+            self._engine.prepare_dispatch,
+        )
+        handle, rows = Handle(output.plan, topk_weights, self._session.sequence_number), output.rows
         if with_weights and launch and launch.own_stream:
             self._engine.wait()  # weights are made on the caller's stream
         given_weights, verbs = topk_weights if with_weights else None, self._verbs(launch)
@@ -200,7 +215,7 @@ class Communicator:
 
         """
         payloads = _as_list(x)
-        rows = self._checked.dispatch_along(payloads, handle, launch)
+        rows = self._move_again(payloads, handle, launch)
         _, rows = self._in_graph(payloads, None, rows, handle, self._verbs(launch))
         return tuple(rows)
 
@@ -222,9 +237,9 @@ class Communicator:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
 
         """
-        out = self._checked.combine(y, handle, launch)
+        out = self._sum(y, handle, launch)
         if wants_grad(y) or wants_grad(handle.topk_weights):
-            out = CombineRows.apply(y, handle.topk_weights, Made(out), handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+            out = CombineRows.apply(y, handle.topk_weights, Precomputed(out), handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -236,7 +251,13 @@ class Communicator:
                 neither each other nor what is sent, which is not checked: what is written and sent then is undefined.
 
         """
-        self._checked.shuffle(send, receive)
+        run_collective(
+            self._session,
+            self._engine,
+            "shuffle",
+            lambda: self._validator.validate_shuffle(send, receive),
+            self._engine.prepare_shuffle,
+        )
 
     def all_to_all(
         self,
@@ -284,14 +305,21 @@ class Communicator:
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
 
         """
-        order = self._checked.all_to_all(output, input, (output_split_sizes, input_split_sizes), schedule)
+        splits = (output_split_sizes, input_split_sizes)
+        request = run_collective(
+            self._session,
+            self._engine,
+            "all_to_all",
+            lambda: self._validator.validate_all_to_all(output, input, splits, schedule),
+            self._engine.prepare_all_to_all,
+        )
         if output is not None or not wants_grad(input):
-            return order.output
+            return request.output
 
         def way_back(grad: torch.Tensor) -> torch.Tensor:
-            return self.all_to_all(None, grad, order.send_rows, order.receive_rows, schedule=schedule)
+            return self.all_to_all(None, grad, request.send_rows, request.receive_rows, schedule=schedule)
 
-        return cast("torch.Tensor", ExchangeRows.apply(input, Made(order.output), way_back))  # type: ignore[no-untyped-call]
+        return cast("torch.Tensor", ExchangeRows.apply(input, Precomputed(request.output), way_back))  # type: ignore[no-untyped-call]
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
@@ -299,22 +327,20 @@ class Communicator:
         Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
         ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
         """
-        with self._access.using("gather_send"):
-            self._checks.surroundings("gather_send")
-            self._checks.waiting("gather_send")
-            self._checks.stream(segments, dst)
-            self._engine.gather_send(segments, dst)
+        with self._session.access.using("gather_send"):
+            self._validator.validate_segments("gather_send", segments, dst)
+            with self._session.point_to_point(f"gather_send to rank {dst}"):
+                self._engine.gather_send(segments, dst)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive from rank ``src``, which calls ``gather_send``, and write each segment to its own place.
 
         Raises as ``gather_send``.
         """
-        with self._access.using("scatter_recv"):
-            self._checks.surroundings("scatter_recv")
-            self._checks.waiting("scatter_recv")
-            self._checks.stream(segments, src)
-            self._engine.scatter_recv(segments, src)
+        with self._session.access.using("scatter_recv"):
+            self._validator.validate_segments("scatter_recv", segments, src)
+            with self._session.point_to_point(f"scatter_recv from rank {src}"):
+                self._engine.scatter_recv(segments, src)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory that peers can read: rows that stand in it leave from there, without being copied first.
@@ -331,11 +357,17 @@ class Communicator:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
 
         """
-        return self._checked.empty(shape, dtype)
+        return run_collective(
+            self._session,
+            self._engine,
+            "empty",
+            lambda: self._validator.validate_empty(shape, dtype),
+            self._engine.prepare_empty,
+        )
 
     def wait(self) -> None:
         """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""
-        with self._access.using("wait"):
+        with self._session.access.using("wait"):
             self._engine.wait()
 
     def synchronize(self) -> None:
@@ -345,15 +377,15 @@ class Communicator:
         ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
         ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
         """
-        with self._access.using("synchronize"):
-            self._checks.waiting("synchronize")
-            self._engine.synchronize()
+        with self._session.access.using("synchronize"):
+            self._validator.require_not_capturing("synchronize")
+            self._drain()
             if error := self._engine.pending_error():
                 raise error
 
     def hand_over(self) -> None:
         """Let another thread use the communicator from now on: the next one that calls a verb."""
-        self._access.hand_over()
+        self._session.access.hand_over()
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
@@ -361,12 +393,12 @@ class Communicator:
 
         All ranks' times have about the same origin. On the CPU, ``profile`` says where the time went.
         """
-        if self._checks.device.type != "cuda":
-            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._checks.device}")
+        if self._validator.device.type != "cuda":
+            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._validator.device}")
         timeline = Timeline()
         self.synchronize()
-        with self._access.using("record_timeline"), self._engine.collective("record_timeline"):
-            self._engine.agree(Agreement("record_timeline"))
+        with self._session.access.using("record_timeline"), self._session.collective("record_timeline"):
+            self._session.agree(CollectiveFingerprint("record_timeline"))
             timeline.begin()
         self._engine.record(timeline)
         try:
@@ -381,10 +413,10 @@ class Communicator:
         waited for, and no error if all that was launched here is complete without them. Raises ``SlotOverflowError`` as
         ``synchronize`` does.
         """
-        if self._is_closed or not self._access.is_own_process:
+        if self._is_closed or not self._session.access.is_own_process:
             return
         pending: Exception | None = None
-        with self._access.alone("close"):
+        with self._session.access.alone("close"):
             try:
                 self._end_together()
                 pending = self._engine.pending_error()
@@ -404,11 +436,11 @@ class Communicator:
         Where all ranks can, ``close`` is better: a rank that still waits for this one, or does so later, raises
         ``PeerFailureError``.
         """
-        if self._is_closed or not self._access.is_own_process:
+        if self._is_closed or not self._session.access.is_own_process:
             return
-        with self._access.alone("leave"):
+        with self._session.access.alone("leave"):
             try:
-                self._engine.depart("left its communicator")
+                self._session.depart("left its communicator")
             finally:
                 self._end()
 
@@ -418,29 +450,62 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._access.is_own_process:
+        if not self._session.access.is_own_process:
             return
         if error is not None:
             with beside(error, "the other ranks could not be told"):
-                self._engine.abandon(f"left its communicator because of {type(error).__name__}: {error}")
+                self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         with beside(error, "the communicator could not be closed"):
             self.close()
 
     def _end(self) -> None:
         self._is_closed = True
         self._forgotten.detach()
-        self._engine.close()
+        _close(self._session, self._engine)
 
     def _end_together(self) -> None:
         """Wait until all ranks have come to the end, and their devices, too."""
         try:
-            with self._engine.collective("close"):
-                self._engine.agree(Agreement("close"))
-                self._engine.synchronize()
-            self._engine.settle()
+            with self._session.collective("close"):
+                self._session.agree(CollectiveFingerprint("close"))
+                self._drain()
+            self._settle()
         except PeerFailureError as error:
             if not (error.has_left and self._engine.has_finished()):
                 raise
+
+    def _drain(self) -> None:
+        with self._session.operation("synchronize"):
+            self._engine.synchronize()
+
+    def _settle(self) -> None:
+        """This rank's device is done: wait for all others, so that none takes away what another still needs."""
+        if self._engine.is_asynchronous:
+            with self._session.collective("settle"):
+                self._session.agree(CollectiveFingerprint("settle"))
+        self._engine.finish()
+
+    def _move_again(
+        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
+    ) -> list[torch.Tensor]:
+        """``dispatch_again`` without gradients."""
+        return run_collective(
+            self._session,
+            self._engine,
+            "dispatch_again",
+            lambda: self._validator.validate_redispatch(payloads, handle, launch),
+            self._engine.prepare_redispatch,
+        )
+
+    def _sum(self, y: torch.Tensor, handle: Handle, launch: Launch | None) -> torch.Tensor:
+        """``combine`` without gradients."""
+        return run_collective(
+            self._session,
+            self._engine,
+            "combine",
+            lambda: self._validator.validate_combine(y, handle, launch),
+            self._engine.prepare_combine,
+        )
 
     def _in_graph(
         self,
@@ -453,29 +518,39 @@ class Communicator:
         """The weights of rows, if ``topk_weights`` are given, and the rows."""
         if topk_weights is None and not wants_grad(payloads[0]):
             return None, rows
-        first, weights = DispatchRows.apply(payloads[0], topk_weights, Made(rows[0]), handle, verbs)  # type: ignore[no-untyped-call]
+        first, weights = DispatchRows.apply(payloads[0], topk_weights, Precomputed(rows[0]), handle, verbs)  # type: ignore[no-untyped-call]
         return weights, [first, *rows[1:]]
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """What the gradients of a call move by: launched as the call itself was, on the stream of the graph."""
         mirrored = (launch or Launch()).on_callers_stream()
         return Verbs(
-            lambda x, handle: self._checked.dispatch_along([x], handle, mirrored)[0],
-            lambda y, handle: self._checked.combine(y, handle, mirrored),
+            lambda x, handle: self._move_again([x], handle, mirrored)[0],
+            lambda y, handle: self._sum(y, handle, mirrored),
         )
 
 
-def _give_back(engine: Engine, access: Access, name: str) -> None:
+def _close(session: Session, engine: Engine[Any]) -> None:
+    """Give everything back, without waiting for anybody: the engine's connections go over the session's memory."""
+    with ExitStack() as resources:
+        resources.callback(session.close)
+        resources.callback(engine.close)
+        session.end("it is closed")
+
+
+def _give_back(session: Session, engine: Engine[Any], name: str) -> None:
     """Give back what a communicator has that is dropped, or is there when the process ends; nobody closed it."""
-    if not access.is_own_process:
-        keep_for_good(engine)  # its sockets and threads are the parent's; gloo would wait for threads of its own
+    if not session.access.is_own_process:
+        keep_for_good(
+            (session, engine)
+        )  # its sockets and threads are the parent's; gloo would wait for threads of its own
         return
 
     def leave() -> None:
         try:
-            engine.depart("left: its communicator was dropped without being closed")
+            session.depart("left: its communicator was dropped without being closed")
         finally:
-            engine.close()
+            _close(session, engine)
 
     # In a thread, as the garbage collector may have stopped this one anywhere, with any lock.
     within(_GIVING_BACK_S, leave)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.api.collective import CheckedEngine, attempt
-from fusco.api.validation import Checks, check_device
-from fusco.control.bootstrap import DeviceIdentity, check_devices, introduce
-from fusco.control.fingerprint import Agreement, Terms
+from fusco.api.collective import REFUSALS
+from fusco.api.validation import Validator, check_device
+from fusco.control.bootstrap import DeviceIdentity, Introduction, check_devices, introduce
+from fusco.control.connect import connect
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import ArenaLayout, Capacity
+from fusco.control.session import Session
 from fusco.control.store_gather import RollCall
 from fusco.core.access import Access
 from fusco.core.config import Settings
@@ -27,7 +31,7 @@ from fusco.planner.balancer import Balancer, describe_balancer, giving_groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class Charter:
+class CommunicatorConfig:
     """What a communicator is made for, as its caller says; see ``Communicator``."""
 
     num_experts: int
@@ -40,8 +44,8 @@ class Charter:
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
 
-    def check(self, rank: int, world_size: int) -> Checks:
-        """What the communicator accepts on a rank; raises as ``Communicator`` says."""
+    def check(self, world_size: int) -> CheckedConfig:
+        """What this comes to; raises as ``Communicator`` says."""
         if why_not := why_nothing_moves_here():
             raise TypeError(f"Communicator {why_not}")
         if not callable(self.balancer):
@@ -57,9 +61,9 @@ class Charter:
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, least=1)
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
-        return Checks(rank, placement, capacity, self.settings.wire_dtype, check_device(self.device))
+        return CheckedConfig(placement, capacity, check_device(self.device))
 
-    def terms(self, placement: ExpertPlacement, device: torch.device) -> Terms:
+    def fields(self, placement: ExpertPlacement, device: torch.device) -> Fields:
         """What all ranks must want alike."""
         return {
             **{name: str(value) for name, value in asdict(self.settings).items()},
@@ -74,6 +78,31 @@ class Charter:
         }
 
 
+@dataclass(frozen=True)
+class CheckedConfig:
+    """What a communicator's arguments come to."""
+
+    placement: ExpertPlacement
+    capacity: Capacity
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class CommunicatorParts:
+    """What a communicator is made of on one rank.
+
+    Attributes:
+        session: keeps all ranks in the same collective; its ``close`` gives all connections back.
+        engine: moves rows; closed before the session.
+        validator: says what is accepted.
+
+    """
+
+    session: Session
+    engine: Engine[Any]
+    validator: Validator
+
+
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or the default one for ``None``; ``TypeError`` or ``ValueError`` if there is none with this rank."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
@@ -84,37 +113,61 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def found(group: dist.ProcessGroup | None, charter: Charter) -> CheckedEngine:
-    """Make a communicator's engine, together with all other ranks of the group; raises as ``Communicator`` says."""
-    roll = RollCall(check_group(group), charter.settings.timeout_s)
+def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
+    """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` says."""
+    roll = RollCall(check_group(group), config.settings.timeout_s)
     try:
-        return _found(roll, charter)
+        return _create(roll, config)
     except Exception as error:
         with beside(error, "the other ranks could not be waited for"):
             roll.part(without=error.peers if isinstance(error, PeerFailureError) else ())
         raise
 
 
-def _found(roll: RollCall, charter: Charter) -> CheckedEngine:
-    def check() -> tuple[Checks, DeviceIdentity]:
-        checks = charter.check(roll.rank, roll.world_size)
-        return checks, DeviceIdentity.of(checks.device)
-
-    checked, rejection = attempt(check)
-    checks, device = checked or (None, DeviceIdentity.of(torch.device("cpu")))
-    terms = charter.terms(checks.placement, checks.device) if checks else {}
-    met = introduce(roll, Agreement("Communicator", terms, str(rejection or "")), device)
+def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
+    settings = config.settings
+    checked, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
+    try:
+        checked = config.check(roll.world_size)
+        device = DeviceIdentity.of(checked.device)
+    except REFUSALS as error:
+        checked, rejection = None, error
+    fields = config.fields(checked.placement, checked.device) if checked else {}
+    met = introduce(roll, CollectiveFingerprint("Communicator", fields, str(rejection or "")), device)
     if rejection:
         raise rejection
-    assert checks is not None
+    assert checked is not None
     check_devices(met)
-    layout = ArenaLayout(Topology.from_hosts(met.hosts, charter.ranks_per_node), checks.capacity, charter.settings)
-    engine: Engine
-    if checks.device.type == "cuda":
-        from fusco.cuda.engine import CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
+    layout = ArenaLayout(Topology.from_hosts(met.hosts, config.ranks_per_node), checked.capacity, settings)
+    validator = Validator(
+        rank=roll.rank,
+        placement=checked.placement,
+        balancer=giving_groups(config.balancer),
+        capacity=checked.capacity,
+        wire_dtype=settings.wire_dtype,
+        device=checked.device,
+        num_nodes=layout.topology.num_nodes,
+    )
+    return connect_parts(roll, layout, met, validator)
 
-        engine = CudaEngine(roll, layout, met.hosts, met.listen_on, checks.placement, checks.device)
-    else:
-        engine = CpuEngine(roll, layout, met.hosts, met.listen_on)
-    access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
-    return CheckedEngine(engine, checks, giving_groups(charter.balancer), access)
+
+def connect_parts(roll: RollCall, layout: ArenaLayout, met: Introduction, validator: Validator) -> CommunicatorParts:
+    """Connect to all other ranks; where that fails, nothing is left behind."""
+    is_on_cuda = validator.device.type == "cuda"
+    if is_on_cuda:
+        from fusco.cuda.engine import SPIN_S, CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
+    with ExitStack() as resources:
+        engine: Engine[Any]
+        if is_on_cuda:
+            connections = connect(roll, layout.without_rows(), met.hosts, met.listen_on, SPIN_S)
+            resources.callback(connections.close)
+            engine = CudaEngine(connections, layout, validator.placement, validator.device)
+        else:
+            connections = connect(roll, layout, met.hosts, met.listen_on)
+            resources.callback(connections.close)
+            engine = CpuEngine(connections, layout)
+        resources.callback(engine.close)
+        access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
+        session = Session(roll.rank, connections, access, on_broken=engine.abort)
+        resources.pop_all()
+    return CommunicatorParts(session, engine, validator)

@@ -1,4 +1,4 @@
-"""Every check of what a caller hands to a communicator, before any rank waits for another."""
+"""Every check of what a caller hands to a communicator, before any rank waits for another; gives valid requests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import torch
 
 from fusco.api.handle import Handle
 from fusco.control.layout import Capacity
-from fusco.core.integers import MAX_INT64
-from fusco.core.launch import StaticSlots
-from fusco.core.movable import why_not_movable, why_nothing_moves_here
+from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
+from fusco.core.launch import Launch, StaticSlots
+from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
-from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes
+from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.cuda.layout import MAX_PAYLOADS
-from fusco.engine.base import ExchangeOrder
+from fusco.engine.base import (
+    AllToAllRequest,
+    CombineRequest,
+    DispatchRequest,
+    EmptyRequest,
+    RedispatchRequest,
+    ShuffleRequest,
+)
+from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 
@@ -28,22 +36,143 @@ _MAX_DIMS = 6  # as many as fit into a record's text with MAX_PAYLOADS, whatever
 _LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
-@dataclass(frozen=True)
-class Checks:
-    """What one rank's communicator accepts. All methods raise ``TypeError`` or ``ValueError`` with what was given."""
+@dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """How a dispatch lays rows out; see ``Communicator.dispatch``."""
+
+    expert_alignment: int = 1
+    with_weights: bool = False
+    static: StaticSlots | None = None
+    launch: Launch | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validator:
+    """What one rank's communicator accepts. All methods raise ``TypeError`` or ``ValueError`` with what was given.
+
+    There is a ``validate_`` method for each verb; those of collectives return its request.
+    """
 
     rank: int
     placement: ExpertPlacement
+    balancer: Balancer
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
+    num_nodes: int
 
-    def surroundings(self, verb: str) -> None:
-        """Where a verb is called: nothing may stand between it and the memory of tensors."""
-        if why_not := why_nothing_moves_here():
-            raise TypeError(f"{verb} {why_not}")
+    def validate_dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        options: DispatchOptions,
+    ) -> DispatchRequest:
+        """The arguments of ``dispatch``."""
+        self.require_capturable("dispatch")
+        check_integer("expert_alignment", options.expert_alignment, least=1, most=MAX_INT32)
+        self.require_static(options.static)
+        if options.with_weights and topk_weights is None:
+            raise ValueError("with_weights=True needs topk_weights")
+        routing = Routing(topk_idx, topk_weights)
+        self.require_routing(routing)
+        self.require_payloads(payloads, routing.num_tokens)
+        if topk_weights is not None and topk_weights.dtype != torch.float64:
+            routing = Routing(topk_idx, topk_weights.detach().float())
+        return DispatchRequest(
+            routing=routing,
+            topk_weights=topk_weights,
+            payloads=payloads,
+            placement=self.placement,
+            balancer=self.balancer,
+            expert_alignment=options.expert_alignment,
+            with_weights=options.with_weights,
+            static=options.static,
+            launch=options.launch or Launch(),
+        )
 
-    def routing(self, routing: Routing) -> None:
+    def validate_redispatch(
+        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
+    ) -> RedispatchRequest[Any]:
+        """The arguments of ``dispatch_again``; the plan is of the communicator's backend."""
+        self.require_capturable("dispatch_again")
+        self.require_handle(handle)
+        self.require_payloads(payloads, handle.num_tokens)
+        return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch or Launch())
+
+    def validate_combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> CombineRequest[Any]:
+        """The arguments of ``combine``; the plan is of the communicator's backend."""
+        self.require_capturable("combine")
+        self.require_expert_rows(y, handle)
+        return CombineRequest(
+            rows=y,
+            plan=handle.plan,
+            topk_weights=handle.topk_weights,
+            handle=handle.number,
+            launch=launch or Launch(),
+        )
+
+    def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
+        """The arguments of ``shuffle``."""
+        self.require_not_capturing("shuffle")
+        self.require_partners(send, receive)
+        return ShuffleRequest(send=send, receive=receive)
+
+    def validate_all_to_all(
+        self,
+        output: torch.Tensor | None,
+        input_: torch.Tensor,
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        mode: ScheduleMode | None,
+    ) -> AllToAllRequest:
+        """The arguments of ``all_to_all``; ``splits`` are those of the output, then those of the input.
+
+        Without an output the request has a new one.
+        """
+        self.require_not_capturing("all_to_all")
+        for name, tensor in (("output", output), ("input", input_)):
+            if tensor is not None or name == "input":
+                self._rows_to_exchange(name, tensor)
+        if mode not in (None, "exact", "few", "spread-out"):
+            raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
+        source = plain(input_)
+        if output is not None:
+            _refuse_output(output, input_, source)
+        send_rows = self._splits("input", len(source), splits[1])
+        if output is None:
+            receive_rows = self._splits("output", len(source) if splits[0] is None else None, splits[0])
+            output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
+        else:
+            receive_rows = self._splits("output", len(output), splits[0])
+        return AllToAllRequest(
+            input=source,
+            output=output,
+            send_rows=send_rows,
+            receive_rows=receive_rows,
+            mode=mode,
+            requires_grad=wants_grad(input_),
+        )
+
+    def validate_empty(self, shape: Sequence[int], dtype: torch.dtype) -> EmptyRequest:
+        """The arguments of ``empty``."""
+        self.require_not_capturing("empty")
+        return EmptyRequest(shape=self.require_shape(shape, dtype), dtype=dtype)
+
+    def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
+        """The arguments of ``gather_send`` and ``scatter_recv``: what goes to or comes from another rank."""
+        require_movable_tensors(verb)
+        self.require_not_capturing(verb)
+        if not isinstance(segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+        self._segments("the base of segments", segments)
+        if not isinstance(rank, int):
+            raise TypeError(f"a rank must be an integer, got {rank!r}")
+        if rank == self.rank or not 0 <= rank < self.placement.world_size:
+            raise ValueError(
+                f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
+            )
+
+    def require_routing(self, routing: Routing) -> None:
         """The routing of a dispatch."""
         for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
             if tensor is not None:
@@ -55,7 +184,7 @@ class Checks:
                 f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
             )
 
-    def sizing(self, static: StaticSlots | None) -> None:
+    def require_static(self, static: StaticSlots | None) -> None:
         """The size of a dispatch's output."""
         if static is not None and not isinstance(static, StaticSlots):
             raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
@@ -65,23 +194,23 @@ class Checks:
                 "pass static=StaticSlots(num_slots)"
             )
 
-    def launching(self, verb: str, num_nodes: int) -> None:
+    def require_capturable(self, verb: str) -> None:
         """A verb that only launches within a node, so that a CUDA graph may hold it there."""
-        if num_nodes > 1 and self._is_capturing:
+        if self.num_nodes > 1 and self._is_capturing:
             raise ValueError(
                 f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
                 f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
                 f"node a combine can be captured, and a dispatch with static=StaticSlots(num_slots)"
             )
 
-    def waiting(self, verb: str) -> None:
+    def require_not_capturing(self, verb: str) -> None:
         """A verb that waits on the host for the device, wherever ranks are."""
         if self._is_capturing:
             raise ValueError(
                 f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
             )
 
-    def payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
+    def require_payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
         """The rows of a dispatch."""
         if not 1 <= len(payloads) <= MAX_PAYLOADS:
             raise ValueError(f"dispatch takes 1 to {MAX_PAYLOADS} payloads, got {len(payloads)}")
@@ -100,9 +229,9 @@ class Checks:
             )
         self._row_bytes(sum(map(row_bytes, payloads)))
 
-    def rows(self, y: torch.Tensor, handle: Handle) -> None:
+    def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
         """The expert-major rows of a combine."""
-        self.handle(handle)
+        self.require_handle(handle)
         self._tensor("y", y)
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
@@ -110,14 +239,14 @@ class Checks:
             raise ValueError(f"y must be ({handle.num_slots}, hidden), as dispatch gave, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
-    def handle(self, handle: Handle) -> None:
+    def require_handle(self, handle: Handle) -> None:
         """A handle comes from this very communicator."""
         if not isinstance(handle, Handle):
             raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
 
-    def shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    def require_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
         """The shape of memory that is asked for."""
         if not isinstance(shape, Sequence) or isinstance(shape, str):
             raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
@@ -131,19 +260,7 @@ class Checks:
             raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
         return tuple(shape)
 
-    def stream(self, segments: Segments, rank: int) -> None:
-        """What goes to or comes from another rank of the group."""
-        if not isinstance(segments, Segments):
-            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
-        self._segments("the base of segments", segments)
-        if not isinstance(rank, int):
-            raise TypeError(f"a rank must be an integer, got {rank!r}")
-        if rank == self.rank or not 0 <= rank < self.placement.world_size:
-            raise ValueError(
-                f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
-            )
-
-    def partners(self, *payloads: Mapping[int, Segments]) -> None:
+    def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
         """What a shuffle names: ranks of the group, and segments."""
         for part in payloads:
             if not isinstance(part, Mapping):
@@ -157,33 +274,6 @@ class Checks:
         strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if strangers:
             raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
-
-    def exchange(
-        self,
-        output: torch.Tensor | None,
-        input_: torch.Tensor,
-        splits: tuple[Sequence[int] | None, Sequence[int] | None],
-        mode: ScheduleMode | None,
-    ) -> ExchangeOrder:
-        """The arguments of an all-to-all; ``splits`` are those of the output, then those of the input.
-
-        Without an output the order has a new one.
-        """
-        for name, tensor in (("output", output), ("input", input_)):
-            if tensor is not None or name == "input":
-                self._rows_to_exchange(name, tensor)
-        if mode not in (None, "exact", "few", "spread-out"):
-            raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        source = plain(input_)
-        if output is not None:
-            _refuse_output(output, input_, source)
-        send_rows = self._splits("input", len(source), splits[1])
-        if output is None:
-            receive_rows = self._splits("output", len(source) if splits[0] is None else None, splits[0])
-            output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
-        else:
-            receive_rows = self._splits("output", len(output), splits[0])
-        return ExchangeOrder(input=source, output=output, send_rows=send_rows, receive_rows=receive_rows, mode=mode)
 
     @property
     def _is_capturing(self) -> bool:
@@ -256,11 +346,6 @@ def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Ten
         raise ValueError(
             f"input and output overlap in memory: {source.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
         )
-
-
-def wants_grad(tensor: torch.Tensor | None) -> bool:
-    """Whether a gradient will be asked for."""
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def check_device(device: str | torch.device) -> torch.device:

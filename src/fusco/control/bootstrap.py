@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from fusco.control.fingerprint import Agreement, check_agreement
+from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.hosts import host_identity, reachable_address
 from fusco.control.store_gather import RollCall
 from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
@@ -50,21 +50,21 @@ class Introduction:
     listen_on: str
 
 
-def introduce(roll: RollCall, agreement: Agreement, device: DeviceIdentity) -> Introduction:
+def introduce(roll: RollCall, fingerprint: CollectiveFingerprint, device: DeviceIdentity) -> Introduction:
     """Meet all ranks.
 
     Args:
         roll: finds them.
-        agreement: what all must want alike; may carry a rejection, for which all other ranks raise.
+        fingerprint: what all must want alike; may carry a rejection, for which all other ranks raise.
         device: of this rank.
 
     Raises:
-        MismatchError, RejectedInputError: see ``check_agreement``.
+        MismatchError, RejectedInputError: see ``check_fingerprints``.
 
     """
-    own = {"agreement": asdict(agreement), "host": host_identity(), "device": asdict(device)}
+    own = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
     hellos = roll.gather("hello", own)
-    check_agreement([Agreement(**hello["agreement"]) for hello in hellos], roll.rank)
+    check_fingerprints([CollectiveFingerprint(**hello["fingerprint"]) for hello in hellos], roll.rank)
     hosts = [hello["host"] for hello in hellos]
     listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(roll.store_host)
     return Introduction(hosts, [DeviceIdentity(**hello["device"]) for hello in hellos], listen_on)

@@ -24,11 +24,16 @@ _Connected = TypeVar("_Connected")
 
 @dataclass(frozen=True)
 class Connections:
-    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody."""
+    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody.
 
+    ``roll`` is the roll that connected it, now with an eye on who dies; ``listen_on`` the address that others reach.
+    """
+
+    roll: RollCall
     watch: Watch
     mail: Mail
     memory: NodeMemory
+    listen_on: str
     _resources: ExitStack
 
     def close(self) -> None:
@@ -36,7 +41,9 @@ class Connections:
         self._resources.close()
 
 
-def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str) -> Connections:
+def connect(
+    roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str, spin_s: float = 0.0
+) -> Connections:
     """Connect to all other ranks and map the memory of those of the node.
 
     Args:
@@ -44,6 +51,7 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         layout: topology, capacity and settings, equal on all ranks.
         hosts: the machine of each rank, as in ``Topology.from_hosts``.
         listen_on: address at which other ranks reach this one.
+        spin_s: see ``Watch``.
 
     Raises:
         SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
@@ -55,7 +63,7 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
         secret = roll.gather("secret", secrets.token_hex(16))[0]
         sentinel, peers = _meet(roll, secret, listen_on, hosts)
         resources.callback(sentinel.close)
-        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s)
+        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s, spin_s)
         resources.callback(watch.close)
         watch.begin(0, "Communicator")
         roll.watched_by(watch)
@@ -67,9 +75,9 @@ def connect(roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on
             lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
         )
         resources.callback(mail.close)
-        watch.network_failure = lambda: mail.failure
+        watch.add_network_probe(lambda: mail.failure)
         watch.end()
-        return Connections(watch, mail, memory, resources.pop_all())
+        return Connections(roll, watch, mail, memory, listen_on, resources.pop_all())
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watch: Watch) -> _Connected:

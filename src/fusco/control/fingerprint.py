@@ -10,19 +10,19 @@ from typing import TypeAlias
 from fusco.control.layout import RECORD_TEXT_BYTES
 from fusco.core.errors import MismatchError, RejectedInputError
 
-Terms: TypeAlias = Mapping[str, int | float | str | list[str]]
+Fields: TypeAlias = Mapping[str, int | float | str | list[str]]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class CollectiveFingerprint:
     """What all ranks must agree on in one collective.
 
-    ``terms`` are named values that must be equal everywhere. ``rejection`` says why this rank's input was refused,
-    ``""`` if it was not; its terms do not count then.
+    ``fields`` are named values that must be equal everywhere. ``rejection`` says why this rank's input was refused,
+    ``""`` if it was not; its fields do not count then.
     """
 
     operation: str
-    terms: Terms = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
     rejection: str = ""
 
     def encode(self) -> bytes:
@@ -33,49 +33,51 @@ class Agreement:
         return text
 
     def _to_json(self, rejection: str) -> bytes:
-        return json.dumps({"operation": self.operation, "terms": self.terms, "rejection": rejection}).encode()
+        return json.dumps({"operation": self.operation, "fields": self.fields, "rejection": rejection}).encode()
 
     @classmethod
-    def decode(cls, text: bytes) -> Agreement:
+    def decode(cls, text: bytes) -> CollectiveFingerprint:
         """From JSON text."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Record:
-    """An agreement and the counts that a rank publishes with it."""
+    """A fingerprint and the counts that a rank publishes with it."""
 
-    agreement: Agreement
+    fingerprint: CollectiveFingerprint
     counts: tuple[int, ...]
 
 
-def check_agreement(agreements: Sequence[Agreement], rank: int) -> None:
-    """Raise, the same on all ranks, unless ``agreements[r]`` of all ranks go together.
+def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int) -> None:
+    """Raise, the same on all ranks, unless ``fingerprints[r]`` of all ranks go together.
 
     A rank with a rejection of its own does not raise; its caller has the original error.
 
-    >>> two = [Agreement("dispatch", {"num_topk": 8}), Agreement("dispatch", {"num_topk": 4})]
-    >>> check_agreement(two, rank=0)
+    >>> two = [CollectiveFingerprint("dispatch", {"num_topk": 8}), CollectiveFingerprint("dispatch", {"num_topk": 4})]
+    >>> check_fingerprints(two, rank=0)
     Traceback (most recent call last):
     fusco.core.errors.MismatchError: ranks disagree in dispatch: num_topk is 8 on rank 0, 4 on rank 1
     """
-    own = agreements[rank]
-    if not own.rejection and all(agreement is own or agreement == own for agreement in agreements):
+    own = fingerprints[rank]
+    if not own.rejection and all(other is own or other == own for other in fingerprints):
         return
-    operations = _group_by([agreement.operation for agreement in agreements])
+    operations = _group_by([fingerprint.operation for fingerprint in fingerprints])
     if len(operations) > 1:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")
-    operation = agreements[rank].operation
+    operation = own.operation
 
-    if agreements[rank].rejection:
+    if own.rejection:
         return
-    rejections = [f"rank {r} rejected its input: {a.rejection}" for r, a in enumerate(agreements) if a.rejection]
+    rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
     if rejections:
         raise RejectedInputError(f"{operation} was called off on all ranks, since {'; '.join(rejections)}")
 
-    names = dict.fromkeys(name for agreement in agreements for name in agreement.terms)
-    by_term = {name: _group_by([agreement.terms.get(name, "not given") for agreement in agreements]) for name in names}
-    differing = [f"{name} is {_listing(groups)}" for name, groups in by_term.items() if len(groups) > 1]
+    names = dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint.fields)
+    by_field = {
+        name: _group_by([fingerprint.fields.get(name, "not given") for fingerprint in fingerprints]) for name in names
+    }
+    differing = [f"{name} is {_listing(groups)}" for name, groups in by_field.items() if len(groups) > 1]
     if differing:
         raise MismatchError(f"ranks disagree in {operation}: {'; '.join(differing)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from fusco.control.fingerprint import Agreement, Record
+from fusco.control.fingerprint import CollectiveFingerprint, Record
 from fusco.control.node_flags import wait_for_flag
 from fusco.control.node_memory import NodeMemory
 from fusco.control.tcp_mesh import Mail
@@ -48,7 +48,7 @@ class Exchange:
             wait_for_flag(memory, self._watch, flag, collective, phase, "its record", node, pass_on)
         self._watch.wait_until(self._has_sent, lambda: Stall("sending records", tuple(to_node), "all sent", "not all"))
         return [
-            self._read(memory.record_bytes(local, node), own_text, record.agreement)
+            self._read(memory.record_bytes(local, node), own_text, record.fingerprint)
             for local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True)
         ]
 
@@ -57,7 +57,7 @@ class Exchange:
         return self._mail.is_done
 
     def _write(self, memory: memoryview, record: Record) -> bytes:
-        text = record.agreement.encode()
+        text = record.fingerprint.encode()
         header = (len(text), len(record.counts), *record.counts)
         assert len(header) <= self._layout.record_ints, (len(header), self._layout.record_ints)
         first_char = self._layout.record_ints * 8
@@ -66,10 +66,10 @@ class Exchange:
         memory[first_char : first_char + len(text)] = text
         return text
 
-    def _read(self, memory: memoryview, own_text: bytes, own: Agreement) -> Record:
+    def _read(self, memory: memoryview, own_text: bytes, own: CollectiveFingerprint) -> Record:
         num_chars, num_counts = struct.unpack_from("2q", memory)
         counts = struct.unpack_from(f"{num_counts}q", memory, 16)
         first_char = self._layout.record_ints * 8
         text = memory[first_char : first_char + num_chars].tobytes()
         # As a rule all ranks say the same, and need not spell it out to each other.
-        return Record(own if text == own_text else Agreement.decode(text), counts)
+        return Record(own if text == own_text else CollectiveFingerprint.decode(text), counts)

@@ -42,17 +42,35 @@ class Peer:
 class Watch:
     """Waits for peers. One for each communicator; not for several threads."""
 
-    def __init__(self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float, spin_s: float = 0.0
+    ) -> None:
+        """``spin_s``: how long to look without a pause first; only where ranks do not share cores."""
         self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
+        self._spin_s = spin_s
         self._settling_s = min(_SETTLING * timeout_s, _LONGEST_SETTLING_S)
-        self.network_failure: Callable[[], str] = str  # "" while the network works; whoever has one sets it
-        # What a device waited for when its own limit ran out; whoever has a device sets it.
-        self.device_stall: Callable[[], Stall | None] = lambda: None
-        self.spin_s = 0.0  # how long to look without a pause first; only where ranks do not share cores
+        self._network_probes: list[Callable[[], str]] = []
+        self._device_probes: list[Callable[[], Stall | None]] = []
         self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
         self._pause_s = _FIRST_PAUSE_S
+
+    def add_network_probe(self, failure: Callable[[], str]) -> None:
+        """Ask this, too, whether a network has failed: it says how, or ``""`` while the network works.
+
+        By a method, as networks are connected with a watch, which must exist before.
+        """
+        self._network_probes.append(failure)
+
+    def add_device_probe(self, stall: Callable[[], Stall | None]) -> None:
+        """Ask this, too, what a device waited for when its own limit ran out: ``None`` while it works."""
+        self._device_probes.append(stall)
+
+    def check_device(self) -> None:
+        """Raise ``PeerFailureError`` if a wait of the device has run out."""
+        if stall := self._device_stall():
+            self.find_fault(stall, "the device waited in vain")
 
     def begin(self, collective: int, operation: str) -> None:
         """A collective begins; its name appears in errors and in answers to other ranks."""
@@ -79,7 +97,7 @@ class Watch:
     def pause(self, stall: Callable[[], Stall]) -> None:
         """Nothing moved: sleep a little, or raise ``PeerFailureError`` once it is clear that nothing will move."""
         now = time.monotonic()
-        if now - self._since_progress < self.spin_s:
+        if now - self._since_progress < self._spin_s:
             time.sleep(0)  # other threads may want the interpreter
         else:
             time.sleep(self._pause_s)
@@ -92,7 +110,7 @@ class Watch:
         if self._sentinel.verdict:
             raise self._failure(waiting_for, self._sentinel.verdict)
         concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
-        has_died, failure = any(map(self._is_dead, concerned)), self.network_failure()
+        has_died, failure = any(map(self._is_dead, concerned)), self._network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
             if dead := self._dead():
@@ -100,8 +118,7 @@ class Watch:
             self.find_fault(waiting_for, failure)
         if not self._sentinel.departures.keys().isdisjoint(concerned):
             self._blame_the_departed(stall)
-        if stalled := self.device_stall():
-            self.find_fault(stalled, "the device waited in vain")
+        self.check_device()
         if now - self._since_progress > _PATIENCE * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
 
@@ -160,6 +177,12 @@ class Watch:
             _, fd = self._process_fds.popitem()
             if fd is not None:
                 os.close(fd)
+
+    def _network_failure(self) -> str:
+        return next((failure for probe in self._network_probes if (failure := probe())), "")
+
+    def _device_stall(self) -> Stall | None:
+        return next((stall for probe in self._device_probes if (stall := probe())), None)
 
     def _dead(self) -> tuple[int, ...]:
         return tuple(filter(self._is_dead, self._peers))

@@ -23,6 +23,12 @@ def why_nothing_moves_here() -> str:
     return ""
 
 
+def require_movable_tensors(verb: str) -> None:
+    """Raise ``TypeError`` where a verb is called inside a transform or a trace, with ``why_nothing_moves_here``."""
+    if why_not := why_nothing_moves_here():
+        raise TypeError(f"{verb} {why_not}")
+
+
 def why_not_movable(tensor: torch.Tensor) -> str:
     """Why the values of a tensor cannot be moved as bytes, and what to do, to follow its name; ``""`` if they can.
 

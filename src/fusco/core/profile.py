@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,8 @@ class CallProfile:
 
     Attributes:
         operation: for example ``"dispatch #3"``.
-        planning_s: exchanging routing and making the plan.
+        planning_s: agreeing with all ranks, in every collective; in a dispatch also exchanging routing and making the
+            plan, in an all-to-all making the schedule.
         staging_s: copying rows into peer-visible memory, in the order they have.
         wire_s: moving rows to their final places.
         rearranging_s: passes over memory that only rearrange rows. This engine has none; the field is there so that
@@ -48,3 +49,27 @@ class CallProfile:
         finally:
             name = f"{kind}_s"
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    def count_sms(self, num_sms: int) -> None:
+        """Count multiprocessors that are at work at once."""
+        self.num_sms = max(self.num_sms, num_sms)
+
+
+@dataclass
+class Call:
+    """One collective under way.
+
+    Attributes:
+        sequence_number: of the latest exchange of records, which is one a collective, as a rule; the same on all ranks.
+        profile: where times, bytes and multiprocessors are counted.
+
+    """
+
+    sequence_number: int
+    profile: CallProfile
+    _exchange: Callable[[Mapping[str, str]], int] | None = None  # compares, and returns the next sequence number
+
+    def compare(self, fields: Mapping[str, str]) -> None:
+        """Compare more fields among all ranks, in another exchange of records; ``MismatchError`` if they differ."""
+        assert self._exchange, "nothing to compare with"
+        self.sequence_number = self._exchange(fields)

@@ -44,6 +44,11 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
 
 
+def wants_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient will be asked for."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, uint8 (num_bytes,); without a gradient.
 

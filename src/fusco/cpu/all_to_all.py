@@ -17,7 +17,7 @@ from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.staging import Staging
-from fusco.engine.messages import CourseSlice, cut
+from fusco.engine.all_to_all import CourseSlice, cut
 from fusco.engine.tasks import Task
 from fusco.schedule.cost import Links
 from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,24 @@ from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.routing import Routing
 
 _ROUTING_TAG = 1  # routing does not queue behind rows
+
+
+@dataclass(frozen=True)
+class DispatchCounts:
+    """What a rank tells the others of its dispatch: its tokens, and how many of them concern each node but its own."""
+
+    num_tokens: int
+    num_rows_to_node: tuple[int, ...]
+
+    def pack(self) -> list[int]:
+        """As counts."""
+        return [self.num_tokens, *self.num_rows_to_node]
+
+    @classmethod
+    def unpack(cls, counts: Sequence[int]) -> DispatchCounts:
+        """From counts."""
+        num_tokens, *num_rows_to_node = counts
+        return cls(num_tokens, tuple(num_rows_to_node))
 
 
 class RoutingExchange:

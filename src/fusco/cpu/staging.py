@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusco.engine.messages import CourseSlice
+from fusco.engine.all_to_all import CourseSlice
 
 
 class Staging:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from fusco.core.profile import CallProfile
-from fusco.cuda.context import Kernels
 from fusco.cuda.network import Network, messages_of
-from fusco.engine.messages import CourseSlice, cut
+from fusco.engine.all_to_all import CourseSlice, cut
+from fusco.engine.byte_stream import Copy
 from fusco.schedule.cost import Links
 from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
 
@@ -26,11 +26,9 @@ LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
 class RoundsOfMessages:
     """Runs an itinerary; one for each call."""
 
-    def __init__(
-        self, itinerary: Itinerary, memories: Sequence[torch.Tensor], network: Network, kernels: Kernels
-    ) -> None:
-        """``memories`` are uint8, in the itinerary's order, of the sizes that it says."""
-        self._itinerary, self._memories, self._network, self._kernels = itinerary, memories, network, kernels
+    def __init__(self, itinerary: Itinerary, memories: Sequence[torch.Tensor], network: Network, copy: Copy) -> None:
+        """Of ``memories``, uint8, in the itinerary's order and of its sizes; ``copy`` is on the network's stream."""
+        self._itinerary, self._memories, self._network, self._copy = itinerary, memories, network, copy
 
     def run(self, profile: CallProfile) -> None:
         """Launch everything on the network's stream, which is the current one."""
@@ -74,13 +72,13 @@ class RoundsOfMessages:
         memory = self._room_for(message)
         if len(message.spans) > 1:
             for i, offset, first, num_bytes in _by_memory(message):
-                self._kernels.copy_segments(self._memories[i], offset, memory, first, num_bytes)
+                self._copy(self._memories[i], offset, memory, first, num_bytes)
         return memory
 
     def _scatter(self, memory: torch.Tensor, message: CourseSlice) -> None:
         if len(message.spans) > 1:
             for i, offset, first, num_bytes in _by_memory(message):
-                self._kernels.copy_segments(memory, first, self._memories[i], offset, num_bytes)
+                self._copy(memory, first, self._memories[i], offset, num_bytes)
 
     def _room_for(self, message: CourseSlice) -> torch.Tensor:
         """Where a message stands or shall stand, if in one piece; else memory for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -11,9 +12,10 @@ from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.segments import Segments
 from fusco.cuda.arena import Arena
-from fusco.cuda.context import Kernels
+from fusco.cuda.context import CudaContext
+from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.network import Network, messages_of
-from fusco.engine.byte_stream import StreamIn, StreamOut, in_turn
+from fusco.engine.byte_stream import Copy, StreamIn, StreamOut, in_turn
 from fusco.engine.tasks import Task
 
 
@@ -94,9 +96,9 @@ class NetworkExchange:
     """All streams to and from ranks of other nodes: packed, sent side by side, and unpacked when all have arrived."""
 
     def __init__(
-        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], network: Network, kernels: Kernels
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], network: Network, copy: Copy
     ) -> None:
-        self._kernels, self._receive = kernels, receive
+        self._copy, self._receive = copy, receive
         self._peers = tuple(dict.fromkeys((*send, *receive)))
         caller = torch.cuda.current_stream()
         outgoing = {dst: self._packed(segments) for dst, segments in send.items()}
@@ -114,7 +116,7 @@ class NetworkExchange:
             return False
         for src, segments in self._receive.items():
             at, message = segments.descriptors, self._incoming[src]
-            self._kernels.copy_segments(message, at.packed_offset_bytes, segments.memory, at.offset_bytes, at.num_bytes)
+            self._copy(message, at.packed_offset_bytes, segments.memory, at.offset_bytes, at.num_bytes)
         self._has_unpacked = _event_after_copy()
         return True
 
@@ -129,18 +131,19 @@ class NetworkExchange:
 
     def _packed(self, segments: Segments) -> torch.Tensor:
         at, message = segments.descriptors, _room_for(segments)
-        self._kernels.copy_segments(segments.memory, at.offset_bytes, message, at.packed_offset_bytes, at.num_bytes)
+        self._copy(segments.memory, at.offset_bytes, message, at.packed_offset_bytes, at.num_bytes)
         return message
 
 
 class DeviceStreams:
-    """See ``StreamMaker``."""
+    """See ``StreamMaker``; for one call, which launches on one stream."""
 
     def __init__(
-        self, memory: NodeMemory, arena: Arena, kernels: Kernels, network: Network | None, device: torch.device
+        self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream
     ) -> None:
-        self.device = device
-        self._memory, self._arena, self._kernels, self._network = memory, arena, kernels, network
+        self.device = context.arena.device
+        self._memory, self._arena, self._network = memory, context.arena, network
+        self._copy = partial(copy_segments, context.launcher(stream))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
         """See ``StreamMaker``."""
@@ -148,15 +151,15 @@ class DeviceStreams:
         tasks: list[Task] = []
         far_send, far_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
         if self._network and (far_send or far_receive):
-            tasks.append(NetworkExchange(far_send, far_receive, self._network, self._kernels))
+            tasks.append(NetworkExchange(far_send, far_receive, self._network, self._copy))
         for dst, segments in in_turn(rank, send):
             if dst not in far_send:
                 ring_out = DeviceRingOut(self._memory, self._arena, local_of(dst))
-                tasks.append(StreamOut(segments, ring_out, dst, size, self._kernels.copy_segments))
+                tasks.append(StreamOut(segments, ring_out, dst, size, self._copy))
         for src, segments in in_turn(rank, receive):
             if src not in far_receive:
                 ring_in = DeviceRingIn(self._memory, self._arena, local_of(src))
-                tasks.append(StreamIn(segments, ring_in, src, size, self._kernels.copy_segments))
+                tasks.append(StreamIn(segments, ring_in, src, size, self._copy))
         return tasks
 
     def _on_other_nodes(self, partners: Mapping[int, Segments]) -> dict[int, Segments]:

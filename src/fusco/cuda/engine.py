@@ -4,68 +4,97 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fusco.control.connect import connect, raise_if_any
-from fusco.control.fingerprint import Agreement
+from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import keep_for_good
 from fusco.control.layout import ArenaLayout
-from fusco.control.session import Rounds
 from fusco.control.store_gather import RollCall
 from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.core.launch import Launch
 from fusco.core.placement import ExpertPlacement
-from fusco.core.profile import CallProfile
-from fusco.core.rows import aligned, row_bytes
+from fusco.core.profile import Call
+from fusco.core.rows import row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import LINKS, RoundsOfMessages
 from fusco.cuda.arena import Arena, allocate_visible
 from fusco.cuda.byte_streams import DeviceStreams
-from fusco.cuda.context import Kernels
+from fusco.cuda.context import CudaContext
+from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.internode import InternodeShuffle
-from fusco.cuda.intranode import STAGED, NodeShuffle
+from fusco.cuda.intranode import IntranodeShuffle
+from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
 from fusco.cuda.last_work import LastWork
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
+from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
-from fusco.engine.base import Delivery, DispatchOrder, ExchangeOrder
-from fusco.engine.byte_stream import check_sizes, stream_sizes, stream_with
-from fusco.engine.exchange_plan import agree_on_exchange
-from fusco.engine.tasks import run
+from fusco.engine.all_to_all import plan_all_to_all, sizes_of
+from fusco.engine.base import (
+    AllToAllRequest,
+    CombineRequest,
+    DispatchOutput,
+    DispatchRequest,
+    EmptyRequest,
+    Pending,
+    RedispatchRequest,
+    ShuffleRequest,
+)
+from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
+from fusco.engine.tasks import run_tasks
 from fusco.planner.routing import describe_stranger
+from fusco.schedule.itinerary import Itinerary
 
 _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
-_IN_VAIN = "its device waited in vain"
 # How long a rank looks without pause for what its peers' processes and its device are about to say: as long as hosts
 # may be ahead of their devices in training. With pauses a device may stand idle for half a millisecond.
-_SPIN_S = 50e-3
+SPIN_S = 50e-3
 _ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
+
+
+_PlanT = TypeVar("_PlanT", bound=DevicePlan)
+
+
+class Shuffle(Protocol[_PlanT]):
+    """What depends on whether there is one node, or several. Everything is launched on the given stream."""
+
+    def prepare_dispatch(
+        self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
+    ) -> Pending[DispatchOutput[_PlanT]]:
+        """See ``Engine``."""
+
+    def prepare_redispatch(
+        self, request: RedispatchRequest[_PlanT], call: Call, stream: torch.cuda.Stream
+    ) -> Pending[list[torch.Tensor]]:
+        """See ``Engine``."""
+
+    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Sum rows, once all ranks agree."""
 
 
 class CudaEngine:
     """See ``fusco.engine.base.Engine``."""
 
     def __init__(
-        self,
-        roll: RollCall,
-        layout: ArenaLayout,
-        hosts: Sequence[str],
-        listen_on: str,
-        placement: ExpertPlacement,
-        device: torch.device,
+        self, connections: Connections, layout: ArenaLayout, placement: ExpertPlacement, device: torch.device
     ) -> None:
-        """Connect to all other ranks and map their arenas; for the arguments see ``connect``."""
-        self._topology, self._rank, self._device = layout.topology, roll.rank, device
+        """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
+
+        The connections stay the caller's, who closes them after this. Only records and words for byte streams stand in
+        their memory; rows never do.
+        """
+        self._topology, self._device = layout.topology, device
         if layout.capacity.num_topk > _MAX_TOPK or self._topology.ranks_per_node > _MAX_RANKS:
             raise ValueError(
                 f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
@@ -73,47 +102,39 @@ class CudaEngine:
             )
         library = Library(device)
         _check_room_to_plan(placement, library)
-        self._wire_dtype, self._placement = layout.settings.wire_dtype, placement
-        self._launched_on: list[torch.cuda.Stream] = []
+        roll, self._watch, self._memory = connections.roll, connections.watch, connections.memory
+        self._rank, self._placement = roll.rank, placement
         self._ending_s = _ENDING * layout.settings.timeout_s
         self._last_work: LastWork | None = None
+        self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            # Records and words for byte streams stand in host memory; rows never do.
-            self._connections = connect(roll, layout.without_rows(), hosts, listen_on)
-            resources.callback(self._connections.close)
-            self._watch = self._connections.watch
-            self._watch.spin_s = _SPIN_S
+            self._order = StreamOrder(device)
             device_layout = DeviceLayout(self._topology, layout.capacity, layout.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
             resources.callback(self._let_go_of_memory)
-            self._kernels = Kernels(library, self._arena, placement)
-            self._order = StreamOrder(device, self._kernels, self._launched_on)
-            self._network: Network | None = None
+            self._context = CudaContext.of(library, self._arena, placement, self._watch)
             if self._topology.num_nodes > 1:
-                num_remote_nodes = self._topology.num_nodes - 1
-                self._network = Network(roll, self._watch, device, layout.settings.timeout_s, num_remote_nodes)
+                self._network = self._connect_nodes(roll, layout.settings.timeout_s)
                 resources.callback(self._network.close)
-                self._network.guard.on_stall = self._arena.abort
-                self._launched_on.append(self._network.stream)
-            self._streams = DeviceStreams(self._connections.memory, self._arena, self._kernels, self._network, device)
-            self._rounds = Rounds(roll.rank, self._connections, self._arena.abort)
-            self._node = NodeShuffle(self._arena, self._kernels, placement, self._rounds, self._watch)
-            self._launched_on.append(self._node.staging_stream)
-            self._internode = InternodeShuffle(self._node, self._network) if self._network else None
-            if self._internode:
-                self._launched_on.append(self._internode.packing_stream)
-            self._watch.device_stall = self._device_stall
+            self._shuffle = self._make_shuffle()
+            self._watch.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # whichever stream the first verb runs on
             roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
             self._resources = resources.pop_all()
 
-    @property
-    def profile(self) -> CallProfile:
-        """See ``Engine``. Times are the host's: what it took to launch."""
-        profile = self._rounds.profile
-        profile.num_sms = self._kernels.num_sms
-        return profile
+    def _connect_nodes(self, roll: RollCall, timeout_s: float) -> Network:
+        stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
+        return Network(roll, self._watch, stream, num_remote_nodes, timeout_s, self._arena.abort)
+
+    def _make_shuffle(self) -> Shuffle[Any]:
+        """Of the plans that it makes itself."""
+        planner = DevicePlanner(self._context)
+        own_rows = OwnRows(self._context, self._order.new_stream())
+        if not self._network:
+            return IntranodeShuffle(self._context, planner, own_rows)
+        packing_stream = self._order.new_stream(priority=-1)
+        return InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
 
     @property
     def topology(self) -> Topology:
@@ -121,17 +142,9 @@ class CudaEngine:
         return self._topology
 
     @property
-    def num_collectives(self) -> int:
+    def is_asynchronous(self) -> bool:
         """See ``Engine``."""
-        return self._rounds.number
-
-    @contextmanager
-    def collective(self, operation: str) -> Iterator[None]:
-        """See ``Engine``."""
-        with self._rounds.collective(operation):
-            if waited_in_vain := self._device_stall():
-                self._watch.find_fault(waited_in_vain, _IN_VAIN)
-            yield
+        return True
 
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
@@ -146,108 +159,118 @@ class CudaEngine:
         report.overflow_needed = 0
         return error
 
-    def agree(self, agreement: Agreement) -> None:
-        """See ``Engine``."""
-        self._rounds.publish(agreement, [])
+    def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
+        """See ``Engine``. Between nodes it waits, on the host, for the counts of rows, and looks at expert ids."""
+        launch = request.launch
+        inputs = (*request.payloads, request.routing.topk_idx, request.routing.topk_weights)
+        with self._order.on_stream(launch, *inputs) as stream:
+            pending: Pending[DispatchOutput[DevicePlan]] = self._shuffle.prepare_dispatch(request, call, stream)
 
-    def dispatch(self, agreement: Agreement, order: DispatchOrder | None) -> Delivery | None:
-        """See ``Engine``."""
-        if order is None or agreement.rejection:
-            self._rounds.publish(agreement, [0, *STAGED])
-            return None
-        inputs = (*order.payloads, order.routing.topk_idx, order.routing.topk_weights)
-        with self._order.on_stream(order.launch, *inputs) as stream:
-            plan, rows, rejection = (self._internode or self._node).dispatch(agreement, order, stream)
-        if plan is not None:
-            self._order.hand_over([*rows, *plan.tensors], order.launch)
-        return Delivery(plan, rows, rejection)
+        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DevicePlan]:
+            with self._order.resumed(stream):
+                output = pending.run(counts)
+            self._order.hand_over([*output.rows, *output.plan.tensors], launch)
+            return output
 
-    def dispatch_along(
-        self, agreement: Agreement, plan: Any, payloads: Sequence[torch.Tensor], launch: Launch
-    ) -> list[torch.Tensor] | None:
-        """See ``Engine``."""
-        if agreement.rejection:
-            self._rounds.publish(agreement, [0, *STAGED])
-            return None
-        with self._order.on_stream(launch, *payloads, held=plan.tensors) as stream:
-            rows = (self._internode or self._node).dispatch_along(agreement, plan, payloads, launch, stream)
-        self._order.hand_over(rows, launch)
-        return rows
+        return Pending(pending.counts, run)
 
-    def combine(
-        self, agreement: Agreement, plan: Any, rows: torch.Tensor, weights: torch.Tensor | None, launch: Launch
-    ) -> torch.Tensor | None:
+    def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
         """See ``Engine``."""
-        self._rounds.publish(agreement, [])
-        if agreement.rejection:
-            return None
-        is_weighted = weights is not None
-        with self._order.on_stream(launch, rows, held=plan.tensors) as stream, self.profile.spend("wire"):
-            same = aligned(rows)
-            wire_dtype = torch.promote_types(same.dtype, self._wire_dtype or same.dtype)
-            out = (self._internode or self._node).combine(
-                plan, same, wire_dtype, launch, stream, is_weighted=is_weighted
-            )
-        self._order.hand_over([out], launch)
-        return out
+        launch = request.launch
+        with self._order.on_stream(launch, *request.payloads, held=request.plan.tensors) as stream:
+            pending = self._shuffle.prepare_redispatch(request, call, stream)
 
-    def shuffle(self, agreement: Agreement, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+            with self._order.resumed(stream):
+                rows = pending.run(counts)
+            self._order.hand_over(rows, launch)
+            return rows
+
+        return Pending(pending.counts, run)
+
+    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
+        """See ``Engine``."""
+        launch = request.launch
+
+        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
+            on_stream = self._order.on_stream(launch, request.rows, held=request.plan.tensors)
+            with on_stream as stream, call.profile.spend("wire"):
+                out = self._shuffle.combine(request, call, stream)
+            self._order.hand_over([out], launch)
+            return out
+
+        return Pending((), run)
+
+    def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
         """See ``Engine``. Returns when everything has arrived."""
-        world_size = self._topology.world_size
-        records = self._rounds.publish(agreement, stream_sizes(send, receive, world_size))
-        if agreement.rejection:
-            return
-        check_sizes(records, world_size)
-        with self._order.on_stream(Launch()), self.profile.spend("wire"):
-            run(self._streams.tasks(send, receive), self._watch)
+        sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
-    def all_to_all(self, agreement: Agreement, exchange: ExchangeOrder | None) -> None:
+        def run(counts: Sequence[Sequence[int]]) -> None:
+            check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
+            with self._order.on_stream(Launch()) as stream, call.profile.spend("wire"):
+                run_tasks(self._streams(stream).tasks(request.send, request.receive), self._watch)
+
+        return Pending(sizes.pack(), run)
+
+    def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         """See ``Engine``. In order with everything else on the caller's stream; on one node the host waits for it."""
-        itinerary = agree_on_exchange(self._rounds, agreement, exchange, self._topology, self._rank, LINKS)
-        if itinerary is None or exchange is None:
-            return
-        with self.profile.spend("wire"), self._order.on_stream(Launch(), exchange.input, exchange.output) as stream:
-            if self._network is None:
-                send = _by_peer(exchange.input, exchange.send_rows)
-                receive = _by_peer(exchange.output, exchange.receive_rows)
-                run(self._streams.tasks(send, receive), self._watch)
-                num_rows = sum(exchange.receive_rows) - exchange.receive_rows[self._rank]
-                self.profile.intranode_row_bytes += num_rows * exchange.row_bytes
-                return
-            network = self._network.stream
-            network.wait_stream(stream)
-            with torch.cuda.stream(network):
-                self._kernels.stream = network.cuda_stream
-                source, target = exchange.memories
-                spare = [source.new_empty(size) for size in itinerary.spare_bytes]
-                RoundsOfMessages(itinerary, [source, target, *spare], self._network, self._kernels).run(self.profile)
-            stream.wait_stream(network)
+
+        def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
+            with call.profile.spend("planning"):
+                itinerary = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+            on_stream = self._order.on_stream(Launch(), request.input, request.output)
+            with call.profile.spend("wire"), on_stream as stream:
+                if self._network:
+                    self._exchange_between_nodes(request, itinerary, call, stream)
+                else:
+                    self._exchange_within_node(request, call, stream)
+            return request
+
+        return Pending(sizes_of(request).pack(), run)
+
+    def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
+        send = _by_peer(request.input, request.send_rows)
+        receive = _by_peer(request.output, request.receive_rows)
+        run_tasks(self._streams(stream).tasks(send, receive), self._watch)
+        num_rows = sum(request.receive_rows) - request.receive_rows[self._rank]
+        call.profile.intranode_row_bytes += num_rows * request.row_bytes
+
+    def _exchange_between_nodes(
+        self, request: AllToAllRequest, itinerary: Itinerary, call: Call, stream: torch.cuda.Stream
+    ) -> None:
+        assert self._network
+        network = self._network.stream
+        network.wait_stream(stream)
+        with torch.cuda.stream(network):
+            source, target = request.memories
+            memories = [source, target, *(source.new_empty(size) for size in itinerary.spare_bytes)]
+            copy = partial(copy_segments, self._context.launcher(network))
+            RoundsOfMessages(itinerary, memories, self._network, copy).run(call.profile)
+        stream.wait_stream(network)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""
-        with self._stream_with(dst, f"gather_send to rank {dst}", segments):
-            run(self._streams.tasks({dst: segments}, {}), self._watch)
+        with self._order.on_stream(Launch()) as stream:
+            streams = self._streams(stream)
+            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watch):
+                run_tasks(streams.tasks({dst: segments}, {}), self._watch)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""
-        with self._stream_with(src, f"scatter_recv from rank {src}", segments):
-            run(self._streams.tasks({}, {src: segments}), self._watch)
+        with self._order.on_stream(Launch()) as stream:
+            streams = self._streams(stream)
+            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watch):
+                run_tasks(streams.tasks({}, {src: segments}), self._watch)
 
-    def empty(self, agreement: Agreement, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
         """See ``Engine``."""
-        num_bytes, memory, error = torch.Size(shape).numel() * dtype.itemsize, None, None
-        if not agreement.rejection:
-            try:
-                memory = allocate_visible(num_bytes, self._device)
-            except SharedMemoryError as failure:
-                error, agreement = failure, replace(agreement, rejection=str(failure))
-        self._rounds.publish(agreement, [])
-        if error:
-            raise error
-        if memory is None:
-            return None
-        self._arena.share(memory)
-        return memory[:num_bytes].view(dtype).view(shape)
+        memory = allocate_visible(request.num_bytes, self._device)
+
+        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
+            self._arena.share(memory)
+            return memory[: request.num_bytes].view(request.dtype).view(request.shape)
+
+        return Pending((), run)
 
     def wait(self) -> None:
         """See ``Engine``."""
@@ -255,18 +278,14 @@ class CudaEngine:
 
     def synchronize(self) -> None:
         """See ``Engine``."""
-        with self._rounds.operation("synchronize"):
-            if self._order.latest is None:
-                return
-            done = self._order.mark()
-            self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
-            if waited_in_vain := self._device_stall():
-                self._watch.find_fault(waited_in_vain, _IN_VAIN)
+        if self._order.latest is None:
+            return
+        done = self._order.mark()
+        self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
+        self._watch.check_device()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """See ``Engine``."""
-        with self.collective("settle"):
-            self.agree(Agreement("settle"))
         if self._network:
             self._network.finish()
 
@@ -277,19 +296,14 @@ class CudaEngine:
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """See ``Engine``."""
-        self._node.timeline = timeline
+        self._context.record(timeline)
 
-    def abandon(self, reason: str) -> None:
+    def abort(self) -> None:
         """See ``Engine``."""
-        self._rounds.abandon(reason)
-
-    def depart(self, reason: str) -> None:
-        """See ``Engine``."""
-        self._rounds.depart(reason)
+        self._arena.abort()
 
     def close(self) -> None:
         """See ``Engine``."""
-        self._rounds.end("it is closed")
         self._resources.close()
 
     def _let_go_of_memory(self) -> None:
@@ -306,7 +320,7 @@ class CudaEngine:
     def _has_work_ended(self) -> bool:
         try:
             if self._last_work is None:
-                streams = [*self._launched_on, torch.cuda.current_stream(self._device)]
+                streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
                 self._last_work = LastWork(streams, self._ending_s)
             return self._last_work.ends()
         except RuntimeError:  # of CUDA, which will not say more about this device
@@ -318,12 +332,8 @@ class CudaEngine:
         failure = self._arena.failure
         return stall_of(failure, self._arena.node_ranks) if failure.is_set else None
 
-    @contextmanager
-    def _stream_with(self, peer: int, name: str, segments: Segments) -> Iterator[None]:
-        with self._rounds.operation(name), self._order.on_stream(Launch()):
-            self._watch.begin(self._rounds.number, name)
-            with stream_with(self._streams, peer, name, segments, self._watch):
-                yield
+    def _streams(self, stream: torch.cuda.Stream) -> DeviceStreams:
+        return DeviceStreams(self._memory, self._context, self._network, stream)
 
 
 def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:

@@ -17,19 +17,27 @@ from functools import partial
 
 import torch
 
-from fusco.control.fingerprint import Agreement
 from fusco.core.launch import Launch
+from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype, aligned, row_bytes
+from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import Crossing, InternodePlan
-from fusco.cuda.intranode import NodeShuffle
+from fusco.cuda.kernels.add_returned import add_returned
+from fusco.cuda.kernels.combine_rows import combine_rows
+from fusco.cuda.kernels.gather_rows import gather_rows
+from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.payload import Payload
+from fusco.cuda.kernels.plan_forwarding import plan_forwarding
+from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
+from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
+from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
 from fusco.engine.agreed_groups import agreed_groups
-from fusco.engine.base import DispatchOrder
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.routing import Routing, describe_stranger
@@ -41,94 +49,96 @@ _NUM_SMS = 32
 class InternodeShuffle:
     """What one rank does where there are several nodes."""
 
-    def __init__(self, node: NodeShuffle, network: Network) -> None:
-        self._node, self._network, layout = node, network, node.arena.layout
-        self._layout, self._topology = layout, layout.topology
-        device = node.arena.device
-        self.packing_stream = torch.cuda.Stream(device, priority=-1)
-        self._ring = SliceRing(network, layout, device)
+    def __init__(
+        self,
+        context: CudaContext,
+        planner: DevicePlanner,
+        own_rows: OwnRows,
+        network: Network,
+        packing_stream: torch.cuda.Stream,
+    ) -> None:
+        self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
+        self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
+        self._packing_stream = packing_stream
+        self._ring = SliceRing(network, self._layout, self._arena.device)
         self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64, device="cpu").pin_memory()
         self._has_summary = torch.cuda.Event()
 
-    def dispatch(
-        self, agreement: Agreement, order: DispatchOrder, stream: torch.cuda.Stream
-    ) -> tuple[InternodePlan | None, list[torch.Tensor], Exception | None]:
-        """See ``NodeShuffle.dispatch``."""
-        node, launch = self._node, _with_sms(order.launch)
-        order = replace(order, launch=launch)
-        routing = replace(order.routing, topk_idx=order.routing.topk_idx.contiguous())
-        payloads = list(map(aligned, order.payloads))
-        with node.spend("planning"):
-            with node.timeline.span("plan", "rows for each node"):
-                forwarding = node.kernels.forwarding(routing.topk_idx, self._summary)
-            *counts, bad_pair, bad_id = self._read_summary(stream)
-            rejection = self._rejection_of(routing, bad_pair, bad_id)
-            if rejection:
-                agreement = replace(agreement, rejection=str(rejection))
-            records = node.rounds.publish(agreement, [routing.num_tokens, *node.place_of(payloads), *counts])
-            if rejection:
-                return None, [], rejection
+    def prepare_dispatch(
+        self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
+    ) -> Pending[DispatchOutput[InternodePlan]]:
+        """Plan and move rows; waits until the device has counted those for each node.
 
-            num_rows = tuple(record.counts[3:] for record in records)
-            traffic = Traffic.from_counts(self._topology, num_rows)
-            groups = agreed_groups(node.rounds, agreement.operation, order.balancer, traffic)
-            crossing = Crossing(node.arena.rank, groups, num_rows)
-            told = RoutingMessages(routing, forwarding, crossing)
-            self._pack_routing(told, stream)
-        with node.staging(payloads, records, launch, stream):
-            # Routing travels beside the first slice: by itself it would cost the network's latency once more.
-            sending = self._send(payloads, forwarding, crossing, stream, (told.sends, told.receives))
-            with node.spend("wire"):
-                arrivals = list(itertools.islice(sending, 1))
-            if arrivals:
-                stream.wait_event(arrivals[0])
-            on_node = crossing.num_rows_on_node([record.counts[0] for record in records])
-            plan_type = partial(InternodePlan, crossing=crossing, forwarding=forwarding)
-            with node.spend("planning"):
-                plan = node.make_plan(plan_type, order, told.published, on_node, crossing.sources)
-            with node.spend("wire"):
-                arrivals += sending
-            if not order.static:
-                with node.spend("planning"):
-                    plan = node.size_exactly(plan)
-            with node.spend("wire"):
-                rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        with node.spend("wire"):
-            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
-        return plan, rows, None
+        Raises ``ValueError`` for an id that is no expert.
+        """
+        request = replace(request, launch=_with_sms(request.launch))
+        routing = replace(request.routing, topk_idx=request.routing.topk_idx.contiguous())
+        payloads = list(map(aligned, request.payloads))
+        with self._context.timeline.span("plan", "rows for each node"):
+            forwarding = plan_forwarding(
+                self._context.launcher(stream),
+                routing.topk_idx,
+                self._context.expert_to_node,
+                self._context.node,
+                self._summary,
+            )
+        *num_rows_to_node, bad_pair, bad_id = self._read_summary(stream)
+        self._require_experts(routing, bad_pair, bad_id)
 
-    def dispatch_along(
-        self,
-        agreement: Agreement,
-        plan: InternodePlan,
-        payloads: Sequence[torch.Tensor],
-        launch: Launch,
-        stream: torch.cuda.Stream,
-    ) -> list[torch.Tensor]:
-        """See ``NodeShuffle.dispatch_along``."""
-        node, launch = self._node, _with_sms(launch)
-        payloads = list(map(aligned, payloads))
-        records = node.rounds.publish(agreement, [plan.num_tokens, *node.place_of(payloads)])
-        with node.staging(payloads, records, launch, stream), node.spend("wire"):
-            arrivals = list(self._send(payloads, plan.forwarding, plan.crossing, stream))
-            rows = node.scatter_own(plan, plan.own_rows, payloads, records, launch)
-        with node.spend("wire"):
-            self._scatter_slices(plan, payloads, rows, arrivals, launch, stream)
-        return rows
+        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[InternodePlan]:
+            published = list(map(PublishedRows.unpack, counts))
+            transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
+            return self._dispatch(request, routing, forwarding, transfer)
 
-    def combine(
-        self,
-        plan: InternodePlan,
-        rows: torch.Tensor,
-        wire_dtype: torch.dtype,
-        launch: Launch,
-        stream: torch.cuda.Stream,
-        *,
-        is_weighted: bool,
-    ) -> torch.Tensor:
-        """Sum rows: first those of other nodes' tokens, as these have the network ahead of them."""
-        node, crossing, hidden = self._node, plan.crossing, rows.shape[1]
-        num_sms = _with_sms(launch).num_sms
+        return Pending(self._own_rows.publish(routing.num_tokens, payloads, num_rows_to_node).pack(), run)
+
+    def prepare_redispatch(
+        self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
+    ) -> Pending[list[torch.Tensor]]:
+        """Move rows along an earlier plan."""
+        plan, launch = request.plan, _with_sms(request.launch)
+        payloads = list(map(aligned, request.payloads))
+
+        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+            published = list(map(PublishedRows.unpack, counts))
+            transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
+            with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
+                arrivals = list(self._send(transfer, plan.forwarding, plan.crossing))
+                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
+            with call.profile.spend("wire"):
+                self._scatter_slices(plan, transfer, rows, arrivals)
+            return rows
+
+        return Pending(self._own_rows.publish(plan.num_tokens, payloads).pack(), run)
+
+    def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Sum rows: those of other nodes first, slice by slice, so that sums cross while own tokens are summed up."""
+        plan, rows = request.plan, aligned(request.rows)
+        timeline, launcher = self._context.timeline, self._context.launcher(stream)
+        returned, arrival = self._return_sums(request, rows, call, stream)
+        own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+        with timeline.span("sum", "own tokens", stream):
+            self._sum(request, plan.own_rows, rows, own, call, stream)
+        if arrival:
+            stream.wait_event(arrival)
+        out = rows.new_empty(plan.num_tokens, rows.shape[1])
+        remote_nodes = sorted(returned)
+        with timeline.span("add", "sums of other nodes", stream):
+            add_returned(
+                launcher,
+                own,
+                [returned[remote] for remote in remote_nodes],
+                [plan.forwarding.token_to_place[remote] for remote in remote_nodes],
+                out,
+            )
+        return out
+
+    def _return_sums(
+        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
+    ) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
+        """Launch the sums of other nodes' tokens on their way; returns what comes back, and the last arrival."""
+        plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
+        crossing, wire_dtype = plan.crossing, self._context.wire_dtype(rows.dtype)
         rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
         own_rows = crossing.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in crossing.destinations}
@@ -138,8 +148,8 @@ class InternodeShuffle:
             num_rows = sum(end - first for _, first, end in crossing.coming(number, rows_per_slice))
             slot = self._ring.slot(number, stream)
             sums = slot[: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
-            with node.timeline.span("sum", f"slice {number}", stream):
-                node.kernels.combine(held, rows, wire_dtype, sums, is_weighted=is_weighted, num_sms=num_sms)
+            with timeline.span("sum", f"slice {number}", stream):
+                self._sum(request, held, rows, sums, call, stream)
             sends, first_row = [], 0
             for src, first, end in crossing.coming(number, rows_per_slice):
                 sends += messages_of([(src, sums[first_row : first_row + end - first])])
@@ -148,99 +158,143 @@ class InternodeShuffle:
                 (forwarder, returned[remote][first:end])
                 for remote, forwarder, first, end in crossing.going(number, rows_per_slice)
             )
-            self._count_rows(sends)
-            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, node.timeline)
-        own = rows.new_empty(plan.num_tokens, hidden, dtype=accumulation_dtype(rows.dtype))
-        with node.timeline.span("sum", "own tokens", stream):
-            node.kernels.combine(plan.own_rows, rows, wire_dtype, own, is_weighted=is_weighted, num_sms=num_sms)
-        if arrival:
-            stream.wait_event(arrival)
-        out = rows.new_empty(plan.num_tokens, hidden)
-        remote_nodes = sorted(returned)
-        with node.timeline.span("add", "sums of other nodes", stream):
-            node.kernels.add_returned(
-                own,
-                [returned[remote] for remote in remote_nodes],
-                [plan.forwarding.token_to_place[remote] for remote in remote_nodes],
-                out,
-            )
-        return out
+            _count_rows(sends, call)
+            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
+        return returned, arrival
 
-    def _pack_routing(self, told: RoutingMessages, stream: torch.cuda.Stream) -> None:
+    def _sum(
+        self,
+        request: CombineRequest[InternodePlan],
+        held: HeldRows,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        call: Call,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        num_sms = combine_rows(
+            self._context.launcher(stream),
+            held,
+            rows,
+            self._context.wire_dtype(rows.dtype),
+            out,
+            is_weighted=request.is_weighted,
+            num_sms=_with_sms(request.launch).num_sms,
+        )
+        call.profile.count_sms(num_sms)
+
+    def _dispatch(
+        self, request: DispatchRequest, routing: Routing, forwarding: DeviceForwarding, transfer: Transfer
+    ) -> DispatchOutput[InternodePlan]:
+        stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
+        with profile.spend("planning"):
+            num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
+            traffic = Traffic.from_counts(self._topology, num_rows)
+            groups = agreed_groups(transfer.call, request.balancer, traffic)
+            crossing = Crossing(self._context.rank, groups, num_rows)
+            told = RoutingMessages(routing, forwarding, crossing)
+            self._pack_routing(told, transfer)
+        with self._own_rows.staging(transfer) as staging_sms:
+            # Routing travels beside the first slice: by itself it would cost the network's latency once more.
+            sending = self._send(transfer, forwarding, crossing, (told.sends, told.receives))
+            with profile.spend("wire"):
+                arrivals = list(itertools.islice(sending, 1))
+            if arrivals:
+                stream.wait_event(arrivals[0])
+            on_node = crossing.num_rows_on_node([of_rank.num_tokens for of_rank in published])
+            plan_type = partial(InternodePlan, crossing=crossing, forwarding=forwarding)
+            with profile.spend("planning"):
+                plan = self._planner.make_plan(plan_type, request, told.published, on_node, stream, crossing.sources)
+            with profile.spend("wire"):
+                arrivals += sending
+            if not request.static:
+                with profile.spend("planning"):
+                    plan = self._planner.size_exactly(plan)
+            with profile.spend("wire"):
+                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
+        with profile.spend("wire"):
+            self._scatter_slices(plan, transfer, rows, arrivals)
+        return DispatchOutput(plan, rows)
+
+    def _pack_routing(self, told: RoutingMessages, transfer: Transfer) -> None:
         """Ahead of rows."""
-        node = self._node
-        self.packing_stream.wait_stream(stream)
-        with node.timeline.span("gather", "routing", self.packing_stream):
-            told.pack(node.kernels, self.packing_stream)
-        node.rounds.profile.internode_metadata_bytes += sum(message.num_bytes for message in told.sends)
+        self._packing_stream.wait_stream(transfer.stream)
+        with self._context.timeline.span("gather", "routing", self._packing_stream):
+            told.pack(self._context.launcher(self._packing_stream))
+        transfer.call.profile.internode_metadata_bytes += sum(message.num_bytes for message in told.sends)
 
     def _send(
         self,
-        payloads: Sequence[torch.Tensor],
+        transfer: Transfer,
         forwarding: DeviceForwarding,
         crossing: Crossing,
-        stream: torch.cuda.Stream,
         beside_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
     ) -> Iterator[torch.cuda.Event]:
         """Launch the way of each slice into the forwarders' pools; an event for each that arrives here.
 
         ``beside_first`` are messages, sent and received, that travel with the first slice.
         """
-        node, local = self._node, self._node.arena.local
-        sizes = list(map(row_bytes, payloads))
+        timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
+        sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         starts = self._forwarded_starts(crossing, local, sizes)
         # Nobody reads the pool any more once everything before this is done.
-        self._network.stream.wait_stream(stream)
-        self.packing_stream.wait_stream(stream)
+        self._network.stream.wait_stream(transfer.stream)
+        packing.wait_stream(transfer.stream)
         for number in range(crossing.num_slices(rows_per_slice)):
-            free = self._ring.slot(number, self.packing_stream)
-            sends: list[Message] = []
+            free = self._ring.slot(number, packing)
             going = crossing.going(number, rows_per_slice)
             places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
-            with node.timeline.span("gather", f"slice {number}", self.packing_stream):
-                for payload, size in zip(payloads, sizes, strict=True):
-                    messages = []
-                    for of_node in places:
-                        message, free = _take(free, len(of_node) * size)
-                        messages.append(message)
-                    parts = list(zip(places, messages, strict=True))
-                    node.kernels.gather(payload, parts, self.packing_stream.cuda_stream)
-                    forwarders = (forwarder for _, forwarder, _, _ in going)
-                    sends += messages_of(zip(forwarders, messages, strict=True))
+            with timeline.span("gather", f"slice {number}", packing):
+                packed = self._pack(transfer.payloads, places, free)
+            sends: list[Message] = []
+            for messages in packed:
+                forwarders = (forwarder for _, forwarder, _, _ in going)
+                sends += messages_of(zip(forwarders, messages, strict=True))
             receives: list[Message] = []
             first_row = crossing.first_in_pool(local, number, rows_per_slice)
             for src, first, end in crossing.coming(number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
-                    arriving = node.arena.bytes_at(start + first_row * size, (end - first) * size)
+                    arriving = self._arena.bytes_at(start + first_row * size, (end - first) * size)
                     receives += messages_of([(src, arriving)])
                 first_row += end - first
-            self._count_rows(sends)
+            _count_rows(sends, transfer.call)
             more = beside_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
-            what = f"slice {number}"
-            yield self._ring.exchange(number, sends, receives, what, self.packing_stream, node.timeline)
+            yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
+
+    def _pack(
+        self, payloads: Sequence[torch.Tensor], places: Sequence[torch.Tensor], free: torch.Tensor
+    ) -> list[list[torch.Tensor]]:
+        """For each payload a message to each other node: its rows at ``places``, packed into ``free`` bytes."""
+        launcher, packed = self._context.launcher(self._packing_stream), []
+        for payload in payloads:
+            messages = []
+            for of_node in places:
+                message, free = _take(free, len(of_node) * row_bytes(payload))
+                messages.append(message)
+            gather_rows(launcher, payload, list(zip(places, messages, strict=True)))
+            packed.append(messages)
+        return packed
 
     def _scatter_slices(
         self,
         plan: InternodePlan,
-        payloads: Sequence[torch.Tensor],
+        transfer: Transfer,
         outputs: Sequence[torch.Tensor],
         arrivals: Sequence[torch.cuda.Event],
-        launch: Launch,
-        stream: torch.cuda.Stream,
     ) -> None:
-        node, crossing = self._node, plan.crossing
-        sizes = list(map(row_bytes, payloads))
+        crossing, stream = plan.crossing, transfer.stream
+        sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         addresses = [
-            [node.arena.address(local, 0, start) for start in self._forwarded_starts(crossing, local, sizes)]
+            [self._arena.address(local, 0, start) for start in self._forwarded_starts(crossing, local, sizes)]
             for local in range(self._layout.num_ranks)
         ]
         moved = [
             Payload(address=0, row_bytes=size, output_address=output.data_ptr())
             for size, output in zip(sizes, outputs, strict=True)
         ]
+        launcher = self._context.launcher(stream)
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
             first_rows = [crossing.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
@@ -249,19 +303,18 @@ class InternodeShuffle:
                 for of_rank, first_row in zip(addresses, first_rows, strict=True)
             ]
             # In place: each rank announces its rows when it comes here, and stays until all others have read them.
-            with node.timeline.span("scatter", f"slice {number}", stream):
-                node.kernels.scatter(
+            with self._context.timeline.span("scatter", f"slice {number}", stream):
+                num_sms = scatter_rows(
+                    launcher,
                     plan,
                     held,
                     moved,
                     rows,
                     in_place_ranks=(1 << self._layout.num_ranks) - 1,
                     clears_padding=False,
-                    num_sms=launch.num_sms,
+                    num_sms=transfer.launch.num_sms,
                 )
-
-    def _count_rows(self, sends: Sequence[Message]) -> None:
-        self._node.rounds.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
+            transfer.call.profile.count_sms(num_sms)
 
     def _forwarded_starts(self, crossing: Crossing, local: int, sizes: list[int]) -> list[int]:
         """Where each payload of what a rank of the node forwards begins in its arena."""
@@ -270,14 +323,18 @@ class InternodeShuffle:
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
-        self._node.watch.wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
+        wait_until = self._context.watch.wait_until
+        wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
         return [int(entry) for entry in self._summary.tolist()]
 
-    def _rejection_of(self, routing: Routing, bad_pair: int, bad_id: int) -> ValueError | None:
-        if bad_pair == routing.topk_idx.numel():
-            return None
-        token, k = divmod(bad_pair, routing.num_topk)
-        return ValueError(describe_stranger(token, k, bad_id, self._node.placement.num_experts))
+    def _require_experts(self, routing: Routing, bad_pair: int, bad_id: int) -> None:
+        if bad_pair != routing.topk_idx.numel():
+            token, k = divmod(bad_pair, routing.num_topk)
+            raise ValueError(describe_stranger(token, k, bad_id, self._context.placement.num_experts))
+
+
+def _count_rows(sends: Sequence[Message], call: Call) -> None:
+    call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
 
 
 def _with_sms(launch: Launch) -> Launch:

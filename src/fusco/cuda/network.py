@@ -45,16 +45,33 @@ class Network:
     """Sends and receives device memory between ranks of different nodes, in the order of calls."""
 
     def __init__(
-        self, roll: RollCall, watch: Watch, device: torch.device, timeout_s: float, num_remote_nodes: int
+        self,
+        roll: RollCall,
+        watch: Watch,
+        stream: torch.cuda.Stream,
+        num_remote_nodes: int,
+        timeout_s: float,
+        on_stall: Callable[[], None],
     ) -> None:
-        """Connect, together with all ranks."""
+        """Connect, together with all ranks.
+
+        Args:
+            roll: finds them.
+            watch: waits for them.
+            stream: on which messages travel.
+            num_remote_nodes: to how many nodes they go.
+            timeout_s: after how long without progress NCCL is ended.
+            on_stall: called just before that.
+
+        """
+        device = stream.device
         channels = _NUM_CHANNELS // num_remote_nodes
         wanted = channels if channels > _CHANNELS_OF_NCCL else None
         self._nccl = NcclTransport(roll, device, watch.wait_until, channels_per_peer=wanted)
         self._watch = watch
         self._device, self._ending_s = device, _ENDING * timeout_s
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.guard = Guard(self._nccl, watch, timeout_s, device)
+        self.stream = stream
+        self.guard = Guard(self._nccl, watch, timeout_s, device, on_stall)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
         """Launch messages that travel side by side; the event is recorded once they are through."""
@@ -100,13 +117,21 @@ class Network:
 class Guard:
     """Watches over what is under way on the network."""
 
-    def __init__(self, nccl: NcclTransport, watch: Watch, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        nccl: NcclTransport,
+        watch: Watch,
+        timeout_s: float,
+        device: torch.device,
+        on_stall: Callable[[], None],
+    ) -> None:
+        """``on_stall`` is called, in the guard's thread, when it gives up and before it ends NCCL."""
         self._nccl, self._watch, self._timeout_s, self._device = nccl, watch, timeout_s, device
+        self._on_stall = on_stall
         self._under_way: deque[_UnderWay] = deque()
         self._since_progress = time.monotonic()
         self._has_work, self._is_closed = threading.Event(), False
         self.stall: Stall | None = None  # what was waited for when the guard gave up
-        self.on_stall: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="fusco network guard", daemon=True)
         self._thread.start()
 
@@ -150,7 +175,7 @@ class Guard:
     def _give_up(self, stall: Stall) -> None:
         self.stall = stall
         self._under_way.clear()
-        self.on_stall()
+        self._on_stall()
         self._nccl.abort()
 
     def _is_in_vain(self) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from fusco.core.rows import aligned, row_bytes
-from fusco.cuda.context import Kernels
 from fusco.cuda.internode_plan import Crossing
+from fusco.cuda.kernels.gather_rows import gather_rows
+from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import messages_of
 from fusco.planner.forwarding import DeviceForwarding
@@ -38,15 +39,15 @@ class RoutingMessages:
         self._going = _room_for([len(of_node) * row_size for of_node in self._tokens], device)
         self._coming = _room_for([num_rows * row_size for num_rows in self._num_coming], device)
 
-    def pack(self, kernels: Kernels, stream: torch.cuda.Stream) -> None:
-        """Fill the messages that go, on a stream."""
+    def pack(self, launcher: Launcher) -> None:
+        """Fill the messages that go."""
         for values, end in zip(self._packed, itertools.accumulate(self._sizes), strict=True):
             first = end - row_bytes(values)
             parts = [
                 (of_node, message[len(of_node) * first :])
                 for of_node, message in zip(self._tokens, self._going, strict=True)
             ]
-            kernels.gather(values, parts, stream.cuda_stream)
+            gather_rows(launcher, values, parts)
 
     @property
     def sends(self) -> list[Message]:

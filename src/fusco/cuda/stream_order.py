@@ -8,18 +8,22 @@ from contextlib import contextmanager
 import torch
 
 from fusco.core.launch import Launch
-from fusco.cuda.context import Kernels
 
 
 class StreamOrder:
     """Keeps all that a communicator launches in one order, on whichever streams; replays of graphs are the caller's."""
 
-    def __init__(self, device: torch.device, kernels: Kernels, streams: list[torch.cuda.Stream]) -> None:
-        """Every stream that is launched on joins ``streams``."""
-        self._device, self._kernels, self._streams = device, kernels, streams
-        self.own = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.streams: list[torch.cuda.Stream] = []  # all that are launched on
+        self.own = self.new_stream()
         self._done = torch.cuda.Event()
         self.latest: torch.cuda.Stream | None = None  # on which the latest call was launched
+
+    def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
+        """Make a stream on which the communicator launches, too; the lower its number, the higher its priority."""
+        self.streams.append(torch.cuda.Stream(self._device, priority=priority))
+        return self.streams[-1]
 
     @contextmanager
     def on_stream(
@@ -42,15 +46,21 @@ class StreamOrder:
             tensor.record_stream(stream)  # the caller may let go of it before it is read
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
-        if stream != self.latest and stream not in self._streams:
-            self._streams.append(stream)
+        if stream != self.latest and stream not in self.streams:
+            self.streams.append(stream)
         self.latest = stream
-        self._kernels.begin(stream.cuda_stream)
-        if stream == callers and torch.cuda.current_device() == self._device.index:
+        with self.resumed(stream):
             yield stream
+
+    @contextmanager
+    def resumed(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Go on where ``on_stream`` was left, with nothing launched in between."""
+        is_current = stream == torch.cuda.current_stream(self._device)
+        if is_current and torch.cuda.current_device() == self._device.index:
+            yield
             return
         with torch.cuda.stream(stream):
-            yield stream
+            yield
 
     def hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
         """What was made on the own stream will be used on the caller's."""

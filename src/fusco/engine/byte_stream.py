@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from fusco.control.fingerprint import Record
 from fusco.control.watchdog import Watch
 from fusco.core.errors import MismatchError, Stall
 from fusco.core.segments import Segments
-from fusco.engine.tasks import Task, run
+from fusco.engine.tasks import Task, run_tasks
 
 Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -124,39 +124,59 @@ def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segm
     return sorted(partners.items(), key=lambda entry: (entry[0] < rank, entry[0]))
 
 
-def check_sizes(records: Sequence[Record], world_size: int, unit: str = "bytes") -> None:
+@dataclass(frozen=True)
+class StreamSizes:
+    """What a rank tells the others of an exchange: what it sends to each rank, and what it expects from each."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    @classmethod
+    def of_segments(cls, send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> StreamSizes:
+        """In bytes; missing ranks have nothing."""
+        sent, received = (
+            tuple(part[rank].total_bytes if rank in part else 0 for rank in range(world_size))
+            for part in (send, receive)
+        )
+        return cls(sent, received)
+
+    def pack(self) -> list[int]:
+        """As counts."""
+        return [*self.send, *self.receive]
+
+    @classmethod
+    def unpack(cls, counts: Sequence[int]) -> StreamSizes:
+        """From counts."""
+        middle = len(counts) // 2
+        return cls(tuple(counts[:middle]), tuple(counts[middle:]))
+
+
+def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") -> None:
     """Raise ``MismatchError``, the same on all ranks, unless everybody expects what the others send.
 
-    ``records[r].counts`` says what rank ``r`` sends to each rank, then what it expects from each, in ``unit``.
+    ``sizes[r]`` are those of rank ``r``, in ``unit``.
     """
-    everyone = range(world_size)
+    everyone = range(len(sizes))
     differing = [
         f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
         for src in everyone
         for dst in everyone
-        if (sent := records[src].counts[dst]) != (expected := records[dst].counts[world_size + src])
+        if (sent := sizes[src].send[dst]) != (expected := sizes[dst].receive[src])
     ]
     if differing:
-        raise MismatchError(f"ranks disagree in {records[0].agreement.operation}: {'; '.join(differing)}")
-
-
-def stream_sizes(send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> list[int]:
-    """What a rank tells the others of a shuffle: bytes to each rank, then bytes from each."""
-    return [part[rank].total_bytes if rank in part else 0 for part in (send, receive) for rank in range(world_size)]
+        raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
 
 
 @contextmanager
 def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, watch: Watch) -> Iterator[None]:
     """A stream to or from one rank, which both sides enter with their number of bytes."""
     ours, theirs = word(segments.total_bytes, streams.device), word(0, streams.device)
-    run(streams.tasks({peer: ours}, {peer: theirs}), watch)
+    run_tasks(streams.tasks({peer: ours}, {peer: theirs}), watch)
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
-        watch.end()
         raise MismatchError(
             f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
         )
     yield
-    watch.end()
 
 
 def word(value: int, device: torch.device) -> Segments:

@@ -24,7 +24,7 @@ class Task(Protocol):
         """What the task waits for, when ``step`` returned ``False``."""
 
 
-def run(tasks: Iterable[Task], watch: Watch) -> None:
+def run_tasks(tasks: Iterable[Task], watch: Watch) -> None:
     """Advance tasks in turn until all are done; wait, within the watch's limit, while none can move."""
     watch.progress()
     pending = [task for task in tasks if not task.is_done]

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fusco.api.collective import attempt
+from fusco.api.collective import REFUSALS
 
 _Checked = TypeVar("_Checked")
 
@@ -21,7 +21,12 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
             of them.
 
     """
-    checked, error = attempt(check)
+    checked: _Checked | None = None
+    error: Exception | None = None
+    try:
+        checked = check()
+    except REFUSALS as refusal:
+        error = refusal
     refusing = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
     dist.all_reduce(refusing, dist.ReduceOp.MAX)
     if error:

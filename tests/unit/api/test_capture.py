@@ -9,51 +9,65 @@ import pytest
 import torch
 
 from fusco import Capacity, Communicator, ExpertPlacement, Handle, Segments, StaticSlots, Topology
-from fusco.api.collective import CheckedEngine, DispatchOptions
-from fusco.api.validation import Checks
+from fusco.api.create import CommunicatorParts
+from fusco.api.validation import Validator
+from fusco.core.profile import Call, CallProfile
+from fusco.engine.base import DispatchOutput, Pending
 from fusco.planner.balancer import balance_send_and_receive
 
 PLACEMENT = ExpertPlacement.contiguous(4, 4)
 CAPACITY = Capacity(max_tokens_per_rank=8, max_bytes_per_token=64, num_topk=2)
 X, IDS, NOTHING = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 SEGMENTS = Segments(torch.zeros(8), NOTHING, NOTHING)
-STATIC = DispatchOptions(static=StaticSlots(8))
 
 VERBS = {
-    "exact dispatch": lambda checked, handle: checked.dispatch([X], IDS, None, DispatchOptions()),
-    "static dispatch": lambda checked, handle: checked.dispatch([X], IDS, None, STATIC),
-    "dispatch_again": lambda checked, handle: checked.dispatch_along([X], handle),
-    "combine": lambda checked, handle: checked.combine(torch.zeros(8, 4), handle),
-    "shuffle": lambda checked, handle: checked.shuffle({1: SEGMENTS}, {}),
-    "all_to_all": lambda checked, handle: checked.all_to_all(torch.zeros(4, 2), torch.zeros(4, 2), (None, None), None),
-    "empty": lambda checked, handle: checked.empty((3, 4), torch.float32),
+    "exact dispatch": lambda comm, handle: comm.dispatch(X, IDS),
+    "static dispatch": lambda comm, handle: comm.dispatch(X, IDS, static=StaticSlots(8)),
+    "dispatch_again": lambda comm, handle: comm.dispatch_again(X, handle),
+    "combine": lambda comm, handle: comm.combine(torch.zeros(8, 4), handle),
+    "shuffle": lambda comm, handle: comm.shuffle({1: SEGMENTS}, {}),
+    "all_to_all": lambda comm, handle: comm.all_to_all(torch.zeros(4, 2), torch.ones(4, 2)),
+    "empty": lambda comm, handle: comm.empty((3, 4), torch.float32),
 }
 CAPTURABLE = ("static dispatch", "dispatch_again", "combine")
 
 
-class OnCpu(Checks):
-    """Checks for CUDA that take tensors of the CPU."""
+class OnCpu(Validator):
+    """A validator for CUDA that takes tensors of the CPU."""
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         pass
 
 
 class Scene:
-    """What a communicator is made of on a device, with an engine that notes what it is told."""
+    """A communicator on a device, with an engine that does nothing, and a session that notes what it is told."""
 
     def __init__(self, topology: Topology) -> None:
-        self.engine = mock.Mock(topology=topology, num_collectives=1)
-        self.engine.collective.side_effect = lambda _: nullcontext()
+        self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
+        self.session = mock.Mock(sequence_number=1)
+        self.session.collective.side_effect = lambda _: nullcontext(Call(1, CallProfile()))
+        self.engine = mock.Mock(topology=topology)
         self.engine.pending_error.return_value = None
-        self.checks = OnCpu(0, PLACEMENT, CAPACITY, None, torch.device("cuda", 0))
-        self.checked = CheckedEngine(self.engine, self.checks, balance_send_and_receive)
-        plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
-        self.handle = Handle(plan, None, 1)
+        self.engine.prepare_dispatch.return_value = Pending((), lambda _: DispatchOutput(self.plan, [X]))
+        self.engine.prepare_redispatch.return_value = Pending((), lambda _: [X])
+        for name in ("combine", "shuffle", "all_to_all", "empty"):
+            getattr(self.engine, f"prepare_{name}").return_value = Pending((), lambda _: X)
+        validator = OnCpu(
+            rank=0,
+            placement=PLACEMENT,
+            balancer=balance_send_and_receive,
+            capacity=CAPACITY,
+            wire_dtype=None,
+            device=torch.device("cuda", 0),
+            num_nodes=topology.num_nodes,
+        )
+        self.comm = Communicator.of_parts(CommunicatorParts(self.session, self.engine, validator))
+        self.handle = Handle(self.plan, None, 1)
 
     def told(self) -> str:
-        """The rejection that the engine publishes."""
-        (call,) = [call for call in self.engine.method_calls if call[0] not in ("collective", "pending_error")]
-        return call.args[0].rejection
+        """The rejection that all ranks are told."""
+        ((fingerprint, _), _) = self.session.agree.call_args
+        return fingerprint.rejection
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +82,7 @@ def refused(num_nodes: int) -> dict[str, str]:
     for name, verb in VERBS.items():
         scene = Scene(Topology.of_equal_nodes(4, 4 // num_nodes))
         try:
-            verb(scene.checked, scene.handle)
+            verb(scene.comm, scene.handle)
         except ValueError as error:
             found[name] = str(error)
         assert scene.told() == found.get(name, "")
@@ -100,8 +114,7 @@ def test_outside_a_capture_nothing_is_refused(capture, num_nodes):
 
 def test_what_is_no_collective_is_refused_before_it_begins():
     scene = Scene(Topology.of_equal_nodes(4, 4))
-    comm = Communicator.__new__(Communicator)
-    comm._engine, comm._checks, comm._checked = scene.engine, scene.checks, scene.checked
+    comm = scene.comm
     for name, call in (
         ("gather_send", lambda: comm.gather_send(SEGMENTS, 1)),
         ("scatter_recv", lambda: comm.scatter_recv(SEGMENTS, 1)),
@@ -109,4 +122,4 @@ def test_what_is_no_collective_is_refused_before_it_begins():
     ):
         with pytest.raises(ValueError, match=f"{name} waits on the host, so it cannot be captured in a CUDA graph"):
             call()
-    assert scene.engine.method_calls == []
+    assert scene.engine.method_calls == scene.session.method_calls == []

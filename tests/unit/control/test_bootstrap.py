@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusco.control.bootstrap import DeviceIdentity, check_devices, introduce
-from fusco.control.fingerprint import Agreement
+from fusco.control.fingerprint import CollectiveFingerprint
 from rolls import on_ranks
 
 
@@ -16,7 +16,9 @@ def meet(devices, uuids, hosts=("a",) * 4):
     """What comes of it on each rank; ``uuids[name]`` is the GPU that a device's name stands for."""
 
     def meet_on(roll):
-        met = introduce(roll, Agreement("Communicator"), DeviceIdentity.of(torch.device(devices[roll.rank])))
+        met = introduce(
+            roll, CollectiveFingerprint("Communicator"), DeviceIdentity.of(torch.device(devices[roll.rank]))
+        )
         check_devices(met)
         return [device.name for device in met.devices]
 

@@ -2,46 +2,46 @@
 
 import pytest
 
-from fusco.control.fingerprint import Agreement, check_agreement
+from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.core.errors import FuscoError, MismatchError, RejectedInputError
 
-GOOD = Agreement("dispatch", {"num_topk": 8, "payloads": ["bfloat16[7]"]})
-REFUSED = Agreement("dispatch", rejection="x has shape (3,)")
+GOOD = CollectiveFingerprint("dispatch", {"num_topk": 8, "payloads": ["bfloat16[7]"]})
+REFUSED = CollectiveFingerprint("dispatch", rejection="x has shape (3,)")
 
 
 def test_equal_agreements_pass():
-    check_agreement([GOOD, GOOD, GOOD], rank=1)
+    check_fingerprints([GOOD, GOOD, GOOD], rank=1)
 
 
 def test_different_terms_are_listed_for_everybody_alike():
-    other = Agreement("dispatch", {"num_topk": 4, "payloads": ["bfloat16[7]"]})
+    other = CollectiveFingerprint("dispatch", {"num_topk": 4, "payloads": ["bfloat16[7]"]})
     for rank in range(3):
         with pytest.raises(MismatchError, match=r"in dispatch: num_topk is 8 on ranks 0, 2, 4 on rank 1$"):
-            check_agreement([GOOD, other, GOOD], rank)
+            check_fingerprints([GOOD, other, GOOD], rank)
 
 
 def test_a_term_that_one_rank_lacks():
     with pytest.raises(MismatchError, match="handle is not given on rank 0, 3 on rank 1"):
-        check_agreement([Agreement("combine"), Agreement("combine", {"handle": 3})], 0)
+        check_fingerprints([CollectiveFingerprint("combine"), CollectiveFingerprint("combine", {"handle": 3})], 0)
 
 
 def test_every_differing_term_is_named():
-    other = Agreement("dispatch", {"num_topk": 4, "payloads": ["float32[7]"]})
+    other = CollectiveFingerprint("dispatch", {"num_topk": 4, "payloads": ["float32[7]"]})
     with pytest.raises(MismatchError, match=r"num_topk is .*; payloads is "):
-        check_agreement([GOOD, other], 0)
+        check_fingerprints([GOOD, other], 0)
 
 
 def test_different_collectives_come_first_even_before_rejections():
     for rank in range(3):
         with pytest.raises(MismatchError, match="different collectives: dispatch on ranks 0, 2, combine on rank 1"):
-            check_agreement([GOOD, Agreement("combine"), REFUSED], rank)
+            check_fingerprints([GOOD, CollectiveFingerprint("combine"), REFUSED], rank)
 
 
 def test_a_rejection_calls_it_off_for_all_others_and_its_terms_do_not_count():
     for rank in (0, 2):
         with pytest.raises(RejectedInputError, match=r"rank 1 rejected its input: x has shape \(3,\)$"):
-            check_agreement([GOOD, REFUSED, GOOD], rank)
-    check_agreement([GOOD, REFUSED, GOOD], rank=1)  # it has its own error to raise
+            check_fingerprints([GOOD, REFUSED, GOOD], rank)
+    check_fingerprints([GOOD, REFUSED, GOOD], rank=1)  # it has its own error to raise
 
 
 def test_both_are_errors_of_fusco_and_of_values():
@@ -52,16 +52,16 @@ def test_both_are_errors_of_fusco_and_of_values():
 
 def test_several_rejections_are_all_told():
     with pytest.raises(RejectedInputError, match=r"rank 1 .*; rank 2 "):
-        check_agreement([GOOD, REFUSED, REFUSED], 0)
+        check_fingerprints([GOOD, REFUSED, REFUSED], 0)
 
 
 def test_agreements_survive_being_sent():
-    assert Agreement.decode(GOOD.encode()) == GOOD
-    assert Agreement.decode(REFUSED.encode()) == REFUSED
+    assert CollectiveFingerprint.decode(GOOD.encode()) == GOOD
+    assert CollectiveFingerprint.decode(REFUSED.encode()) == REFUSED
 
 
 @pytest.mark.parametrize("letter", ["x", '"', "\\", "\n", "\x01", "é", "漢", "🙂"])
 def test_a_rejection_of_any_text_fits_into_a_record(letter):
-    text = Agreement("dispatch_again", rejection=f"expected {letter}, got {letter * 5000}").encode()
+    text = CollectiveFingerprint("dispatch_again", rejection=f"expected {letter}, got {letter * 5000}").encode()
     assert len(text) <= 1024
-    assert Agreement.decode(text).rejection.startswith("expected ")
+    assert CollectiveFingerprint.decode(text).rejection.startswith("expected ")

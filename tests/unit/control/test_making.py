@@ -1,4 +1,4 @@
-"""An engine that cannot be made leaves nothing behind, so that other ranks see at once that it is gone."""
+"""A communicator that cannot be made leaves nothing behind, so that other ranks see at once that it is gone."""
 
 from __future__ import annotations
 
@@ -7,22 +7,41 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 
-from fusco import Capacity, Settings, Topology
+from fusco import BALANCERS, Capacity, ExpertPlacement, Settings, Topology
+from fusco.api.create import connect_parts
+from fusco.api.validation import Validator
+from fusco.control.bootstrap import Introduction
 from fusco.control.layout import ArenaLayout
-from fusco.cpu.engine import CpuEngine
 from rolls import on_ranks
 
 LIMIT_S = 10.0
 
 
-@pytest.mark.parametrize("what", ["torch.empty", "Rounds", "RoutingExchange", "GlooTransport"])
-def test_an_engine_without_room_closes_its_connections(what):
+WHERE = ("cpu.engine.torch.empty", "cpu.engine.RoutingExchange", "cpu.engine.GlooTransport", "api.create.Session")
+
+
+def validator(rank: int, capacity: Capacity) -> Validator:
+    return Validator(
+        rank=rank,
+        placement=ExpertPlacement.contiguous(2, 2),
+        balancer=BALANCERS["static"],
+        capacity=capacity,
+        wire_dtype=None,
+        device=torch.device("cpu"),
+        num_nodes=2,
+    )
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_communicator_without_room_closes_its_connections(where):
     topology = Topology.of_equal_nodes(2, 1)
-    layout = ArenaLayout(topology, Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1), Settings())
+    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
+    layout, met = ArenaLayout(topology, capacity, Settings()), Introduction(["here"] * 2, [], "127.0.0.1")
     before = threading.active_count()
-    with mock.patch(f"fusco.cpu.engine.{what}", side_effect=MemoryError("no room")):
-        errors = on_ranks(2, lambda roll: CpuEngine(roll, layout, ["here"] * 2, "127.0.0.1"))
+    with mock.patch(f"fusco.{where}", side_effect=MemoryError("no room")):
+        errors = on_ranks(2, lambda roll: connect_parts(roll, layout, met, validator(roll.rank, capacity)))
     assert [type(error) for error in errors.values()] == [MemoryError] * 2
     deadline = time.monotonic() + LIMIT_S
     while threading.active_count() > before and time.monotonic() < deadline:

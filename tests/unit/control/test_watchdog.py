@@ -38,9 +38,9 @@ class Ranks:
             sentinel.note(5, "combine #5", "start")
         self._stack = stack
 
-    def watch(self, timeout_s=TIMEOUT_S):
+    def watch(self, timeout_s=TIMEOUT_S, spin_s=0.0):
         """Rank 0 in the collective that the others are in."""
-        watch = self._stack.enter_context(closing(Watch(0, self.peers, self.own, timeout_s)))
+        watch = self._stack.enter_context(closing(Watch(0, self.peers, self.own, timeout_s, spin_s)))
         watch.begin(5, "combine #5")
         return watch
 
@@ -85,8 +85,7 @@ def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
         sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", noted)
-    watch = ranks.watch()
-    watch.spin_s = 0.1
+    watch = ranks.watch(spin_s=0.1)
     until = time.monotonic() + 0.05
     watch.wait_until(lambda: time.monotonic() > until, lambda: STALL)
     assert set(pauses) == {0}
@@ -96,8 +95,7 @@ def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
 
 
 def test_a_death_is_noticed_while_looking_without_pauses(ranks):
-    watch = ranks.watch()
-    watch.spin_s = 10 * TIMEOUT_S
+    watch = ranks.watch(spin_s=10 * TIMEOUT_S)
     ranks.kill(1)
     error, took_s = failure_of(watch)
     assert error.peers == (1,)
@@ -194,7 +192,8 @@ def test_a_rank_that_died_while_nobody_waits_for_it_is_blamed_in_the_end(ranks):
 def test_a_network_failure_has_everybody_asked_at_once(ranks):
     ranks.leave(2)
     watch = ranks.watch()
-    watch.network_failure = lambda: "the network failed to send (rank 2)"
+    watch.add_network_probe(str)  # another network, which works
+    watch.add_network_probe(lambda: "the network failed to send (rank 2)")
     error, seconds = failure_of(watch)
     assert error.peers == (2,)
     assert error.reason.startswith("the network failed to send (rank 2); rank 2 is dead or has left")
@@ -220,7 +219,7 @@ def test_a_verdict_that_comes_during_the_search_is_raised_rather_than_an_own_one
     ranks.deafen(1)
     watch = ranks.watch()
     told = Verdict((2,), "rank 2 is dead", found_by=3, has_left=True)
-    watch.network_failure = lambda: setattr(ranks.own, "verdict", told) or "the network failed"
+    watch.add_network_probe(lambda: setattr(ranks.own, "verdict", told) or "the network failed")
     assert failure_of(watch)[0].peers == (2,)
 
 

@@ -1,10 +1,11 @@
-"""Ranks of several nodes with simulated devices: all of the CUDA engine but its kernels, NCCL and records."""
+"""Ranks of several nodes with simulated devices: all that the CUDA engine launches but kernels, NCCL and records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,16 +13,22 @@ import torch
 from simulated_device import Event, Machine, OnDevice, Stream
 from simulated_kernels import NodeWords, SimulatedLibrary
 
-from fusco.control.fingerprint import Agreement, Record, check_agreement
+from fusco.api.collective import run_collective
+from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
+from fusco.core.launch import Launch
 from fusco.core.placement import ExpertPlacement
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena
-from fusco.cuda.context import Kernels
+from fusco.cuda.context import CudaContext
+from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.intranode import NodeShuffle
+from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.nccl import Message
+from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.planning import DevicePlanner
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, RedispatchRequest
 
 
 class Meetings:
@@ -115,20 +122,28 @@ class SimulatedNetwork:
         return done
 
 
-class SimulatedRounds:
-    """Stands in for ``Rounds``."""
+class SimulatedSession:
+    """Stands in for ``Session``."""
 
     def __init__(self, meetings: Meetings, rank: int) -> None:
         self.profile = CallProfile()
-        self._meetings, self._rank = meetings, rank
+        self._meetings, self._rank, self._num_calls = meetings, rank, 0
 
-    def publish(self, agreement: Agreement, counts: Sequence[int]) -> list[Record]:
-        records: list[Record] = self._meetings.meet(self._rank, Record(agreement, tuple(counts)))
-        check_agreement([record.agreement for record in records], self._rank)
-        return records
+    @contextmanager
+    def collective(self, operation: str) -> Iterator[Call]:
+        self._num_calls += 1
+        self.profile = CallProfile(operation)
 
-    def publish_more(self, agreement: Agreement) -> None:
-        self.publish(agreement, [])
+        def agree_again(fields: Fields) -> int:
+            self.agree(CollectiveFingerprint(operation, fields))
+            return self._num_calls
+
+        yield Call(self._num_calls, self.profile, agree_again)
+
+    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+        met = self._meetings.meet(self._rank, (fingerprint, tuple(counts)))
+        check_fingerprints([fingerprint for fingerprint, _ in met], self._rank)
+        return [counts for _, counts in met]
 
 
 class SimulatedWatch:
@@ -167,11 +182,47 @@ class Rank:
 
     rank: int
     arena: Arena
-    node: NodeShuffle
-    internode: InternodeShuffle | NodeShuffle  # the former, unless there is one node only
+    context: CudaContext
+    shuffle: Any  # within a node or between nodes
     stream: Stream
-    profile: CallProfile
+    session: SimulatedSession
     library: Any
+    engine = SimpleNamespace(pending_error=lambda: None)
+
+    @property
+    def profile(self) -> CallProfile:
+        """Of the latest collective."""
+        return self.session.profile
+
+    def dispatch(self, request: DispatchRequest) -> DispatchOutput[Any]:
+        return run_collective(
+            self.session,
+            self.engine,
+            "dispatch",
+            lambda: request,
+            lambda request, call: self.shuffle.prepare_dispatch(request, call, self.stream),
+        )
+
+    def dispatch_again(
+        self, plan: DevicePlan, payloads: Sequence[torch.Tensor], launch: Launch | None = None
+    ) -> list[torch.Tensor]:
+        request = RedispatchRequest(payloads=payloads, plan=plan, handle=1, launch=launch or Launch())
+        return run_collective(
+            self.session,
+            self.engine,
+            "dispatch_again",
+            lambda: request,
+            lambda request, call: self.shuffle.prepare_redispatch(request, call, self.stream),
+        )
+
+    def combine(
+        self, plan: DevicePlan, rows: torch.Tensor, launch: Launch | None = None, *, is_weighted: bool
+    ) -> torch.Tensor:
+        """Hosts do not wait for each other: the more orders are possible in which devices run."""
+        weights = plan.weights if is_weighted else None
+        request = CombineRequest(rows=rows, plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
+        with self.session.collective("combine") as call:
+            return self.shuffle.combine(request, call, self.stream)
 
 
 class World:
@@ -219,11 +270,11 @@ class World:
         arena = Arena(layout, memory, Roll(rank))
         words = self._words[layout.topology.rank_to_node[rank]]
         library = self._library() if self._library else SimulatedLibrary(machine, words)
-        kernels = Kernels(library, arena, self.placement)
-        kernels.stream = stream.cuda_stream
-        rounds = SimulatedRounds(self._records, rank)
-        node = NodeShuffle(arena, kernels, self.placement, rounds, SimulatedWatch(machine))
-        if layout.topology.num_nodes == 1:
-            return Rank(rank, arena, node, node, stream, rounds.profile, library)
-        network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-        return Rank(rank, arena, node, InternodeShuffle(node, network), stream, rounds.profile, library)
+        context = CudaContext.of(library, arena, self.placement, SimulatedWatch(machine))
+        session = SimulatedSession(self._records, rank)
+        planner, own_rows = DevicePlanner(context), OwnRows(context, machine.new_stream())
+        shuffle: Any = IntranodeShuffle(context, planner, own_rows)
+        if layout.topology.num_nodes > 1:
+            network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
+            shuffle = InternodeShuffle(context, planner, own_rows, network, machine.new_stream())
+        return Rank(rank, arena, context, shuffle, stream, session, library)

@@ -20,7 +20,10 @@ import torch
 
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.api.communicator import Communicator
+from fusco.api.create import CommunicatorParts
+from fusco.control.connect import connect
 from fusco.control.layout import ArenaLayout
+from fusco.control.session import Session
 from fusco.core.access import Access
 from fusco.core.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
 from fusco.cpu.engine import CpuEngine
@@ -82,7 +85,7 @@ def mapped(memory, roll, ranks, name):
 
 @pytest.fixture(autouse=True)
 def devices():
-    streams = [mock.MagicMock(name="stream", cuda_stream=1) for _ in range(2)]
+    streams = [mock.MagicMock(name="stream", cuda_stream=1, device=torch.device("cpu")) for _ in range(2)]
     with ExitStack() as stack:
         for name, stand_in in (
             ("Stream", lambda *_, **__: streams[0]),
@@ -115,14 +118,12 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
     num_ranks = roll.world_size
     layout = layout_for(num_ranks, timeout_s)
     placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
-    engine = CudaEngine(roll, layout, ["here"] * num_ranks, "127.0.0.1", placement, torch.device("cpu"))
+    connections = connect(roll, layout.without_rows(), ["here"] * num_ranks, "127.0.0.1")
+    engine = CudaEngine(connections, layout, placement, torch.device("cpu"))
     with engine._order.on_stream(Launch()):
         pass
-    communicator = Communicator.__new__(Communicator)
-    communicator._engine, communicator._is_closed = engine, False
-    communicator._access, communicator._forgotten = Access("a communicator"), mock.Mock()
-    communicator._checks = mock.Mock()  # of arguments
-    return communicator
+    session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)
+    return Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
 
 
 def error_of(call):
@@ -160,13 +161,13 @@ def left_alone(befall, timeout_s=TIMEOUT_S):
             has_left.set()
             return None
         has_left.wait()
-        befall(communicator._engine)
+        befall(communicator)
         return error_of(communicator.close), OWN.device
 
     return on_ranks(2, close)[0]
 
 
-def nothing(engine) -> None:
+def nothing(communicator) -> None:
     pass
 
 
@@ -190,10 +191,11 @@ def wait_in_vain(engine) -> None:
 
 @pytest.mark.parametrize("befall", [break_off, end_network, wait_in_vain])
 def test_a_rank_that_has_left_is_an_error_where_results_are_garbage(befall):
-    def later(engine):
+    def later(communicator):
         # It shows after the meeting at which rank 1 is missed has begun.
-        publish = engine._rounds.publish
-        engine._rounds.publish = lambda *arguments: (befall(engine), publish(*arguments))[1]
+        session, engine = communicator._session, communicator._engine
+        agree = session.agree
+        session.agree = lambda *arguments: (befall(engine), agree(*arguments))[1]
 
     error, _ = left_alone(later)
     assert type(error) is PeerFailureError
@@ -201,7 +203,7 @@ def test_a_rank_that_has_left_is_an_error_where_results_are_garbage(befall):
 
 
 def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
-    def hang(engine):
+    def hang(communicator):
         OWN.device.is_done = lambda: False
 
     with pytest.warns(UserWarning, match=r"has not ended within 1\.0 s: .* memory is never given back"):
@@ -210,8 +212,9 @@ def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
 
 
 def test_an_overflow_is_told_though_a_rank_has_left():
-    def overflow(engine):
-        engine._arena.report.overflow_limit, engine._arena.report.overflow_needed = 8, 9
+    def overflow(communicator):
+        report = communicator._engine._arena.report
+        report.overflow_limit, report.overflow_needed = 8, 9
 
     error, _ = left_alone(overflow)
     assert type(error) is SlotOverflowError
@@ -264,7 +267,7 @@ def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
     def synchronize(roll):
         communicator = open_on(roll)
         if has_failed:
-            communicator._engine.abandon("a test")
+            communicator._session.abandon("a test")
         else:
             communicator.leave()
         error = error_of(communicator.synchronize)
@@ -276,9 +279,13 @@ def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
 
 def test_nor_is_anybody_on_the_cpu():
     def synchronize(roll):
-        engine = CpuEngine(roll, layout_for(1, TIMEOUT_S), ["here"], "127.0.0.1")
-        engine.synchronize()
-        engine.close()
-        return error_of(engine.synchronize)
+        layout = layout_for(1, TIMEOUT_S)
+        connections = connect(roll, layout, ["here"], "127.0.0.1")
+        engine = CpuEngine(connections, layout)
+        session = Session(roll.rank, connections, on_broken=engine.abort)
+        communicator = Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
+        communicator.synchronize()
+        communicator.leave()
+        return error_of(communicator.synchronize)
 
     assert type(on_ranks(1, synchronize)[0]) is ClosedError

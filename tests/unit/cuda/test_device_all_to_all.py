@@ -41,12 +41,6 @@ class Network:
             ctypes.memmove(message.address, came, len(came))
 
 
-class Kernels:
-    """What an all-to-all needs of ``fusco.cuda.context.Kernels``."""
-
-    copy_segments = staticmethod(twin.copy_segments)
-
-
 def matrices(num_ranks):
     random = np.random.default_rng(num_ranks)
     shape = (num_ranks, num_ranks)
@@ -75,7 +69,7 @@ def exchange(topology, matrix, mode):
         output = torch.full((int(matrix[:, rank].sum()),), 0xFF, dtype=torch.uint8)
         spare = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in itinerary.spare_bytes]
         memories = [sent[rank], output, *spare]
-        RoundsOfMessages(itinerary, memories, Network(rank, mailboxes), Kernels()).run(profile)
+        RoundsOfMessages(itinerary, memories, Network(rank, mailboxes), twin.copy_segments).run(profile)
         return output, profile
 
     with ThreadPoolExecutor(topology.world_size) as threads:

@@ -17,16 +17,17 @@ from test_internode import PAYLOADS, Play, Scene
 
 from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
-from fusco.control.fingerprint import Agreement
+from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import stall_of
-from fusco.cuda.intranode import STAGED
 from fusco.cuda.kernels import combine_rows, held_rows
 from fusco.cuda.kernels import plan as plan_kernel
+from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
 from fusco.cuda.layout import DeviceLayout
-from fusco.engine.base import DispatchOrder
+from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 from fusco.reference.copy_segments import copy_segments
 from fusco.reference.weight_gradients import weight_gradients
@@ -148,12 +149,12 @@ class Repeated:
         self.machine = (emulated := Emulated(folder, order, patience)).machine
         self.world = emulated.world(self.layout, self.placement, num_sms=2)
 
-    def order(self, rank: int, number: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> DispatchOrder:
+    def request(self, rank: int, number: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> DispatchRequest:
         """Rows that are like their weights, which are in ``dtype``: the number of the token, and of the dispatch."""
         generator = torch.Generator().manual_seed(100 * number + rank)
         token = torch.arange(1, num_tokens + 1, dtype=torch.float64) + 1000 * number
         weights = token[:, None].expand(-1, NUM_TOPK).to(dtype).contiguous()
-        return DispatchOrder(
+        return DispatchRequest(
             routing=Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
             payloads=[token],
             placement=self.placement,
@@ -164,10 +165,10 @@ class Repeated:
         )
 
 
-def dispatch(at: Rank, order: DispatchOrder) -> tuple[torch.Tensor, DevicePlan]:
+def dispatch(at: Rank, request: DispatchRequest) -> tuple[torch.Tensor, DevicePlan]:
     """Rows in all slots there are; the plan says how many of these have something."""
-    plan, (rows,), _ = at.internode.dispatch(Agreement(""), order, at.stream)
-    return rows, plan
+    output = at.dispatch(request)
+    return output.rows[0], output.plan
 
 
 @pytest.mark.parametrize("order", range(8))
@@ -178,8 +179,8 @@ def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, orde
     def on_rank(at: Rank) -> None:
         dtypes = (torch.float32, torch.float64) * 3
         num_tokens = NUM_TOKENS if at.rank else tokens_of_rank_0
-        orders = [repeated.order(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
-        sent = [dispatch(at, order) for order in orders]
+        requests = [repeated.request(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
+        sent = [dispatch(at, request) for request in requests]
         for number, (rows, plan) in enumerate(sent):
             end = int(plan.block_to_first_slot[-1])
             assert torch.equal(plan.slot_weights[:end].double(), rows[:end]), f"dispatch {number} on rank {at.rank}"
@@ -196,15 +197,13 @@ def test_epochs_wrap_around(folder, order):
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
         arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
-        at.internode.rounds.publish(Agreement(""), [])  # nobody begins before all are here
+        at.session.agree(CollectiveFingerprint("begin"))  # nobody begins before all are here
         for number in range(6):
-            order = repeated.order(at.rank, number, torch.float32)
-            rows, plan = dispatch(at, order)
+            request = repeated.request(at.rank, number, torch.float32)
+            rows, plan = dispatch(at, request)
             assert (rows[: int(plan.block_to_first_slot[-1])] // 1000 == number).all()
-            out = at.internode.combine(
-                plan, rows[:, None].clone(), torch.float64, Launch(), at.stream, is_weighted=False
-            )
-            num_terms = out[:, 0] / order.payloads[0]
+            out = at.combine(plan, rows[:, None].clone(), is_weighted=False)
+            num_terms = out[:, 0] / request.payloads[0]
             assert torch.equal(num_terms, num_terms.round())
             assert num_terms.max() <= NUM_TOPK
         assert arena._state[EPOCHS].tolist() == [last + 6] * len(EPOCHS)
@@ -216,10 +215,12 @@ def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
     repeated = Repeated(folder, order=1, num_ranks=3, timeout_s=0.05, patience=1000)
 
     def on_rank(at: Rank) -> Arena:
+        request = repeated.request(at.rank, 0, torch.float32)
         if at.rank == 1:
-            at.internode.rounds.publish(Agreement(""), [NUM_TOKENS, *STAGED])  # and launches nothing
+            pending = at.shuffle.prepare_dispatch(request, Call(1, CallProfile()), at.stream)
+            at.session.agree(CollectiveFingerprint("dispatch", request.fields), pending.counts)  # and launches nothing
         else:
-            dispatch(at, repeated.order(at.rank, 0, torch.float32))
+            dispatch(at, request)
         return at.arena
 
     arenas = repeated.world.run(on_rank)
@@ -251,7 +252,7 @@ def test_scattered_segments_are_copied(num_segments, folder):
 
     def program(at: Rank) -> torch.Tensor:
         dst = torch.zeros_like(src)
-        at.node.kernels.copy_segments(src, starts, dst, dst_starts, sizes)
+        copy_on_device(at.context.launcher(at.stream), src, starts, dst, dst_starts, sizes)
         return dst
 
     assert torch.equal(alone(folder, program), expected)

@@ -54,9 +54,8 @@ def make_engine(placement: ExpertPlacement, limit: int) -> None:
             torch.cuda, "get_device_properties", return_value=mock.Mock(shared_memory_per_block_optin=limit)
         ),
         mock.patch.object(torch.cuda, "device", side_effect=BegunError),
-        mock.patch("fusco.cuda.engine.connect", side_effect=BegunError),
     ):
-        CudaEngine(mock.Mock(rank=0), layout, ["a", "a"], "", placement, torch.device("cuda", 0))
+        CudaEngine(mock.Mock(), layout, placement, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("limit", [HOPPER, A100])

@@ -29,16 +29,14 @@ from fusco import (
     Groups,
     Launch,
     MismatchError,
-    RejectedInputError,
     Settings,
     StaticSlots,
     Topology,
 )
-from fusco.control.fingerprint import Agreement
 from fusco.core.profile import CallProfile
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.layout import DeviceLayout
-from fusco.engine.base import DispatchOrder
+from fusco.engine.base import DispatchRequest
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, number_of
@@ -129,7 +127,8 @@ class Scene:
             max_bytes_per_token=max(self.row_bytes, self.hidden * self.sent_dtype.itemsize),
             num_topk=self.case.num_topk,
         )
-        return DeviceLayout(self.topology, capacity, Settings(slice_bytes=self.slice_bytes, ring_depth=self.ring_depth))
+        settings = Settings(slice_bytes=self.slice_bytes, ring_depth=self.ring_depth, wire_dtype=self.wire_dtype)
+        return DeviceLayout(self.topology, capacity, settings)
 
     def rows(self, what: str, rank: int) -> list[torch.Tensor]:
         """Each payload of a rank."""
@@ -166,28 +165,26 @@ class Play:
         return World(self.scene.layout, self.scene.placement, Machine(order)).run(self._on_rank)
 
     def _on_rank(self, at: Rank) -> Outcome:
-        scene, rank, agreement, launch = self.scene, at.rank, Agreement(""), Launch()
-        order = self._order(rank, self._payloads(at))
-        plan, rows, rejection = at.internode.dispatch(agreement, order, at.stream)
-        assert plan is not None
-        assert rejection is None
+        rank = at.rank
+        output = at.dispatch(self._request(rank, self._payloads(at)))
+        plan, rows = output.plan, output.rows
         sent = at.profile.internode_row_bytes, at.profile.internode_metadata_bytes
         others = [made_on(at, rows) for rows in self.x["other x"][rank]]
-        moved = {"x": rows, "other x": at.internode.dispatch_along(agreement, plan, others, launch, at.stream)}
+        moved = {"x": rows, "other x": at.dispatch_again(plan, others)}
         sums = []
         for is_weighted in self._weightings:
             y = made_on(at, self.y[rank])
-            sums.append(at.internode.combine(plan, y, scene.sent_dtype, launch, at.stream, is_weighted=is_weighted))
+            sums.append(at.combine(plan, y, is_weighted=is_weighted))
         return Outcome(plan, moved, sums, *sent)
 
     @property
     def _weightings(self) -> Sequence[bool]:
         return (True, False) if self.scene.is_weighted else (False,)
 
-    def _order(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchOrder:
+    def _request(self, rank: int, payloads: Sequence[torch.Tensor]) -> DispatchRequest:
         scene, weights = self.scene, self.weights
         laid_out = ID_LAYOUTS[scene.id_layout]
-        return DispatchOrder(
+        return DispatchRequest(
             routing=Routing(laid_out(self.ids[rank]), None if weights is None else laid_out(weights[rank])),
             payloads=payloads,
             placement=scene.placement,
@@ -341,23 +338,21 @@ class Profiled(Play):
     """A dispatch and another of the same routing: what each took by its profile, and by the clock."""
 
     def _on_rank(self, at: Rank) -> Any:
-        order = replace(self._order(at.rank, self._payloads(at)), launch=Launch(num_sms=20))
+        launch = Launch(num_sms=20)
+        request = replace(self._request(at.rank, self._payloads(at)), launch=launch)
         others = [made_on(at, rows) for rows in self.x["other x"][at.rank]]
-        seen: list[tuple[CallProfile, float, int]] = []
-        node, shuffle, kernels = at.node, at.internode, at.node.kernels
+        seen: list[tuple[CallProfile, float]] = []
 
         def profiled(call: Callable[[], Any]) -> Any:
-            kernels.begin(at.stream.cuda_stream)
-            node.rounds.profile = profile = CallProfile()
             start = time.perf_counter()
             result = call()
-            seen.append((profile, time.perf_counter() - start, kernels.num_sms))
+            seen.append((at.profile, time.perf_counter() - start))
             return result
 
-        y, agreement, stream = made_on(at, self.y[at.rank]), Agreement(""), at.stream
-        plan, _, _ = profiled(lambda: shuffle.dispatch(agreement, order, stream))
-        profiled(lambda: shuffle.dispatch_along(agreement, plan, others, order.launch, stream))
-        profiled(lambda: shuffle.combine(plan, y, y.dtype, order.launch, stream, is_weighted=False))
+        y = made_on(at, self.y[at.rank])
+        plan = profiled(lambda: at.dispatch(request)).plan
+        profiled(lambda: at.dispatch_again(plan, others, launch))
+        profiled(lambda: at.combine(plan, y, launch, is_weighted=False))
         return seen
 
 
@@ -365,13 +360,13 @@ class Profiled(Play):
 def test_profiles_tell_launch_times_by_kind_and_multiprocessors_taken_at_once(num_nodes, slice_bytes):
     scene = Scene(num_nodes=num_nodes, ranks_per_node=2, kind="balanced", seed=3, slice_bytes=slice_bytes)
     for dispatched, again, combined in Profiled(scene).run(order=0):
-        for (profile, elapsed_s, _), is_planned in ((dispatched, True), (again, False)):
+        for profile, elapsed_s in (dispatched, again):
             assert profile.staging_s > 0 < profile.wire_s
-            assert (profile.planning_s > 0) == is_planned
+            assert profile.planning_s > 0  # of a dispatch along an earlier plan, what agreeing takes
             assert profile.planning_s + profile.staging_s + profile.wire_s <= elapsed_s  # nothing twice
         # Own rows leave staging its 5, of which it takes one for its one chunk; slices come later, and take 20.
         at_once = 1 + 15 if num_nodes == 1 else 20
-        assert [num_sms for _, _, num_sms in (dispatched, again, combined)] == [at_once, at_once, 20]
+        assert [profile.num_sms for profile, _ in (dispatched, again, combined)] == [at_once, at_once, 20]
 
 
 @dataclass(frozen=True)
@@ -388,7 +383,7 @@ class Three:
 
     def _on_rank(self, at: Rank) -> float:
         num_tokens = int(at.rank == 1)
-        order = DispatchOrder(
+        request = DispatchRequest(
             routing=Routing(torch.arange(3).expand(num_tokens, 3)),
             payloads=[torch.ones(num_tokens, 1)],
             placement=ExpertPlacement.contiguous(3, 3),
@@ -397,9 +392,9 @@ class Three:
             static=None,
             launch=Launch(),
         )
-        plan, _, _ = at.internode.dispatch(Agreement(""), order, at.stream)
+        plan = at.dispatch(request).plan
         y = torch.tensor([[self.rows[at.rank]]])
-        out = at.internode.combine(plan, y, torch.float32, Launch(), at.stream, is_weighted=False)
+        out = at.combine(plan, y, is_weighted=False)
         return float(out.sum())
 
 
@@ -414,17 +409,16 @@ class Misrouted(Play):
     """Rank 1 gives an id that is no expert, to begin with."""
 
     def _on_rank(self, at: Rank) -> Any:
-        order = self._order(at.rank, self._payloads(at))
-        wrong = order.routing.topk_idx.clone()
+        request = self._request(at.rank, self._payloads(at))
+        wrong = request.routing.topk_idx.clone()
         wrong[2, 1], wrong[3, 0] = NUM_EXPERTS, -2
-        is_wrong = at.rank == 1
+        if at.rank == 1:
+            request = replace(request, routing=Routing(wrong))
+        rejection = None
         try:
-            plan, rows, rejection = at.internode.dispatch(
-                Agreement("dispatch"), replace(order, routing=Routing(wrong)) if is_wrong else order, at.stream
-            )
-        except RejectedInputError as error:
-            rejection, plan, rows = error, None, []
-        assert (plan, rows) == (None, [])
+            at.dispatch(request)
+        except ValueError as error:
+            rejection = error
         super()._on_rank(at)  # all go on
         return rejection
 
@@ -443,13 +437,13 @@ class Disagreeing(Play):
     """Rank 3's balancer gives other groups than those of the other ranks, to begin with."""
 
     def _on_rank(self, at: Rank) -> Any:
-        order = self._order(at.rank, self._payloads(at))
+        request = self._request(at.rank, self._payloads(at))
         balancers = [
             lambda traffic: Groups(traffic.topology, ((0, 1), (1, 0))),
             lambda traffic: Groups.of_same_local_rank(traffic.topology),
         ]
         with pytest.raises(MismatchError) as raised:
-            at.internode.dispatch(Agreement("dispatch"), replace(order, balancer=balancers[at.rank == 3]), at.stream)
+            at.dispatch(replace(request, balancer=balancers[at.rank == 3]))
         super()._on_rank(at)  # all go on
         return str(raised.value)
 

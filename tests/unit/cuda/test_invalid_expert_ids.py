@@ -10,10 +10,9 @@ from simulated_device import Machine
 from simulated_nodes import Rank, World
 
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
-from fusco.control.fingerprint import Agreement
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.layout import DeviceLayout
-from fusco.engine.base import DispatchOrder
+from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK = 3, 6, 2
@@ -33,7 +32,7 @@ def with_stranger(stranger: int, token: int) -> torch.Tensor:
 
 
 def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticSlots | None) -> Exception | None:
-    order = DispatchOrder(
+    request = DispatchRequest(
         routing=Routing(topk_idx),
         payloads=[torch.zeros(len(topk_idx), 4)],
         placement=PLACEMENT,
@@ -42,7 +41,11 @@ def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticSlots | None) -> Ex
         static=static,
         launch=Launch(),
     )
-    return at.node.dispatch(Agreement("dispatch"), order, at.stream)[2]
+    try:
+        at.dispatch(request)
+    except ValueError as error:
+        return error
+    return None
 
 
 class Engine(CudaEngine):

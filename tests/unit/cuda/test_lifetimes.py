@@ -11,12 +11,12 @@ import torch
 from simulated_device import Event, Machine, Stream
 
 from fusco import BALANCERS, ExpertPlacement, Launch, Topology
-from fusco.control.fingerprint import Agreement
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call, CallProfile
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode_plan import Crossing, InternodePlan
 from fusco.cuda.stream_order import StreamOrder
+from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 
@@ -71,7 +71,7 @@ class Streams:
         with (
             mock.patch.multiple(
                 torch.cuda,
-                Stream=lambda *_: self._make(),
+                Stream=lambda *_, **__: self._make(),
                 Event=Event,
                 current_stream=lambda *_: self.current,
                 current_device=lambda: 0,
@@ -90,45 +90,45 @@ def streams() -> Iterator[Streams]:
 
 
 class Shuffle:
-    """Stands in for ``NodeShuffle``: nothing moves, and the stream is noted."""
+    """Stands in for ``IntranodeShuffle``: nothing moves, and the stream is noted."""
 
     stream: Stream
 
-    def combine(self, _plan, rows, _dtype, _launch, stream, **_) -> torch.Tensor:
+    def combine(self, request, _call, stream) -> torch.Tensor:
         self.stream = stream
-        return torch.empty_like(rows)
+        return torch.empty_like(request.rows)
 
-    def dispatch_along(self, _agreement, _plan, payloads, _launch, stream) -> list[torch.Tensor]:
+    def prepare_redispatch(self, request, _call, stream) -> Pending[list[torch.Tensor]]:
         self.stream = stream
-        return [torch.empty_like(payload) for payload in payloads]
+        return Pending((), lambda _: [torch.empty_like(payload) for payload in request.payloads])
 
 
 class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self) -> None:
-        self._order = StreamOrder(torch.device("cuda", 0), mock.Mock(), [])
-        self._rounds = mock.Mock(profile=CallProfile())
-        self._kernels, self._wire_dtype = mock.Mock(num_sms=0), None
-        self._internode, self._node = None, Shuffle()
+        self._order = StreamOrder(torch.device("cuda", 0))
+        self._shuffle = Shuffle()
 
 
 def combine(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
-    engine.combine(Agreement("combine"), plan, rows, plan.weights, launch)
+    request = CombineRequest(rows=rows, plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
+    engine.prepare_combine(request, Call(2, CallProfile())).run([])
 
 
-def dispatch_along(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
-    engine.dispatch_along(Agreement("dispatch_again"), plan, [rows], launch)
+def dispatch_again(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
+    request = RedispatchRequest(payloads=[rows], plan=plan, handle=1, launch=launch)
+    engine.prepare_redispatch(request, Call(2, CallProfile())).run([])
 
 
-VERBS = pytest.mark.parametrize("verb", [combine, dispatch_along])
+VERBS = pytest.mark.parametrize("verb", [combine, dispatch_again])
 
 
 @VERBS
 def test_a_plan_lives_until_the_own_stream_has_read_it(streams: Streams, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     verb(engine, plan, rows, Launch(own_stream=True))
-    own = {engine._node.stream.cuda_stream}
+    own = {engine._shuffle.stream.cuda_stream}
     assert own != {streams.callers.cuda_stream}
     for tensor in (rows, plan.row_to_slots, plan.weights, plan.token_to_ranks, plan.forwarding.node_to_tokens):
         assert streams.reads(tensor) == own
@@ -152,7 +152,7 @@ def test_what_was_copied_from_a_plan_lives_as_long(streams: Streams, verb):
     for held in copies:
         assert held.weights is not None
         for tensor in (held.row_to_slots, held.weights, held.token_to_ranks):
-            assert streams.reads(tensor) == {engine._node.stream.cuda_stream}
+            assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():

@@ -52,11 +52,16 @@ class Scene:
 
     def __init__(self, timeout_s: float) -> None:
         self.nccl, self.watch = Nccl(), Watch()
-        self.guard = Guard(self.nccl, self.watch, timeout_s, DEVICE)
         self.calls: list[tuple[Stall | None, int]] = []  # the stall and the aborts when the guard said that it gives up
-        self.guard.on_stall = lambda: self.calls.append((self.guard.stall, len(self.nccl.aborts)))
+        self._is_made = threading.Event()
+        self.guard = Guard(self.nccl, self.watch, timeout_s, DEVICE, self._note_stall)
+        self._is_made.set()
         self.began = time.monotonic()
         self.close = self.guard.close
+
+    def _note_stall(self) -> None:
+        self._is_made.wait(SLACK_S)
+        self.calls.append((self.guard.stall, len(self.nccl.aborts)))
 
     def watch_over(self, what: str, done_after_s: float) -> None:
         self.guard.watch_over(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
@@ -235,10 +240,10 @@ def network_to(num_remote_nodes):
     Event.made = []
     with (
         mock.patch("fusco.cuda.network.NcclTransport", Nccl),
-        mock.patch.object(torch.cuda, "Stream", return_value=mock.Mock(cuda_stream=77)),
         mock.patch.object(torch.cuda, "Event", Event),
     ):
-        network = Network(mock.Mock(), Watch(), DEVICE, LIMIT_S, num_remote_nodes)
+        stream = mock.Mock(cuda_stream=77, device=DEVICE)
+        network = Network(mock.Mock(), Watch(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
         yield network
         network.close()
 

@@ -11,12 +11,11 @@ from simulated_device import Machine
 from simulated_nodes import Rank, World
 
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
-from fusco.control.fingerprint import Agreement
 from fusco.core.errors import Stall
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.layout import DeviceLayout
-from fusco.engine.base import DispatchOrder
+from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
 PLACEMENT = ExpertPlacement.contiguous(4, 4)
@@ -56,8 +55,8 @@ def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[b
 
     def program(at: Rank) -> list[tuple[bool, Stall]]:
         ids, payload = torch.arange(4).view(4, 1), torch.zeros(4, 4)
-        at.node.watch = watch = Patience(machine, Work(at))
-        dispatched = DispatchOrder(
+        at.context.watch = watch = Patience(machine, Work(at))
+        request = DispatchRequest(
             routing=Routing(ids),
             payloads=[payload],
             placement=PLACEMENT,
@@ -66,8 +65,7 @@ def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[b
             static=None,
             launch=Launch(),
         )
-        shuffle = at.internode if num_nodes > 1 else at.node
-        shuffle.dispatch(Agreement("dispatch"), dispatched, at.stream)
+        at.dispatch(request)
         return watch.stalls
 
     return World(DeviceLayout(topology, capacity, Settings(slice_bytes=64)), PLACEMENT, machine).run(program)
@@ -93,11 +91,7 @@ class Engine(CudaEngine):
     """An engine with work under way."""
 
     def __init__(self) -> None:
-        self._order, self._rounds, self._watch = mock.Mock(), mock.MagicMock(broken=""), mock.Mock()
-        self._topology, self._rank = Topology.of_equal_nodes(4, 4), 0
-
-    def _device_stall(self) -> Stall | None:
-        return None
+        self._order, self._watch = mock.Mock(), mock.Mock()
 
 
 def test_synchronize_waits_for_no_peer():

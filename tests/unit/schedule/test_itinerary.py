@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import Topology
-from fusco.engine.messages import cut
+from fusco.engine.all_to_all import cut
 from fusco.schedule import make_schedule
 from fusco.schedule.itinerary import ARRIVED, CARRIED, INPUT, NUM_MEMORIES, OUTPUT, Course, make_itinerary
 from matrices import families

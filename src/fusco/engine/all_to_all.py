@@ -1,11 +1,46 @@
-"""Courses cut into messages: what travels between two ranks at once."""
+"""All-to-all on any device: the itinerary that the sizes of all ranks come to, and its courses cut into messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fusco.schedule.itinerary import Course
+import numpy as np
+
+from fusco.core.topology import Topology
+from fusco.engine.base import AllToAllRequest
+from fusco.engine.byte_stream import StreamSizes, check_sizes
+from fusco.schedule.choice import schedule_for
+from fusco.schedule.cost import Links
+from fusco.schedule.itinerary import Course, Itinerary, make_itinerary
+
+
+def sizes_of(request: AllToAllRequest) -> StreamSizes:
+    """What a rank tells the others of its request, in rows."""
+    return StreamSizes(tuple(request.send_rows), tuple(request.receive_rows))
+
+
+def plan_all_to_all(
+    request: AllToAllRequest, counts: Sequence[Sequence[int]], topology: Topology, rank: int, links: Links
+) -> Itinerary:
+    """What this rank does, by a schedule that all ranks make alike.
+
+    Args:
+        request: of this rank.
+        counts: the packed ``StreamSizes`` of all ranks.
+        topology: which ranks share a node.
+        rank: this rank.
+        links: by which a schedule is chosen unless the request names one.
+
+    Raises:
+        MismatchError: on all ranks, unless everybody expects what the others send.
+
+    """
+    sizes = list(map(StreamSizes.unpack, counts))
+    check_sizes(sizes, "all_to_all", "rows")
+    rank_rows = np.array([of_rank.send for of_rank in sizes], dtype=np.int64)
+    schedule = schedule_for(rank_rows * request.row_bytes, topology, links, request.mode)
+    return make_itinerary(schedule, rank)
 
 
 @dataclass(frozen=True, eq=False)
