@@ -15,9 +15,8 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle
 from fusco.api.validation import DispatchOptions
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.config import Settings
+from fusco.core.config import Launch, Settings, StaticSlots
 from fusco.core.errors import ClosedError, PeerFailureError
-from fusco.core.launch import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.rows import wants_grad

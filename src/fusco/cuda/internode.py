@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype, aligned, row_bytes
 from fusco.cuda.context import CudaContext
