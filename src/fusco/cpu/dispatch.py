@@ -44,9 +44,8 @@ class SendRows:
         self._memory, self._ring, self._row_bytes, self._profile = memory, ring, row_bytes, profile
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
         per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for node in _following(plan):
+        for node, forwarder in plan.forwarders.destinations:
             offsets = memory.pool_offset(memory.node) + plan.forwarding.node_to_tokens[node] * row_bytes
-            forwarder = plan.groups.forwarder(plan.rank, node)
             slices = cut(len(offsets), rows_per_slice)
             per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
         self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
@@ -218,12 +217,6 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
 
 def _num_distinct(ascending: torch.Tensor) -> int:
     return int((ascending.diff() != 0).sum()) + (len(ascending) > 0)
-
-
-def _following(plan: DispatchPlan) -> list[int]:
-    """The other nodes, starting after the own one, so that not all ranks send to the same node at first."""
-    num_nodes = plan.topology.num_nodes
-    return [(plan.node + step) % num_nodes for step in range(1, num_nodes)]
 
 
 def _own_node_first(plan: DispatchPlan) -> list[int]:

@@ -173,8 +173,7 @@ class CpuEngine:
             sum_bytes = partials.hidden * partials.dtype.itemsize
             rows_per_chunk = self._layout.rows_per_slot(sum_bytes)
             to_nodes = {
-                plan.groups.forwarder(self._rank, node): len(plan.forwarding.node_to_tokens[node])
-                for node in self._topology.remote_nodes(self._rank)
+                forwarder: len(plan.forwarding.node_to_tokens[node]) for node, forwarder in plan.forwarders.destinations
             }
             returned = self._receive_rows(to_nodes, partials.hidden * wire_dtype.itemsize, sum_bytes, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), partials.hidden), rows.dtype)

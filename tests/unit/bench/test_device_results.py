@@ -93,7 +93,7 @@ def test_a_row_too_many_is_an_error(ranks):
     fusco, baseline = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
     assert not fusco.is_right
     assert fusco.errors[0] == "dispatch sent 100001 bytes of rows between nodes, by its plan it is 75000"
-    assert fusco.core.errors[1].startswith("combine sent")
+    assert fusco.errors[1].startswith("combine sent")
     assert baseline.is_right
 
 
