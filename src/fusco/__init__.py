@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from fusco.api.handle import Dispatched as Dispatched
     from fusco.api.handle import Handle as Handle
     from fusco.api.memory_size import memory_size_hint as memory_size_hint
-    from fusco.control.layout import Capacity as Capacity
-    from fusco.control.layout import MemorySize as MemorySize
+    from fusco.core.config import Capacity as Capacity
+    from fusco.core.config import Launch as Launch
     from fusco.core.config import Settings as Settings
+    from fusco.core.config import StaticSlots as StaticSlots
     from fusco.core.errors import ClosedError as ClosedError
     from fusco.core.errors import CompileError as CompileError
     from fusco.core.errors import FuscoError as FuscoError
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
     from fusco.core.errors import ThreadError as ThreadError
     from fusco.core.errors import TransportError as TransportError
     from fusco.core.groups import Groups as Groups
-    from fusco.core.launch import Launch as Launch
-    from fusco.core.launch import StaticSlots as StaticSlots
+    from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
     from fusco.core.segments import Segments as Segments
     from fusco.core.topology import Topology as Topology
@@ -62,8 +62,8 @@ _NAME_TO_MODULE = {
     "Dispatched": "api.handle",
     "Handle": "api.handle",
     "memory_size_hint": "api.memory_size",
-    "Capacity": "control.layout",
-    "MemorySize": "control.layout",
+    "Capacity": "core.config",
+    "MemorySize": "core.memory_size",
     "Settings": "core.config",
     "ClosedError": "core.errors",
     "CompileError": "core.errors",
@@ -78,8 +78,8 @@ _NAME_TO_MODULE = {
     "ThreadError": "core.errors",
     "TransportError": "core.errors",
     "Groups": "core.groups",
-    "Launch": "core.launch",
-    "StaticSlots": "core.launch",
+    "Launch": "core.config",
+    "StaticSlots": "core.config",
     "ExpertPlacement": "core.placement",
     "Segments": "core.segments",
     "Topology": "core.topology",

@@ -21,9 +21,8 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.keeping import keep_for_good
 from fusco.control.session import Session
 from fusco.control.threads import within
-from fusco.core.config import Settings
+from fusco.core.config import Launch, Settings, StaticSlots
 from fusco.core.errors import ClosedError, PeerFailureError, beside
-from fusco.core.launch import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.rows import wants_grad

@@ -15,17 +15,18 @@ from fusco.api.validation import Validator, check_device
 from fusco.control.bootstrap import DeviceIdentity, Introduction, check_devices, introduce
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
-from fusco.control.layout import ArenaLayout, Capacity
+from fusco.control.layout import SegmentSizes
 from fusco.control.session import Session
 from fusco.control.store_gather import RollCall
 from fusco.core.access import Access
-from fusco.core.config import Settings
+from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.errors import PeerFailureError, beside
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.cpu.engine import CpuEngine
+from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import Balancer, describe_balancer, giving_groups
 
@@ -138,7 +139,7 @@ def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
         raise rejection
     assert checked is not None
     check_devices(met)
-    layout = ArenaLayout(Topology.from_hosts(met.hosts, config.ranks_per_node), checked.capacity, settings)
+    topology = Topology.from_hosts(met.hosts, config.ranks_per_node)
     validator = Validator(
         rank=roll.rank,
         placement=checked.placement,
@@ -146,12 +147,12 @@ def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,
-        num_nodes=layout.topology.num_nodes,
+        num_nodes=topology.num_nodes,
     )
-    return connect_parts(roll, layout, met, validator)
+    return connect_parts(roll, EngineConfig(topology, checked.capacity, settings), met, validator)
 
 
-def connect_parts(roll: RollCall, layout: ArenaLayout, met: Introduction, validator: Validator) -> CommunicatorParts:
+def connect_parts(roll: RollCall, config: EngineConfig, met: Introduction, validator: Validator) -> CommunicatorParts:
     """Connect to all other ranks; where that fails, nothing is left behind."""
     is_on_cuda = validator.device.type == "cuda"
     if is_on_cuda:
@@ -159,13 +160,13 @@ def connect_parts(roll: RollCall, layout: ArenaLayout, met: Introduction, valida
     with ExitStack() as resources:
         engine: Engine[Any]
         if is_on_cuda:
-            connections = connect(roll, layout.without_rows(), met.hosts, met.listen_on, SPIN_S)
+            connections = connect(roll, SegmentSizes.of_control(config.topology), met, SPIN_S)
             resources.callback(connections.close)
-            engine = CudaEngine(connections, layout, validator.placement, validator.device)
+            engine = CudaEngine(connections, config, validator.placement, validator.device)
         else:
-            connections = connect(roll, layout, met.hosts, met.listen_on)
+            connections = connect(roll, CpuLayout.of(config).segment_sizes, met)
             resources.callback(connections.close)
-            engine = CpuEngine(connections, layout)
+            engine = CpuEngine(connections, config)
         resources.callback(engine.close)
         access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
         session = Session(roll.rank, connections, access, on_broken=engine.abort)

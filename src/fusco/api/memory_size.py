@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fusco.control.layout import ArenaLayout, Capacity, MemorySize
-from fusco.core.config import Settings
+from fusco.core.config import Capacity, Settings
+from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
+from fusco.cpu.layout import CpuLayout
 from fusco.cuda.layout import DeviceLayout
 
 
@@ -25,4 +26,4 @@ def memory_size_hint(
         return DeviceLayout(topology, capacity, settings).memory_size
     if device != "cpu":
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
-    return ArenaLayout(topology, capacity, settings).memory_size
+    return CpuLayout(topology, capacity, settings).memory_size

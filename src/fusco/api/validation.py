@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from fusco.api.handle import Handle
-from fusco.control.layout import Capacity
+from fusco.core.config import Capacity, Launch, StaticSlots
 from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
-from fusco.core.launch import Launch, StaticSlots
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes, wants_grad

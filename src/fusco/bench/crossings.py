@@ -9,6 +9,7 @@ from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Workload
 from fusco.planner.balancer import BALANCERS, Balancer, IntArray, Traffic
 from fusco.planner.forwarding import plan_forwarding
+from fusco.planner.internode import Forwarders
 
 
 def crossing_rows(variant: str, workload: Workload, balancer: str) -> IntArray:
@@ -48,8 +49,8 @@ def _forwarded(workload: Workload, balancer: Balancer, *, is_expanded: bool) -> 
     groups = balancer(Traffic.from_counts(topology, counts))
     crossing = np.zeros((topology.world_size, topology.world_size), np.int64)
     for src, node_to_count in enumerate(counts):
-        for node in topology.remote_nodes(src):
-            crossing[src, groups.forwarder(src, node)] += node_to_count[node]
+        for node, forwarder in Forwarders(src, groups).destinations:
+            crossing[src, forwarder] += node_to_count[node]
     return crossing
 
 

@@ -23,7 +23,7 @@ from fusco.bench.stopwatch import Stopwatch
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import recorded_variant
 from fusco.bench.verification import verify
-from fusco.core.launch import Launch, StaticSlots
+from fusco.core.config import Launch, StaticSlots
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span, Timeline
 from fusco.ranks.progress import ProgressReporter

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fusco.api.memory_size import memory_size_hint
 from fusco.bench.traffic import Workload
-from fusco.control.layout import Capacity
+from fusco.core.config import Capacity
 from fusco.planner.balancer import BALANCERS, IntArray
 from fusco.planner.cost import plan_cost
 from fusco.planner.world import plan_world, traffic_of

@@ -24,6 +24,7 @@ from fusco.core.topology import Topology
 from fusco.planner.balancer import Balancer, Traffic
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import mark_destinations, plan_forwarding
+from fusco.planner.internode import Forwarders
 
 
 @dataclass(frozen=True)
@@ -160,15 +161,11 @@ class NoEngineShuffle:
         num_remote_ranks = topology.world_size - len(self._node_ranks)
         self.profile.internode_metadata_bytes = own.nbytes * num_remote_ranks
         groups: Groups = self._balancer(Traffic.from_counts(topology, counts))
-        remote = topology.remote_nodes(self._rank)
+        forwarders, remote = Forwarders(self._rank, groups), topology.remote_nodes(self._rank)
         return Crossing(
             tokens=torch.cat([forwarding.node_to_tokens[node] for node in remote] or [topk_idx.new_empty(0).long()]),
-            to_send=[(groups.forwarder(self._rank, node), counts[self._rank][node]) for node in remote],
-            to_receive=[
-                (src, counts[src][self._node])
-                for src, node in enumerate(topology.rank_to_node)
-                if node != self._node and groups.forwarder(src, self._node) == self._rank
-            ],
+            to_send=[(forwarder, counts[self._rank][node]) for node, forwarder in sorted(forwarders.destinations)],
+            to_receive=[(src, counts[src][self._node]) for src in sorted(forwarders.sources)],
         )
 
     def _plan_fanout(self, held_ids: torch.Tensor, num_received: int) -> Fanout:

@@ -20,7 +20,7 @@ from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload
-from fusco.core.launch import Launch, StaticSlots
+from fusco.core.config import Launch, StaticSlots
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.routing import Routing

@@ -108,8 +108,8 @@ def _shared_memory() -> Finding:
 
 def _room() -> Finding:
     from fusco.api.memory_size import memory_size_hint
-    from fusco.control.layout import Capacity
     from fusco.control.shared_segment import free_bytes
+    from fusco.core.config import Capacity
     from fusco.core.topology import Topology
 
     capacity = Capacity(max_tokens_per_rank=8192, max_bytes_per_token=14336, num_topk=8)

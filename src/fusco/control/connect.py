@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+from fusco.control.bootstrap import Introduction
 from fusco.control.flags import warm_up_flags
-from fusco.control.layout import ArenaLayout
+from fusco.control.layout import SegmentSizes
 from fusco.control.node_memory import NodeMemory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import Sentinel, SentinelAddress
@@ -41,16 +42,13 @@ class Connections:
         self._resources.close()
 
 
-def connect(
-    roll: RollCall, layout: ArenaLayout, hosts: Sequence[str], listen_on: str, spin_s: float = 0.0
-) -> Connections:
+def connect(roll: RollCall, sizes: SegmentSizes, met: Introduction, spin_s: float = 0.0) -> Connections:
     """Connect to all other ranks and map the memory of those of the node.
 
     Args:
         roll: finds the other ranks.
-        layout: topology, capacity and settings, equal on all ranks.
-        hosts: the machine of each rank, as in ``Topology.from_hosts``.
-        listen_on: address at which other ranks reach this one.
+        sizes: of the segment, equal on all ranks.
+        met: who is where.
         spin_s: see ``Watch``.
 
     Raises:
@@ -61,16 +59,17 @@ def connect(
     warm_up_flags()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = roll.gather("secret", secrets.token_hex(16))[0]
+        hosts, listen_on, topology = met.hosts, met.listen_on, sizes.control.topology
         sentinel, peers = _meet(roll, secret, listen_on, hosts)
         resources.callback(sentinel.close)
-        watch = Watch(roll.rank, peers, sentinel, layout.settings.timeout_s, spin_s)
+        watch = Watch(roll.rank, peers, sentinel, roll.timeout_s, spin_s)
         resources.callback(watch.close)
         watch.begin(0, "Communicator")
         roll.watched_by(watch)
         num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
-        memory = NodeMemory(layout, roll.rank, _map_segments(roll, layout, num_neighbours))
+        memory = NodeMemory(sizes.control, roll.rank, _map_segments(roll, sizes, num_neighbours))
         resources.callback(memory.close)
-        counterparts = [memory.counterpart(node) for node in layout.topology.remote_nodes(roll.rank)]
+        counterparts = [memory.counterpart(node) for node in topology.remote_nodes(roll.rank)]
         mail = connecting(
             lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
         )
@@ -115,12 +114,12 @@ def _meet(roll: RollCall, secret: str, listen_on: str, hosts: Sequence[str]) -> 
     }
 
 
-def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> list[SharedSegment]:
+def _map_segments(roll: RollCall, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
     """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
     with ExitStack() as undo:
-        own, error, private_bytes = None, "", layout.memory_size.private_bytes
+        own, error, topology = None, "", sizes.control.topology
         try:
-            own = undo.enter_context(SharedSegment.create(layout.num_bytes, num_neighbours, private_bytes))
+            own = undo.enter_context(SharedSegment.create(sizes.num_bytes, num_neighbours, sizes.private_bytes))
         except SharedMemoryError as failure:
             error = str(failure)
         addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
@@ -129,7 +128,7 @@ def _map_segments(roll: RollCall, layout: ArenaLayout, num_neighbours: int) -> l
 
         segments = []
         try:
-            for rank in layout.topology.node_to_ranks[layout.topology.rank_to_node[roll.rank]]:
+            for rank in topology.node_to_ranks[topology.rank_to_node[roll.rank]]:
                 address = SegmentAddress(**addresses[rank]["address"])
                 segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
         except SharedMemoryError as failure:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from fusco.control.flags import Flags
-from fusco.control.layout import ArenaLayout
+from fusco.control.layout import ControlLayout
 from fusco.control.shared_segment import SharedSegment
 
 
 class NodeMemory:
-    """The segments of all ranks of a node, by local rank, and typed views of their sections."""
+    """The segments of all ranks of a node, by local rank, with typed views of flags and records."""
 
-    def __init__(self, layout: ArenaLayout, rank: int, segments: list[SharedSegment]) -> None:
+    def __init__(self, layout: ControlLayout, rank: int, segments: list[SharedSegment]) -> None:
         self.layout = layout
         self.rank = rank
         self.node = layout.topology.rank_to_node[rank]
@@ -50,38 +50,9 @@ class NodeMemory:
         """The same as plain bytes, which are quicker to read and write than a tensor."""
         return self._records[local, node]
 
-    def ids(self, local: int, node: int, num_tokens: int, num_topk: int) -> torch.Tensor:
-        """Expert ids of tokens from ``node`` that a local rank published, int32 (num_tokens, num_topk)."""
-        offset = self.layout.ids_offset(self._region(node))
-        return self._view(local, offset, (num_tokens, num_topk), torch.int32)
-
-    def weights(self, local: int, node: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Their weights, (num_tokens, num_topk)."""
-        return self._view(local, self.layout.weights_offset(self._region(node)), shape, dtype)
-
-    def pool_offset(self, node: int) -> int:
-        """Where rows from ``node`` stand in a pool of this node, in bytes of the segment."""
-        return self.layout.pool_offset(self._region(node))
-
-    def pool(self, local: int, node: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Rows from ``node`` in the pool of a local rank."""
-        return self._view(local, self.pool_offset(node), shape, dtype)
-
-    def ring_slot(self, producer: int, consumer: int, slot: int) -> torch.Tensor:
-        """A slot of the ring between two local ranks, uint8 (slot_bytes,)."""
-        offset = self.layout.ring_offset(consumer, slot)
-        return self.bytes[producer][offset : offset + self.layout.slot_bytes]
-
     def close(self) -> None:
         """Let go of all segments."""
         self.bytes, self.flags = [], []
         self._records.clear()
         while self._segments:
             self._segments.pop().close()
-
-    def _region(self, node: int) -> int:
-        return self.layout.region_of(self.node, node)
-
-    def _view(self, local: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        return self.bytes[local][offset : offset + num_bytes].view(dtype).view(shape)

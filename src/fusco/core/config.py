@@ -1,13 +1,14 @@
-"""What a user may set about how a communicator works, with the reason for each default."""
+"""What a user may set: what a communicator must be able to take, how it works, and how a call is to run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from fusco.core.integers import check_integer
+from fusco.core.integers import MAX_INT32, check_integer
+from fusco.core.topology import Topology
 
 _LONGEST_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in types of their own
 
@@ -53,3 +54,90 @@ class Settings:
             raise ValueError(f"slice_order must be 'in-turn' or 'staged', got {self.slice_order!r}")
         if self.wire_dtype not in (None, torch.float32):
             raise ValueError(f"wire_dtype must be None or torch.float32, got {self.wire_dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a communicator must be able to take, for each rank.
+
+    Attributes:
+        max_tokens_per_rank: most tokens that any rank dispatches in one call.
+        max_bytes_per_token: most bytes of one token's row in ``dispatch`` (all payloads together) and in ``combine``.
+        num_topk: most expert slots of a token.
+
+    Raises:
+        TypeError, ValueError: for a capacity that is no positive integer.
+
+    """
+
+    max_tokens_per_rank: int
+    max_bytes_per_token: int
+    num_topk: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_integer(name, value, least=1)
+
+    @property
+    def max_row_bytes(self) -> int:
+        """Room for a row: a token, or the gradients of its weights, which travel as a row of num_topk values."""
+        return max(self.max_bytes_per_token, 8 * self.num_topk)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made for, equal on all ranks."""
+
+    topology: Topology
+    capacity: Capacity
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a call uses its device. Ranks need not agree on it. On the CPU it changes nothing.
+
+    Attributes:
+        num_sms: most multiprocessors that a kernel may use; ``None`` means as many as are good for the call.
+        own_stream: run on the communicator's own stream instead of the caller's current one. The call's result must
+            then not be used before ``Communicator.wait``.
+
+    Raises:
+        TypeError, ValueError: for a value of another type, or out of range.
+
+    """
+
+    num_sms: int | None = None
+    own_stream: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_sms is not None:
+            check_integer("num_sms", self.num_sms, least=1)
+
+    def on_callers_stream(self) -> Launch:
+        """The same, on the caller's stream: nobody could say when the result of the backward pass may be used."""
+        return replace(self, own_stream=False)
+
+
+@dataclass(frozen=True)
+class StaticSlots:
+    """An output of ``num_slots`` expert-major rows, whatever the routing, so that nobody waits for its size.
+
+    Attributes:
+        num_slots: rows of the output, padding counted. Those behind the last block are uninitialised, and so are
+            those of their gradient: experts must go by ``num_rows_per_expert``.
+        on_overflow: ``"raise"`` has the next synchronisation raise ``SlotOverflowError`` if a routing needs more;
+            ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.
+
+    Raises:
+        TypeError, ValueError: for a value of another type, or out of range.
+
+    """
+
+    num_slots: int
+    on_overflow: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        check_integer("num_slots", self.num_slots, least=1, most=MAX_INT32)  # as kernels count
+        if self.on_overflow not in ("raise", "drop"):
+            raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.gloo import GlooTransport, Ticket
+from fusco.cpu.memory import CpuMemory
 from fusco.cpu.staging import Staging
 from fusco.engine.all_to_all import CourseSlice, cut
 from fusco.engine.tasks import Task
@@ -230,7 +230,7 @@ class CopyOwn:
 def make_tasks(
     itinerary: Itinerary,
     memories: Sequence[torch.Tensor],
-    memory: NodeMemory,
+    memory: CpuMemory,
     transport: GlooTransport,
     private: torch.Tensor,
     profile: CallProfile,
@@ -242,7 +242,7 @@ def make_tasks(
         memories: uint8, of the sizes that the itinerary says, in its order.
         memory: of the node, for its rings.
         transport: to other nodes.
-        private: the rank's slots outside shared memory (``ArenaLayout.num_private_slots``).
+        private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
         profile: where bytes are counted.
 
     """

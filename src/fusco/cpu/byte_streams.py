@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fusco.control.node_memory import NodeMemory
 from fusco.core.segments import Segments
 from fusco.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
 from fusco.cpu.gloo import GlooTransport
 from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.cpu.memory import CpuMemory
 from fusco.engine.byte_stream import Incoming, Outgoing, StreamIn, StreamOut, in_turn
 from fusco.engine.tasks import Task
 
@@ -19,8 +19,8 @@ from fusco.engine.tasks import Task
 class Streams:
     """Makes the two ends of streams to and from any rank, over shared memory or gloo as the rank's node demands."""
 
-    def __init__(self, memory: NodeMemory, transport: GlooTransport, private: torch.Tensor) -> None:
-        """``private`` are the rank's slots outside shared memory (``ArenaLayout.num_private_slots``)."""
+    def __init__(self, memory: CpuMemory, transport: GlooTransport, private: torch.Tensor) -> None:
+        """``private`` are the rank's slots outside shared memory (``CpuLayout.num_private_slots``)."""
         self.device = torch.device("cpu")
         self._memory, self._transport, self._private = memory, transport, private
         self._slice_bytes, self._depth = memory.layout.slot_bytes, memory.layout.settings.ring_depth

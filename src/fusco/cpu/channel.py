@@ -7,23 +7,23 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fusco.control.node_memory import NodeMemory
 from fusco.cpu.gloo import GlooTransport, Ticket
+from fusco.cpu.memory import CpuMemory
 
 
 class RingOut:
     """A shared-memory ring to a rank of the node; its counters never start anew, so any verb may use it."""
 
-    def __init__(self, memory: NodeMemory, consumer: int) -> None:
+    def __init__(self, memory: CpuMemory, consumer: int) -> None:
         self._memory, self._consumer = memory, consumer
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.produced_flag(consumer)
+        self._flag = memory.layout.control.produced_flag(consumer)
         self.num_produced = memory.own.load(self._flag)
 
     @property
     def num_consumed(self) -> int:
         """Messages that the consumer took."""
-        return self._memory.flags[self._consumer].load(self._memory.layout.consumed_flag(self._memory.local))
+        return self._memory.flags[self._consumer].load(self._memory.layout.control.consumed_flag(self._memory.local))
 
     def slot(self) -> torch.Tensor | None:
         """See ``Outgoing``."""
@@ -45,16 +45,16 @@ class RingOut:
 class RingIn:
     """The other end of a ``RingOut``."""
 
-    def __init__(self, memory: NodeMemory, producer: int) -> None:
+    def __init__(self, memory: CpuMemory, producer: int) -> None:
         self._memory, self._producer = memory, producer
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.consumed_flag(producer)
+        self._flag = memory.layout.control.consumed_flag(producer)
         self.num_consumed = memory.own.load(self._flag)
 
     @property
     def num_produced(self) -> int:
         """Messages that the producer put in."""
-        return self._memory.flags[self._producer].load(self._memory.layout.produced_flag(self._memory.local))
+        return self._memory.flags[self._producer].load(self._memory.layout.control.produced_flag(self._memory.local))
 
     def message(self) -> torch.Tensor | None:
         """See ``Incoming``."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype
@@ -19,6 +18,7 @@ from fusco.cpu.channel import RingIn, RingOut, SendRing
 from fusco.cpu.dispatch import ReceiveRows, cut
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.reduce_rows import reduce_rows
+from fusco.cpu.memory import CpuMemory
 from fusco.planner.plan import DispatchPlan
 
 
@@ -79,7 +79,7 @@ def chunks_held_by(plan: DispatchPlan, rank: int, rows_per_chunk: int) -> list[R
 class ProducePartialSums:
     """Computes the partial sums that other ranks of the node wait for, into their rings."""
 
-    def __init__(self, plan: DispatchPlan, memory: NodeMemory, partials: PartialSums, rows_per_chunk: int) -> None:
+    def __init__(self, plan: DispatchPlan, memory: CpuMemory, partials: PartialSums, rows_per_chunk: int) -> None:
         self._partials = partials
         self._todo: dict[int, list[tuple[int, int]]] = {}
         self._rings: dict[int, RingOut] = {}
@@ -121,7 +121,7 @@ class FoldSums:
         self,
         *,
         plan: DispatchPlan,
-        memory: NodeMemory,
+        memory: CpuMemory,
         partials: PartialSums,
         returned: ReceiveRows,
         send_ring: SendRing,

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import SendRing
 from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.cpu.memory import CpuMemory
 from fusco.planner.plan import DispatchPlan
 from fusco.planner.sending import SendingStage, order_of_slices
 
@@ -39,14 +39,13 @@ class SendRows:
     """Gathers the rows that other nodes want, slice by slice, while earlier slices are on the network."""
 
     def __init__(
-        self, plan: DispatchPlan, memory: NodeMemory, ring: SendRing, row_bytes: int, profile: CallProfile
+        self, plan: DispatchPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, profile: CallProfile
     ) -> None:
         self._memory, self._ring, self._row_bytes, self._profile = memory, ring, row_bytes, profile
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
         per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for node in _following(plan):
+        for node, forwarder in plan.forwarders.destinations:
             offsets = memory.pool_offset(memory.node) + plan.forwarding.node_to_tokens[node] * row_bytes
-            forwarder = plan.groups.forwarder(plan.rank, node)
             slices = cut(len(offsets), rows_per_slice)
             per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
         self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
@@ -83,7 +82,7 @@ class ReceiveRows:
 
     def __init__(
         self,
-        memory: NodeMemory,
+        memory: CpuMemory,
         transport: GlooTransport,
         collective: int,
         src_to_rows: dict[int, int],
@@ -131,7 +130,7 @@ class ScatterRows:
     def __init__(
         self,
         plan: DispatchPlan,
-        memory: NodeMemory,
+        memory: CpuMemory,
         collective: int,
         outputs: Sequence[torch.Tensor],
         row_bytes: int,
@@ -195,7 +194,7 @@ class ScatterRows:
 class _SourceRows:
     """The rows of one source rank on this node, and this rank's pairs of them, slice by slice."""
 
-    def __init__(self, plan: DispatchPlan, memory: NodeMemory, src: int, rows_per_slice: int, row_bytes: int) -> None:
+    def __init__(self, plan: DispatchPlan, memory: CpuMemory, src: int, rows_per_slice: int, row_bytes: int) -> None:
         topology = plan.topology
         self.src, self.node, self.holder = src, topology.rank_to_node[src], plan.src_to_holder[src]
         self.local = topology.rank_to_local[self.holder]
@@ -210,7 +209,7 @@ class _SourceRows:
         self.num_done = 0
 
 
-def _announcer(memory: NodeMemory, flag: int, collective: int) -> Callable[[], None]:
+def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
     """What to call for each slice that arrives from a source: raises its flag by one."""
     arrived = itertools.count(1)
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
@@ -218,12 +217,6 @@ def _announcer(memory: NodeMemory, flag: int, collective: int) -> Callable[[], N
 
 def _num_distinct(ascending: torch.Tensor) -> int:
     return int((ascending.diff() != 0).sum()) + (len(ascending) > 0)
-
-
-def _following(plan: DispatchPlan) -> list[int]:
-    """The other nodes, starting after the own one, so that not all ranks send to the same node at first."""
-    num_nodes = plan.topology.num_nodes
-    return [(plan.node + step) % num_nodes for step in range(1, num_nodes)]
 
 
 def _own_node_first(plan: DispatchPlan) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from fusco.control.connect import Connections, connecting
-from fusco.control.layout import ArenaLayout
+from fusco.core.config import EngineConfig
 from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
@@ -23,6 +23,8 @@ from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.gloo import GlooTransport, NoTransport
 from fusco.cpu.kernels.warm_up import warm_up_cpu
+from fusco.cpu.layout import CpuLayout
+from fusco.cpu.memory import CpuMemory
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.engine.agreed_groups import agreed_groups
@@ -49,20 +51,23 @@ from fusco.planner.sending import plan_stages, warm_up_stages
 class CpuEngine:
     """See ``fusco.engine.base.Engine``."""
 
-    def __init__(self, connections: Connections, layout: ArenaLayout) -> None:
+    def __init__(self, connections: Connections, config: EngineConfig) -> None:
         """Connect to all other ranks over gloo, too. The connections stay the caller's, who closes them after this."""
         warm_up_cpu()
-        if layout.settings.slice_order == "staged":
+        if config.settings.slice_order == "staged":
             warm_up_stages()
-        self._layout, self._rank = layout, connections.roll.rank
-        self._topology, self._settings = layout.topology, layout.settings
-        self._watch, self._memory = connections.watch, connections.memory
+        self._layout, self._rank = CpuLayout.of(config), connections.roll.rank
+        self._topology, self._settings, self._watch = config.topology, config.settings, connections.watch
         self._recycler = OutputRecycler()
         with ExitStack() as resources:
+            self._memory = CpuMemory(connections.memory, self._layout)
+            resources.callback(self._memory.close)
             is_alone = self._topology.num_nodes == 1
-            self._transport = NoTransport() if is_alone else _connect_over_gloo(layout, connections)
+            timeout_s = config.settings.timeout_s
+            self._transport = NoTransport() if is_alone else _connect_over_gloo(timeout_s, connections)
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
-            self._private = torch.empty(layout.num_private_slots, layout.slot_bytes, dtype=torch.uint8, device="cpu")
+            shape = (self._layout.num_private_slots, self._layout.slot_bytes)
+            self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
             self._resources = resources.pop_all()
 
@@ -167,8 +172,7 @@ class CpuEngine:
             sum_bytes = partials.hidden * partials.dtype.itemsize
             rows_per_chunk = self._layout.rows_per_slot(sum_bytes)
             to_nodes = {
-                plan.groups.forwarder(self._rank, node): len(plan.forwarding.node_to_tokens[node])
-                for node in self._topology.remote_nodes(self._rank)
+                forwarder: len(plan.forwarding.node_to_tokens[node]) for node, forwarder in plan.forwarders.destinations
             }
             returned = self._receive_rows(to_nodes, partials.hidden * wire_dtype.itemsize, sum_bytes, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), partials.hidden), rows.dtype)
@@ -272,21 +276,16 @@ class CpuEngine:
         return Streams(self._memory, self._transport, self._private)
 
 
-def _connect_over_gloo(layout: ArenaLayout, connections: Connections) -> GlooTransport:
+def _connect_over_gloo(timeout_s: float, connections: Connections) -> GlooTransport:
     roll, watch = connections.roll, connections.watch
     others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
     stall = Stall("connecting", others, "a connection to each", "too few")
 
     def connect_all() -> GlooTransport:
-        limit_s = layout.settings.timeout_s
-        return GlooTransport(
-            roll.store,
-            roll.rank,
-            roll.world_size,
-            limit_s,
-            connections.listen_on,
-            lambda is_ready: watch.wait_until(is_ready, lambda: stall),
-        )
+        def wait_until(is_ready: Callable[[], bool]) -> None:
+            watch.wait_until(is_ready, lambda: stall)
+
+        return GlooTransport(roll.store, roll.rank, roll.world_size, timeout_s, connections.listen_on, wait_until)
 
     watch.begin(0, "Communicator")
     transport = connecting(connect_all, "over gloo", others, watch)

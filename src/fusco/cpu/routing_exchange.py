@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from fusco.control.node_flags import wait_for_flag
-from fusco.control.node_memory import NodeMemory
 from fusco.control.watchdog import Watch
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.gloo import GlooTransport, Ticket
+from fusco.cpu.memory import CpuMemory
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
@@ -42,7 +42,7 @@ class DispatchCounts:
 class RoutingExchange:
     """Every rank of a node learns the routing of all tokens that concern the node."""
 
-    def __init__(self, memory: NodeMemory, transport: GlooTransport, watch: Watch) -> None:
+    def __init__(self, memory: CpuMemory, transport: GlooTransport, watch: Watch) -> None:
         self._memory, self._transport, self._watch = memory, transport, watch
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)
@@ -87,7 +87,7 @@ class RoutingExchange:
         for node in range(self._topology.num_nodes):
             flag = self._layout.routing_flag(node)
             phase = f"routing of node {node}"
-            wait_for_flag(memory, self._watch, flag, collective, phase, "its routing", node)
+            wait_for_flag(memory.control, self._watch, flag, collective, phase, "its routing", node)
         self._finish(tickets)
         return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
 

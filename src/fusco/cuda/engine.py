@@ -13,10 +13,9 @@ import torch
 
 from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import keep_for_good
-from fusco.control.layout import ArenaLayout
 from fusco.control.store_gather import RollCall
+from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
-from fusco.core.launch import Launch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
@@ -87,35 +86,35 @@ class CudaEngine:
     """See ``fusco.engine.base.Engine``."""
 
     def __init__(
-        self, connections: Connections, layout: ArenaLayout, placement: ExpertPlacement, device: torch.device
+        self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, device: torch.device
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
         The connections stay the caller's, who closes them after this. Only records and words for byte streams stand in
         their memory; rows never do.
         """
-        self._topology, self._device = layout.topology, device
-        if layout.capacity.num_topk > _MAX_TOPK or self._topology.ranks_per_node > _MAX_RANKS:
+        self._topology, self._device = config.topology, device
+        if config.capacity.num_topk > _MAX_TOPK or self._topology.ranks_per_node > _MAX_RANKS:
             raise ValueError(
                 f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
-                f"num_topk={layout.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
+                f"num_topk={config.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
             )
         library = Library(device)
         _check_room_to_plan(placement, library)
         roll, self._watch, self._memory = connections.roll, connections.watch, connections.memory
         self._rank, self._placement = roll.rank, placement
-        self._ending_s = _ENDING * layout.settings.timeout_s
+        self._ending_s = _ENDING * config.settings.timeout_s
         self._last_work: LastWork | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             self._order = StreamOrder(device)
-            device_layout = DeviceLayout(self._topology, layout.capacity, layout.settings)
+            device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(roll, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, roll)
             resources.callback(self._let_go_of_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watch)
             if self._topology.num_nodes > 1:
-                self._network = self._connect_nodes(roll, layout.settings.timeout_s)
+                self._network = self._connect_nodes(roll, config.settings.timeout_s)
                 resources.callback(self._network.close)
             self._shuffle = self._make_shuffle()
             self._watch.add_device_probe(self._device_stall)

@@ -17,12 +17,12 @@ from functools import partial
 
 import torch
 
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype, aligned, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.internode_plan import Crossing, InternodePlan
+from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import gather_rows
@@ -40,6 +40,7 @@ from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
+from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing, describe_stranger
 
 # Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
@@ -103,7 +104,7 @@ class InternodeShuffle:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
             with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
-                arrivals = list(self._send(transfer, plan.forwarding, plan.crossing))
+                arrivals = list(self._send(transfer, plan.forwarding, plan.traffic))
                 rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
             with call.profile.spend("wire"):
                 self._scatter_slices(plan, transfer, rows, arrivals)
@@ -138,25 +139,25 @@ class InternodeShuffle:
     ) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
         """Launch the sums of other nodes' tokens on their way; returns what comes back, and the last arrival."""
         plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
-        crossing, wire_dtype = plan.crossing, self._context.wire_dtype(rows.dtype)
+        traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
         rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
-        own_rows = crossing.num_rows[plan.rank]
-        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in crossing.destinations}
+        own_rows = traffic.num_rows[plan.rank]
+        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in traffic.destinations}
         arrival = None
         self._network.stream.wait_stream(stream)
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            num_rows = sum(end - first for _, first, end in crossing.coming(number, rows_per_slice))
+            num_rows = sum(end - first for _, first, end in traffic.receives(number, rows_per_slice))
             slot = self._ring.slot(number, stream)
             sums = slot[: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
             with timeline.span("sum", f"slice {number}", stream):
                 self._sum(request, held, rows, sums, call, stream)
             sends, first_row = [], 0
-            for src, first, end in crossing.coming(number, rows_per_slice):
+            for src, first, end in traffic.receives(number, rows_per_slice):
                 sends += messages_of([(src, sums[first_row : first_row + end - first])])
                 first_row += end - first
             receives = messages_of(
                 (forwarder, returned[remote][first:end])
-                for remote, forwarder, first, end in crossing.going(number, rows_per_slice)
+                for remote, forwarder, first, end in traffic.sends(number, rows_per_slice)
             )
             _count_rows(sends, call)
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
@@ -188,22 +189,21 @@ class InternodeShuffle:
         stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
         with profile.spend("planning"):
             num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
-            traffic = Traffic.from_counts(self._topology, num_rows)
-            groups = agreed_groups(transfer.call, request.balancer, traffic)
-            crossing = Crossing(self._context.rank, groups, num_rows)
-            told = RoutingMessages(routing, forwarding, crossing)
+            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
+            traffic = InternodeTraffic(self._context.rank, groups, num_rows)
+            told = RoutingMessages(routing, forwarding, traffic)
             self._pack_routing(told, transfer)
         with self._own_rows.staging(transfer) as staging_sms:
             # Routing travels beside the first slice: by itself it would cost the network's latency once more.
-            sending = self._send(transfer, forwarding, crossing, (told.sends, told.receives))
+            sending = self._send(transfer, forwarding, traffic, (told.sends, told.receives))
             with profile.spend("wire"):
                 arrivals = list(itertools.islice(sending, 1))
             if arrivals:
                 stream.wait_event(arrivals[0])
-            on_node = crossing.num_rows_on_node([of_rank.num_tokens for of_rank in published])
-            plan_type = partial(InternodePlan, crossing=crossing, forwarding=forwarding)
+            on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
+            plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
             with profile.spend("planning"):
-                plan = self._planner.make_plan(plan_type, request, told.published, on_node, stream, crossing.sources)
+                plan = self._planner.make_plan(plan_type, request, told.published, on_node, stream, traffic.sources)
             with profile.spend("wire"):
                 arrivals += sending
             if not request.static:
@@ -226,7 +226,7 @@ class InternodeShuffle:
         self,
         transfer: Transfer,
         forwarding: DeviceForwarding,
-        crossing: Crossing,
+        traffic: InternodeTraffic,
         beside_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
     ) -> Iterator[torch.cuda.Event]:
         """Launch the way of each slice into the forwarders' pools; an event for each that arrives here.
@@ -236,13 +236,13 @@ class InternodeShuffle:
         timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        starts = self._forwarded_starts(crossing, local, sizes)
+        starts = self._forwarded_starts(traffic, local, sizes)
         # Nobody reads the pool any more once everything before this is done.
         self._network.stream.wait_stream(transfer.stream)
         packing.wait_stream(transfer.stream)
-        for number in range(crossing.num_slices(rows_per_slice)):
+        for number in range(traffic.num_slices(rows_per_slice)):
             free = self._ring.slot(number, packing)
-            going = crossing.going(number, rows_per_slice)
+            going = traffic.sends(number, rows_per_slice)
             places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
             with timeline.span("gather", f"slice {number}", packing):
                 packed = self._pack(transfer.payloads, places, free)
@@ -251,8 +251,8 @@ class InternodeShuffle:
                 forwarders = (forwarder for _, forwarder, _, _ in going)
                 sends += messages_of(zip(forwarders, messages, strict=True))
             receives: list[Message] = []
-            first_row = crossing.first_in_pool(local, number, rows_per_slice)
-            for src, first, end in crossing.coming(number, rows_per_slice):
+            first_row = traffic.first_in_pool(local, number, rows_per_slice)
+            for src, first, end in traffic.receives(number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
                     arriving = self._arena.bytes_at(start + first_row * size, (end - first) * size)
                     receives += messages_of([(src, arriving)])
@@ -283,11 +283,11 @@ class InternodeShuffle:
         outputs: Sequence[torch.Tensor],
         arrivals: Sequence[torch.cuda.Event],
     ) -> None:
-        crossing, stream = plan.crossing, transfer.stream
+        traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         addresses = [
-            [self._arena.address(local, 0, start) for start in self._forwarded_starts(crossing, local, sizes)]
+            [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
             for local in range(self._layout.num_ranks)
         ]
         moved = [
@@ -297,7 +297,7 @@ class InternodeShuffle:
         launcher = self._context.launcher(stream)
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
-            first_rows = [crossing.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
+            first_rows = [traffic.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
             rows = [
                 [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
                 for of_rank, first_row in zip(addresses, first_rows, strict=True)
@@ -316,9 +316,9 @@ class InternodeShuffle:
                 )
             transfer.call.profile.count_sms(num_sms)
 
-    def _forwarded_starts(self, crossing: Crossing, local: int, sizes: list[int]) -> list[int]:
+    def _forwarded_starts(self, traffic: InternodeTraffic, local: int, sizes: list[int]) -> list[int]:
         """Where each payload of what a rank of the node forwards begins in its arena."""
-        num_rows = crossing.num_forwarded[local]
+        num_rows = traffic.num_forwarded[local]
         return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:

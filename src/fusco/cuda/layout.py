@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fusco.control.layout import Capacity, MemorySize
-from fusco.core.config import Settings
+from fusco.core.config import Capacity, Settings
+from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 

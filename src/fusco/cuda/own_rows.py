@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext

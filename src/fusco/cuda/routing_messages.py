@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from fusco.core.rows import aligned, row_bytes
-from fusco.cuda.internode_plan import Crossing
 from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import messages_of
 from fusco.planner.forwarding import DeviceForwarding
+from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 
 _ALIGNMENT = 16
@@ -22,9 +22,9 @@ _ALIGNMENT = 16
 class RoutingMessages:
     """What the counterparts of a rank are told, and tell it. Must live until everything is sent."""
 
-    def __init__(self, routing: Routing, forwarding: DeviceForwarding, crossing: Crossing) -> None:
+    def __init__(self, routing: Routing, forwarding: DeviceForwarding, traffic: InternodeTraffic) -> None:
         """Make room for it."""
-        topology, rank = crossing.groups.topology, crossing.rank
+        topology, rank = traffic.groups.topology, traffic.rank
         self._num_topk = routing.num_topk
         self._ids = aligned(routing.topk_idx.int())
         self._weights = None if routing.topk_weights is None else aligned(routing.topk_weights)
@@ -33,8 +33,8 @@ class RoutingMessages:
         self._sizes = list(map(row_bytes, self._packed))
         remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
         self._peers = [topology.node_to_ranks[remote][local] for remote in remotes]
-        self._tokens = [forwarding.node_to_tokens[remote, : crossing.num_rows[rank][remote]] for remote in remotes]
-        self._num_coming = [crossing.num_rows[peer][crossing.node] for peer in self._peers]
+        self._tokens = [forwarding.node_to_tokens[remote, : traffic.num_rows[rank][remote]] for remote in remotes]
+        self._num_coming = [traffic.num_rows[peer][traffic.node] for peer in self._peers]
         row_size, device = sum(self._sizes), self._ids.device
         self._going = _room_for([len(of_node) * row_size for of_node in self._tokens], device)
         self._coming = _room_for([num_rows * row_size for num_rows in self._num_coming], device)

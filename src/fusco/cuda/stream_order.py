@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 
 
 class StreamOrder:

@@ -1,1 +1,1 @@
-"""The engine (FUSCO's dComm): executes plans. ``cpu`` is its CPU backend; ``base`` is what every backend offers."""
+"""The engine (FUSCO's dComm) executes plans. ``base`` is what every backend offers, the rest what backends share."""

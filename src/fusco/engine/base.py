@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from fusco.control.fingerprint import Fields
-from fusco.core.launch import Launch, StaticSlots
+from fusco.core.config import Launch, StaticSlots
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, describe_rows, row_bytes, wants_grad

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.core.config import Settings
+from fusco.core.config import Launch, Settings
 from fusco.core.errors import ClosedError
-from fusco.core.launch import Launch
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
 

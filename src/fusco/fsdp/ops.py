@@ -17,7 +17,7 @@ import torch
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 
 
 class CommunicatorSource(Protocol):

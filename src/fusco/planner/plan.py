@@ -12,6 +12,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
 from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.internode import Forwarders
 from fusco.planner.sending import SendingStage
 
 
@@ -42,18 +43,19 @@ class DispatchPlan:
         return self.topology.rank_to_node[self.rank]
 
     @cached_property
+    def forwarders(self) -> Forwarders:
+        """Who forwards for whom, seen from this rank."""
+        return Forwarders(self.rank, self.groups)
+
+    @property
     def src_to_holder(self) -> tuple[int, ...]:
-        """For each source rank, the rank of this node in whose pool its rows stand: itself, or its forwarder."""
-        same_node = self.topology.node_to_ranks[self.node]
-        return tuple(
-            src if src in same_node else self.groups.forwarder(src, self.node)
-            for src in range(self.topology.world_size)
-        )
+        """See ``Forwarders``."""
+        return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
         """The sources whose rows stand in the pool of a rank of this node: those it forwards for, then itself."""
-        forwarded = [src for src, holder in enumerate(self.src_to_holder) if holder == rank and src != rank]
-        return (*forwarded, rank)
+        forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
+        return (*sorted(forwarded), rank)
 
     @cached_property
     def row_to_locals(self) -> torch.Tensor:

@@ -9,7 +9,7 @@ GOOD = CollectiveFingerprint("dispatch", {"num_topk": 8, "payloads": ["bfloat16[
 REFUSED = CollectiveFingerprint("dispatch", rejection="x has shape (3,)")
 
 
-def test_equal_agreements_pass():
+def test_equal_fingerprints_pass():
     check_fingerprints([GOOD, GOOD, GOOD], rank=1)
 
 
@@ -55,7 +55,7 @@ def test_several_rejections_are_all_told():
         check_fingerprints([GOOD, REFUSED, REFUSED], 0)
 
 
-def test_agreements_survive_being_sent():
+def test_fingerprints_survive_being_sent():
     assert CollectiveFingerprint.decode(GOOD.encode()) == GOOD
     assert CollectiveFingerprint.decode(REFUSED.encode()) == REFUSED
 

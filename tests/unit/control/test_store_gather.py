@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fusco.api.create import found
+from fusco.api.create import create
 from fusco.core.errors import PeerFailureError, TransportError
 from rolls import ThreadsRoll, on_ranks
 
@@ -163,7 +163,7 @@ def test_no_thread_is_left_of_roll_calls_that_were_given_up():
 
 
 def test_an_error_in_making_is_raised_whatever_goes_wrong_in_parting(monkeypatch):
-    class Charter:
+    class Config:
         class settings:  # noqa: N801
             timeout_s = 1.0
 
@@ -175,7 +175,7 @@ def test_an_error_in_making_is_raised_whatever_goes_wrong_in_parting(monkeypatch
 
     monkeypatch.setattr("fusco.api.create.check_group", lambda group: group)
     monkeypatch.setattr("fusco.api.create.RollCall", lambda *_: ThreadsRoll(0, 1, dist.HashStore(), 1.0))
-    monkeypatch.setattr("fusco.api.create._found", refuse)
+    monkeypatch.setattr("fusco.api.create._create", refuse)
     monkeypatch.setattr(ThreadsRoll, "part", fail)
     with pytest.raises(ValueError, match="num_experts must be positive"):
-        found(None, Charter)
+        create(None, Config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusco.core.rows import as_bytes
-from fusco.engine.base import ExchangeOrder
+from fusco.engine.base import AllToAllRequest
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64]
 # Contiguous, all of them, as PyTorch counts: strides of what has at most one element do not matter.
@@ -35,7 +35,7 @@ def test_bytes_of_any_contiguous_tensor(kind, dtype):
 
 def test_the_memories_of_an_exchange():
     column, value = torch.ones(4, 3)[:1, 1], torch.zeros(()).expand(1)
-    exchange = ExchangeOrder(input=column, output=value, send_rows=[1], receive_rows=[1])
+    exchange = AllToAllRequest(input=column, output=value, send_rows=[1], receive_rows=[1])
     source, target = exchange.memories
     target.copy_(source)
     assert value.tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""Where everything stands in a rank's shared segment."""
+"""Where everything is in a rank's shared segment."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
-from fusco.control.layout import ArenaLayout
+from fusco.control.layout import SegmentSizes
 from fusco.control.shared_segment import SharedSegment
+from fusco.cpu.layout import CpuLayout
 
 CACHE_LINE = 64
 
@@ -26,15 +27,15 @@ def layouts(draw):
         num_topk=draw(st.integers(1, 12)),
     )
     settings = Settings(slice_bytes=draw(st.integers(1, 1 << 21)), ring_depth=draw(st.integers(2, 7)))
-    return ArenaLayout(topology, capacity, settings)
+    return CpuLayout(topology, capacity, settings)
 
 
-def sections(layout: ArenaLayout) -> list[tuple[int, int]]:
+def sections(layout: CpuLayout) -> list[tuple[int, int]]:
     """First and end byte of everything in a segment."""
     num_nodes, tokens = layout.topology.num_nodes, layout.capacity.max_tokens_per_rank
     ids = 4 * tokens * layout.capacity.num_topk
-    parts = [(0, layout.flags_bytes)]
-    parts += [(layout.record_offset(node), layout.record_bytes) for node in range(num_nodes)]
+    parts = [(0, layout.control.flags_bytes)]
+    parts += [(layout.control.record_offset(node), layout.control.record_bytes) for node in range(num_nodes)]
     for region in range(num_nodes):
         parts += [(layout.ids_offset(region), ids), (layout.weights_offset(region), 2 * ids)]
         parts.append((layout.pool_offset(region), tokens * layout.capacity.max_row_bytes))
@@ -44,16 +45,16 @@ def sections(layout: ArenaLayout) -> list[tuple[int, int]]:
     return [(first, first + num_bytes) for first, num_bytes in parts]
 
 
-def flag_indices(layout: ArenaLayout) -> list[int]:
+def flag_indices(layout: CpuLayout) -> list[int]:
     nodes, locals_ = range(layout.topology.num_nodes), range(layout.topology.ranks_per_node)
     return [
-        layout.done_flag,
+        layout.control.done_flag,
         layout.rows_flag,
-        *map(layout.record_flag, nodes),
+        *map(layout.control.record_flag, nodes),
         *map(layout.routing_flag, nodes),
         *map(layout.arrival_flag, nodes),
-        *map(layout.produced_flag, locals_),
-        *map(layout.consumed_flag, locals_),
+        *map(layout.control.produced_flag, locals_),
+        *map(layout.control.consumed_flag, locals_),
     ]
 
 
@@ -70,7 +71,7 @@ def test_every_flag_has_a_place_of_its_own(layout):
     indices = flag_indices(layout)
     assert len(set(indices)) == len(indices)
     assert min(indices) >= 0
-    assert 8 * (max(indices) + 1) <= layout.flags_bytes
+    assert 8 * (max(indices) + 1) <= layout.control.flags_bytes
 
 
 @given(layouts())
@@ -99,12 +100,27 @@ def test_regions_of_a_rank_are_one_for_each_node_its_own_first(layout, data):
 
 def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_everybody():
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
-    layout = ArenaLayout(Topology.of_equal_nodes(72, 8), capacity, Settings())
-    assert layout.record_ints >= 2 + 2 * 72
+    layout = CpuLayout(Topology.of_equal_nodes(72, 8), capacity, Settings())
+    assert layout.control.record_ints >= 2 + 2 * 72
+
+
+@given(layouts())
+def test_control_comes_first_and_takes_what_it_says(layout):
+    sizes, control = layout.segment_sizes, layout.control
+    assert control.record_offset(layout.topology.num_nodes) == control.num_bytes <= layout.ids_offset(0)
+    assert (sizes.control, sizes.num_bytes) == (control, layout.num_bytes)
+    assert sizes.private_bytes == layout.memory_size.private_bytes
+
+
+@given(layouts())
+def test_without_data_there_are_flags_and_records_only(layout):
+    sizes = SegmentSizes.of_control(layout.topology)
+    assert sizes.num_bytes == sizes.control.num_bytes <= layout.control.num_bytes
+    assert 8 * sizes.control.consumed_flag(layout.topology.ranks_per_node - 1) < sizes.control.flags_bytes
 
 
 def test_tags_grow_with_the_collective_first():
-    assert ArenaLayout.tag(3, 0) < ArenaLayout.tag(3, 1) < ArenaLayout.tag(3, (1 << 32) - 1) < ArenaLayout.tag(4, 0)
+    assert CpuLayout.tag(3, 0) < CpuLayout.tag(3, 1) < CpuLayout.tag(3, (1 << 32) - 1) < CpuLayout.tag(4, 0)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])

@@ -15,7 +15,7 @@ from simulated_kernels import NodeWords, SimulatedLibrary
 
 from fusco.api.collective import run_collective
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
-from fusco.core.launch import Launch
+from fusco.core.config import Launch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena

@@ -21,12 +21,15 @@ import torch
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
+from fusco.control.bootstrap import Introduction
 from fusco.control.connect import connect
-from fusco.control.layout import ArenaLayout
+from fusco.control.layout import SegmentSizes
 from fusco.control.session import Session
 from fusco.core.access import Access
+from fusco.core.config import EngineConfig
 from fusco.core.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
 from fusco.cpu.engine import CpuEngine
+from fusco.cpu.layout import CpuLayout
 from fusco.cuda.engine import CudaEngine
 from rolls import on_ranks
 
@@ -107,19 +110,21 @@ def devices():
         yield
 
 
-def layout_for(num_ranks, timeout_s) -> ArenaLayout:
+def config_for(num_ranks, timeout_s) -> EngineConfig:
     capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1)
-    return ArenaLayout(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
+    return EngineConfig(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
 
 
 def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
     """The communicator of a rank, which has launched something."""
     OWN.device = Device()
     num_ranks = roll.world_size
-    layout = layout_for(num_ranks, timeout_s)
+    config = config_for(num_ranks, timeout_s)
     placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
-    connections = connect(roll, layout.without_rows(), ["here"] * num_ranks, "127.0.0.1")
-    engine = CudaEngine(connections, layout, placement, torch.device("cpu"))
+    connections = connect(
+        roll, SegmentSizes.of_control(config.topology), Introduction(["here"] * num_ranks, [], "127.0.0.1")
+    )
+    engine = CudaEngine(connections, config, placement, torch.device("cpu"))
     with engine._order.on_stream(Launch()):
         pass
     session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)
@@ -279,9 +284,9 @@ def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
 
 def test_nor_is_anybody_on_the_cpu():
     def synchronize(roll):
-        layout = layout_for(1, TIMEOUT_S)
-        connections = connect(roll, layout, ["here"], "127.0.0.1")
-        engine = CpuEngine(connections, layout)
+        config = config_for(1, TIMEOUT_S)
+        connections = connect(roll, CpuLayout.of(config).segment_sizes, Introduction(["here"], [], "127.0.0.1"))
+        engine = CpuEngine(connections, config)
         session = Session(roll.rank, connections, on_broken=engine.abort)
         communicator = Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
         communicator.synchronize()

@@ -9,7 +9,7 @@ import torch
 
 from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.api.validation import check_device
-from fusco.control.layout import ArenaLayout
+from fusco.core.config import EngineConfig
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.kernels.plan import plan_shared_bytes
 
@@ -48,14 +48,14 @@ def test_an_old_gpu_is_refused(gpu):
 
 def make_engine(placement: ExpertPlacement, limit: int) -> None:
     capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=1)
-    layout = ArenaLayout(Topology((0, 0)), capacity, Settings())
+    config = EngineConfig(Topology((0, 0)), capacity, Settings())
     with (
         mock.patch.object(
             torch.cuda, "get_device_properties", return_value=mock.Mock(shared_memory_per_block_optin=limit)
         ),
         mock.patch.object(torch.cuda, "device", side_effect=BegunError),
     ):
-        CudaEngine(mock.Mock(), layout, placement, torch.device("cuda", 0))
+        CudaEngine(mock.Mock(), config, placement, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("limit", [HOPPER, A100])

@@ -312,7 +312,7 @@ def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatc
     monkeypatch.setattr(SimulatedLibrary, "get", lambda self, name, *a: launches.update([name]) or get(self, name, *a))
     scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
     world = World(scene.layout, scene.placement, Machine(0))
-    num_slices = world.run(Play(scene)._on_rank)[0].plan.crossing.num_slices(
+    num_slices = world.run(Play(scene)._on_rank)[0].plan.traffic.num_slices(
         scene.layout.rows_per_slice(scene.row_bytes)
     )
     # For each rank weights and ids of a dispatch, its rows slice by slice, and those of the other one.
@@ -327,8 +327,8 @@ def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeyp
     monkeypatch.setattr(DeviceLayout, "forwarded_offset", lambda *args: asked.append(args) or offset(*args))
     scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
     (outcome, *_) = Play(scene).run(order=0)
-    assert outcome.plan.crossing.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
-    assert outcome.plan.crossing.num_forwarded is outcome.plan.crossing.num_forwarded
+    assert outcome.plan.traffic.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
+    assert outcome.plan.traffic.num_forwarded is outcome.plan.traffic.num_forwarded
     num_ranks, num_calls, num_payloads = 4, 2, 3
     # To receive, what the rank forwards; to scatter, what both ranks of its node do.
     assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)

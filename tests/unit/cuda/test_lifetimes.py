@@ -14,11 +14,12 @@ from fusco import BALANCERS, ExpertPlacement, Launch, Topology
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
-from fusco.cuda.internode_plan import Crossing, InternodePlan
+from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
+from fusco.planner.internode import InternodeTraffic
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
 NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))
@@ -33,19 +34,19 @@ def ints(*shape: int) -> torch.Tensor:
 def plan_of_rank_0() -> InternodePlan:
     """A plan on the first of three nodes, of which each rank forwards for two others."""
     groups = BALANCERS["static"](Traffic.from_counts(TOPOLOGY, NUM_ROWS))
-    crossing = Crossing(0, groups, NUM_ROWS)
+    traffic = InternodeTraffic(0, groups, NUM_ROWS)
     return InternodePlan(
         rank=0,
         placement=ExpertPlacement.contiguous(6, 6),
         first_row=FIRST_ROW,
-        held=(0, *crossing.sources),
+        held=(0, *traffic.sources),
         num_slots=4,
         row_to_slots=ints(FIRST_ROW[-1], 2),
         weights=torch.zeros(FIRST_ROW[-1], 2),
         num_rows_per_expert=torch.zeros(1, dtype=torch.int64),
         block_to_first_slot=ints(2),
         token_to_ranks=ints(NUM_TOKENS + 4),
-        crossing=crossing,
+        traffic=traffic,
         forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS)),
     )
 

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
 from fusco.cuda.device_plan import _picked
-from fusco.cuda.internode_plan import Crossing, InternodePlan
+from fusco.cuda.internode_plan import InternodePlan
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
+from fusco.planner.internode import InternodeTraffic
 from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
 
@@ -86,41 +87,41 @@ def test_no_tokens_or_no_slots_cross_nowhere(shape):
     check_forwarding(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
 
 
-def three_nodes() -> Crossing:
+def three_nodes() -> InternodeTraffic:
     """Seen from rank 2 of three nodes with two ranks each; ranks 0, 3 and 4 are a group, and so are 1, 2 and 5."""
     groups = Groups(Topology((0, 0, 1, 1, 2, 2)), ((0, 1, 0), (1, 0, 1)))
-    return Crossing(2, groups, ((0, 5, 1), (0, 3, 1), (4, 0, 2), (1, 0, 7), (6, 2, 0), (6, 8, 0)))
+    return InternodeTraffic(2, groups, ((0, 5, 1), (0, 3, 1), (4, 0, 2), (1, 0, 7), (6, 2, 0), (6, 8, 0)))
 
 
 def test_who_sends_to_whom_by_hand():
-    crossing = three_nodes()
-    assert crossing.node == 1
-    assert crossing.destinations == ((2, 5), (0, 1))
-    assert crossing.local_to_sources == ((1, 5), (0, 4))
-    assert crossing.sources == (1, 5)
-    assert crossing.num_forwarded == (3 + 8, 5 + 2)
-    assert crossing.num_rows_on_node([9, 9, 4, 0, 9, 9]) == [5, 3, 4, 0, 2, 8]
+    traffic = three_nodes()
+    assert traffic.node == 1
+    assert traffic.destinations == ((2, 5), (0, 1))
+    assert traffic.local_to_sources == ((1, 5), (0, 4))
+    assert traffic.sources == (1, 5)
+    assert traffic.num_forwarded == (3 + 8, 5 + 2)
+    assert traffic.num_rows_on_node([9, 9, 4, 0, 9, 9]) == [5, 3, 4, 0, 2, 8]
 
 
 def test_slices_by_hand():
-    crossing = three_nodes()
-    assert crossing.num_slices(rows_per_slice=3) == 3  # of the 8 rows of rank 5, and of the 7 that rank 3 sends
-    assert [crossing.cut(5, 1, number, 3) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 8)]
-    assert [crossing.cut(1, 1, number, 3) for number in range(2)] == [(0, 3), (3, 3)]
+    traffic = three_nodes()
+    assert traffic.num_slices(rows_per_slice=3) == 3  # of the 8 rows of rank 5, and of the 7 that rank 3 sends
+    assert [traffic.slice_bounds(5, 1, number, 3) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 8)]
+    assert [traffic.slice_bounds(1, 1, number, 3) for number in range(2)] == [(0, 3), (3, 3)]
     # Slice 0 has three rows of rank 1 and three of rank 5; slices 1 and 2 what is left of rank 5's.
-    assert [crossing.first_in_pool(0, number, 3) for number in range(4)] == [0, 6, 9, 11]
-    assert [crossing.first_in_pool(1, number, 3) for number in range(4)] == [0, 5, 7, 7]
+    assert [traffic.first_in_pool(0, number, 3) for number in range(4)] == [0, 6, 9, 11]
+    assert [traffic.first_in_pool(1, number, 3) for number in range(4)] == [0, 5, 7, 7]
 
 
 def test_nothing_crosses_without_other_nodes_or_rows():
-    alone = Crossing(1, Groups.of_same_local_rank(Topology((0, 0))), ((0,), (0,)))
+    alone = InternodeTraffic(1, Groups.of_same_local_rank(Topology((0, 0))), ((0,), (0,)))
     assert (alone.destinations, alone.sources, alone.num_slices(4), alone.num_forwarded) == ((), (), 0, (0, 0))
-    empty = Crossing(0, Groups.of_same_local_rank(Topology((0, 1))), ((0, 0), (0, 0)))
+    empty = InternodeTraffic(0, Groups.of_same_local_rank(Topology((0, 1))), ((0, 0), (0, 0)))
     assert (empty.num_slices(1), empty.num_forwarded) == (0, (0,))
 
 
 @st.composite
-def crossings(draw):
+def traffics(draw):
     """What all ranks of a random world see."""
     num_nodes, ranks_per_node = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     world_size, is_interleaved = num_nodes * ranks_per_node, draw(st.booleans())
@@ -136,66 +137,66 @@ def crossings(draw):
         for rank, of_rank in enumerate(drawn)
     )
     groups = BALANCERS[draw(st.sampled_from(sorted(BALANCERS)))](Traffic.from_counts(topology, num_rows))
-    return [Crossing(rank, groups, num_rows) for rank in range(world_size)]
+    return [InternodeTraffic(rank, groups, num_rows) for rank in range(world_size)]
 
 
-@given(crossings())
+@given(traffics())
 def test_destinations_and_sources_agree_with_the_groups(world):
     topology = world[0].groups.topology
-    for crossing in world:
-        rank = crossing.rank
-        assert sorted(node for node, _ in crossing.destinations) == sorted(topology.remote_nodes(rank))
-        if crossing.destinations:
-            assert crossing.destinations[0][0] == (crossing.node + 1) % topology.num_nodes
-        for node, forwarder in crossing.destinations:
+    for traffic in world:
+        rank = traffic.rank
+        assert sorted(node for node, _ in traffic.destinations) == sorted(topology.remote_nodes(rank))
+        if traffic.destinations:
+            assert traffic.destinations[0][0] == (traffic.node + 1) % topology.num_nodes
+        for node, forwarder in traffic.destinations:
             assert topology.rank_to_node[forwarder] == node
             assert world[rank].groups.rank_to_group[forwarder] == world[rank].groups.rank_to_group[rank]
             assert rank in world[forwarder].sources
-        assert [topology.rank_to_node[src] for src in crossing.sources] == sorted(topology.remote_nodes(rank))
-        for local, other in enumerate(topology.node_to_ranks[crossing.node]):
-            assert crossing.local_to_sources[local] == world[other].sources
-            assert crossing.num_forwarded[local] == sum(
-                crossing.num_rows[src][crossing.node] for src in world[other].sources
+        assert [topology.rank_to_node[src] for src in traffic.sources] == sorted(topology.remote_nodes(rank))
+        for local, other in enumerate(topology.node_to_ranks[traffic.node]):
+            assert traffic.local_to_sources[local] == world[other].sources
+            assert traffic.num_forwarded[local] == sum(
+                traffic.num_rows[src][traffic.node] for src in world[other].sources
             )
 
 
-@given(crossings(), st.integers(1, 12))
+@given(traffics(), st.integers(1, 12))
 def test_every_row_is_in_one_slice_and_both_ends_cut_alike(world, rows_per_slice):
     num_slices = world[0].num_slices(rows_per_slice)
-    for crossing in world:
-        assert crossing.num_slices(rows_per_slice) == num_slices
-        for node, forwarder in crossing.destinations:
-            cuts = [crossing.cut(crossing.rank, node, number, rows_per_slice) for number in range(num_slices)]
+    for traffic in world:
+        assert traffic.num_slices(rows_per_slice) == num_slices
+        for node, forwarder in traffic.destinations:
+            cuts = [traffic.slice_bounds(traffic.rank, node, number, rows_per_slice) for number in range(num_slices)]
             assert cuts == [
-                world[forwarder].cut(crossing.rank, world[forwarder].node, number, rows_per_slice)
+                world[forwarder].slice_bounds(traffic.rank, world[forwarder].node, number, rows_per_slice)
                 for number in range(num_slices)
             ]
             assert all(0 <= end - first <= rows_per_slice for first, end in cuts)
             rows = itertools.chain.from_iterable(itertools.starmap(range, cuts))
-            assert list(rows) == list(range(crossing.num_rows[crossing.rank][node]))
+            assert list(rows) == list(range(traffic.num_rows[traffic.rank][node]))
 
 
-@given(crossings(), st.integers(1, 12))
+@given(traffics(), st.integers(1, 12))
 def test_slices_stand_in_the_pool_one_behind_the_other(world, rows_per_slice):
     num_slices = world[0].num_slices(rows_per_slice)
-    for crossing in world:
-        for local, sources in enumerate(crossing.local_to_sources):
+    for traffic in world:
+        for local, sources in enumerate(traffic.local_to_sources):
             place = 0
             for number in range(num_slices):
-                assert crossing.first_in_pool(local, number, rows_per_slice) == place
-                cuts = [crossing.cut(src, crossing.node, number, rows_per_slice) for src in sources]
+                assert traffic.first_in_pool(local, number, rows_per_slice) == place
+                cuts = [traffic.slice_bounds(src, traffic.node, number, rows_per_slice) for src in sources]
                 place += sum(end - first for first, end in cuts)
-            assert place == crossing.num_forwarded[local]
+            assert place == traffic.num_forwarded[local]
 
 
-def plan_of(crossing: Crossing, num_tokens: list[int], num_topk: int) -> InternodePlan:
+def plan_of(traffic: InternodeTraffic, num_tokens: list[int], num_topk: int) -> InternodePlan:
     """A plan whose every entry is another number."""
-    num_rows = crossing.num_rows_on_node(num_tokens)
-    first_row, held = (0, *itertools.accumulate(num_rows)), (crossing.rank, *crossing.sources)
+    num_rows = traffic.num_rows_on_node(num_tokens)
+    first_row, held = (0, *itertools.accumulate(num_rows)), (traffic.rank, *traffic.sources)
     row_to_slots = torch.arange(first_row[-1] * num_topk, dtype=torch.int32).view(-1, num_topk)
     num_held, none = sum(num_rows[src] for src in held), torch.empty(0, dtype=torch.int32)
     return InternodePlan(
-        rank=crossing.rank,
+        rank=traffic.rank,
         placement=ExpertPlacement.contiguous(1, 1),
         first_row=first_row,
         held=held,
@@ -205,7 +206,7 @@ def plan_of(crossing: Crossing, num_tokens: list[int], num_topk: int) -> Interno
         num_rows_per_expert=none,
         block_to_first_slot=none,
         token_to_ranks=torch.arange(num_held, dtype=torch.int32) + 1000,
-        crossing=crossing,
+        traffic=traffic,
         forwarding=DeviceForwarding(none, none),
     )
 
@@ -217,32 +218,32 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
     assert held.longest == max(map(len, local_to_rows))
     assert_same_bits(held.row_to_slots, plan.row_to_slots[rows], "slots")
     assert_same_bits(held.weights, plan.weights[rows], "weights")
-    own = local_to_rows[plan.crossing.groups.topology.rank_to_local[plan.rank]]
+    own = local_to_rows[plan.traffic.groups.topology.rank_to_local[plan.rank]]
     before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
     assert held.token_to_ranks.tolist() == [1000 + before[src] + row for src, row in own]
 
 
-@given(crossings(), st.integers(1, 12), st.integers(1, 3), st.data())
+@given(traffics(), st.integers(1, 12), st.integers(1, 3), st.data())
 def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, data):
-    crossing = data.draw(st.sampled_from(world))
-    topology, node = crossing.groups.topology, crossing.node
-    num_tokens = [data.draw(st.integers(max(counts), max(counts) + 2)) for counts in crossing.num_rows]
-    plan = plan_of(crossing, num_tokens, num_topk)
-    assert plan.num_tokens == num_tokens[crossing.rank]
+    traffic = data.draw(st.sampled_from(world))
+    topology, node = traffic.groups.topology, traffic.node
+    num_tokens = [data.draw(st.integers(max(counts), max(counts) + 2)) for counts in traffic.num_rows]
+    plan = plan_of(traffic, num_tokens, num_topk)
+    assert plan.num_tokens == num_tokens[traffic.rank]
     own = [[(rank, token) for token in range(num_tokens[rank])] for rank in topology.node_to_ranks[node]]
     check_rows(plan, plan.own_rows, own)
 
     slices = plan.slices(rows_per_slice)
     assert plan.slices(rows_per_slice) is slices
-    assert len(slices) == crossing.num_slices(rows_per_slice)
+    assert len(slices) == traffic.num_slices(rows_per_slice)
     for number, held in enumerate(slices):
         begin, end = number * rows_per_slice, (number + 1) * rows_per_slice
         check_rows(
             plan,
             held,
             [
-                [(src, row) for src in sources for row in range(begin, min(end, crossing.num_rows[src][node]))]
-                for sources in crossing.local_to_sources
+                [(src, row) for src in sources for row in range(begin, min(end, traffic.num_rows[src][node]))]
+                for sources in traffic.local_to_sources
             ],
         )
 
@@ -264,7 +265,9 @@ def square_world(num_nodes: int, *, are_nodes_interleaved: bool = False) -> Inte
     world_size = num_nodes**2
     rank_to_node = tuple(rank % num_nodes if are_nodes_interleaved else rank // num_nodes for rank in range(world_size))
     num_rows = tuple(tuple(3 * (node != own) for node in range(num_nodes)) for own in rank_to_node)
-    return plan_of(Crossing(1, Groups.of_same_local_rank(Topology(rank_to_node)), num_rows), [5] * world_size, 2)
+    return plan_of(
+        InternodeTraffic(1, Groups.of_same_local_rank(Topology(rank_to_node)), num_rows), [5] * world_size, 2
+    )
 
 
 @pytest.mark.parametrize("num_nodes", [2, 8])
@@ -294,8 +297,8 @@ def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
 
 
 def test_a_plan_without_weights_has_none_in_its_slices():
-    crossing = three_nodes()
-    plan = replace(plan_of(crossing, [9] * 6, 2), weights=None)
+    traffic = three_nodes()
+    plan = replace(plan_of(traffic, [9] * 6, 2), weights=None)
     assert plan.own_rows.weights is None
     assert [held.weights for held in plan.slices(4)] == [None, None]
 

@@ -1,0 +1,122 @@
+"""What all ranks do in every collective: who raises what, and how far a rank goes whose input is refused."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from fusco.api.collective import run_collective
+from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.core.errors import MismatchError, SharedMemoryError
+from fusco.core.profile import Call, CallProfile
+from fusco.engine.base import LateRejection, Pending
+
+
+@dataclass
+class Request:
+    fields: dict[str, int] = field(default_factory=lambda: {"num_topk": 8})
+
+
+class Session:
+    """A session of two ranks that all want the same, and send one count more than this one."""
+
+    def __init__(self) -> None:
+        self.log: list[object] = []
+        self.profile = CallProfile()
+
+    @contextmanager
+    def collective(self, operation):
+        self.log.append(f"begin {operation}")
+        yield Call(7, self.profile)
+        self.log.append("end")
+
+    def agree(self, fingerprint, counts):
+        self.log.append(fingerprint)
+        return [tuple(counts), tuple(count + 1 for count in counts)]
+
+
+class Engine:
+    def __init__(self, earlier: Exception | None = None) -> None:
+        self._earlier = earlier
+
+    def pending_error(self) -> Exception | None:
+        return self._earlier
+
+
+def raising(error: Exception):
+    def function(*_):
+        raise error
+
+    return function
+
+
+def play(session, validate=Request, prepare=None, engine=None):
+    return run_collective(session, engine or Engine(), "combine", validate, prepare or prepared)
+
+
+def prepared(request: Request, call: Call) -> Pending:
+    return Pending((call.sequence_number,), lambda counts: (request, counts))
+
+
+def test_what_was_prepared_is_run_with_the_counts_of_all_ranks():
+    session = Session()
+    assert play(session) == (Request(), [(7,), (8,)])
+    assert session.log == ["begin combine", CollectiveFingerprint("combine", {"num_topk": 8}), "end"]
+    assert session.profile.planning_s > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("validate", ValueError("no rows")),
+        ("validate", TypeError("no tensor")),
+        ("validate", RuntimeError("no storage to look at")),
+        ("prepare", ValueError("no expert")),
+        ("prepare", SharedMemoryError("no room")),
+        ("earlier", ValueError("an earlier dispatch")),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_told_to_all_ranks_and_not_run(how, error):
+    session = Session()
+    arguments = {
+        "validate": {"validate": raising(error)},
+        "prepare": {"prepare": raising(error)},
+        "earlier": {"engine": Engine(error), "prepare": raising(AssertionError("prepared all the same"))},
+    }
+    with pytest.raises(type(error)) as caught:
+        play(session, **arguments[how])
+    assert caught.value is error
+    assert session.log == ["begin combine", CollectiveFingerprint("combine", {}, str(error)), "end"]
+
+
+def test_an_earlier_error_comes_before_that_of_bad_input():
+    earlier = ValueError("an earlier dispatch")
+    with pytest.raises(ValueError, match="an earlier dispatch"):
+        play(Session(), validate=raising(ValueError("no rows")), engine=Engine(earlier))
+
+
+def test_what_shows_late_is_raised_once_the_collective_is_complete():
+    session, error = Session(), ValueError("an id that is no expert")
+    with pytest.raises(ValueError, match="an id that is no expert") as caught:
+        play(session, prepare=lambda *_: Pending((), raising(LateRejection(error))))
+    assert caught.value is error
+    assert session.log[-1] == "end"
+
+
+@pytest.mark.parametrize("how", ["prepare", "run"])
+def test_what_is_no_refusal_ends_the_session(how):
+    """The context of the collective sees it, and tells all other ranks."""
+    session, fail = Session(), raising(RuntimeError("CUDA error"))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        play(session, prepare=fail if how == "prepare" else lambda *_: Pending((), fail))
+    assert "end" not in session.log
+
+
+def test_a_mismatch_is_raised_by_the_agreement_and_nothing_is_run():
+    session = Session()
+    session.agree = raising(MismatchError("ranks disagree"))
+    with pytest.raises(MismatchError, match="ranks disagree"):
+        play(session, prepare=lambda *_: Pending((), raising(AssertionError("run all the same"))))
