@@ -22,7 +22,7 @@ def _store(counters: Any, index: int, value: int) -> None:
 
 def warm_up_flags() -> None:
     """Compile reading and writing, or load them from the disk cache."""
-    flags = Flags(torch.zeros(1, dtype=torch.int64))
+    flags = Flags(torch.zeros(1, dtype=torch.int64, device="cpu"))
     flags.store(0, flags.load(0))
 
 

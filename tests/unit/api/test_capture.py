@@ -11,6 +11,7 @@ import torch
 from fusco import Capacity, Communicator, ExpertPlacement, Handle, Segments, StaticSlots, Topology
 from fusco.api.create import CommunicatorParts
 from fusco.api.validation import Validator
+from fusco.core.access import Access
 from fusco.core.profile import Call, CallProfile
 from fusco.engine.base import DispatchOutput, Pending
 from fusco.planner.balancer import balance_send_and_receive
@@ -45,13 +46,15 @@ class Scene:
     def __init__(self, topology: Topology) -> None:
         self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
         self.session = mock.Mock(sequence_number=1)
+        self.session.access = Access("a communicator")
         self.session.collective.side_effect = lambda _: nullcontext(Call(1, CallProfile()))
         self.engine = mock.Mock(topology=topology)
         self.engine.pending_error.return_value = None
         self.engine.prepare_dispatch.return_value = Pending((), lambda _: DispatchOutput(self.plan, [X]))
         self.engine.prepare_redispatch.return_value = Pending((), lambda _: [X])
-        for name in ("combine", "shuffle", "all_to_all", "empty"):
+        for name in ("combine", "shuffle", "empty"):
             getattr(self.engine, f"prepare_{name}").return_value = Pending((), lambda _: X)
+        self.engine.prepare_all_to_all.side_effect = lambda request, _: Pending((), lambda _: request)
         validator = OnCpu(
             rank=0,
             placement=PLACEMENT,

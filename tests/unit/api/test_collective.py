@@ -9,6 +9,7 @@ import pytest
 
 from fusco.api.collective import run_collective
 from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.core.access import Access
 from fusco.core.errors import MismatchError, SharedMemoryError
 from fusco.core.profile import Call, CallProfile
 from fusco.engine.base import LateRejection, Pending
@@ -25,6 +26,7 @@ class Session:
     def __init__(self) -> None:
         self.log: list[object] = []
         self.profile = CallProfile()
+        self.access = Access("a communicator")
 
     @contextmanager
     def collective(self, operation):

@@ -15,6 +15,7 @@ from simulated_kernels import NodeWords, SimulatedLibrary
 
 from fusco.api.collective import run_collective
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
+from fusco.core.access import Access
 from fusco.core.config import Launch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
@@ -128,6 +129,7 @@ class SimulatedSession:
     def __init__(self, meetings: Meetings, rank: int) -> None:
         self.profile = CallProfile()
         self._meetings, self._rank, self._num_calls = meetings, rank, 0
+        self.access = Access(f"rank {rank}'s simulated communicator")
 
     @contextmanager
     def collective(self, operation: str) -> Iterator[Call]:

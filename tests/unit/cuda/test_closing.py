@@ -287,7 +287,7 @@ def test_nor_is_anybody_on_the_cpu():
         config = config_for(1, TIMEOUT_S)
         connections = connect(roll, CpuLayout.of(config).segment_sizes, Introduction(["here"], [], "127.0.0.1"))
         engine = CpuEngine(connections, config)
-        session = Session(roll.rank, connections, on_broken=engine.abort)
+        session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)
         communicator = Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
         communicator.synchronize()
         communicator.leave()

@@ -72,7 +72,8 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     """
     library: Any = CompilingLibrary(compiler)
     launcher = Launcher(library, comm_type(shape.num_ranks)(), 0)
-    weights, rows = torch.zeros(1, shape.num_topk), torch.zeros(1, shape.hidden, dtype=shape.dtype)
+    weights = torch.zeros(1, shape.num_topk, dtype=torch.float32, device="cpu")
+    rows = torch.zeros(1, shape.hidden, dtype=shape.dtype, device="cpu")
     held = _held(shape, weights)
     payload = Payload(address=0, row_bytes=rows.nbytes)
     _plan(launcher, shape, weights)
@@ -89,25 +90,25 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
 
 
 def _held(shape: KernelShape, weights: torch.Tensor) -> HeldRows:
-    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32)
+    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32, device="cpu")
     return HeldRows(first_row=(0,) * (shape.num_ranks + 1), row_to_slots=ids, weights=weights, token_to_ranks=ids[0])
 
 
 def _planned(shape: KernelShape, weights: torch.Tensor) -> PlannedRows:
-    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32)
+    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32, device="cpu")
     return PlannedRows(
         first_row=(0,) * (shape.num_ranks + 1),
         held=(0,),
         row_to_slots=ids,
         weights=weights,
-        num_rows_per_expert=torch.zeros(1, dtype=torch.int64),
-        block_to_first_slot=torch.zeros(2, dtype=torch.int32),
+        num_rows_per_expert=torch.zeros(1, dtype=torch.int64, device="cpu"),
+        block_to_first_slot=torch.zeros(2, dtype=torch.int32, device="cpu"),
         token_to_ranks=ids[0],
     )
 
 
 def _plan(launcher: Launcher, shape: KernelShape, weights: torch.Tensor) -> None:
-    table = torch.zeros(1, dtype=torch.int32)
+    table = torch.zeros(1, dtype=torch.int32, device="cpu")
     tables = PlanTables(
         expert_to_local=table,
         expert_to_rank=table,
@@ -117,7 +118,7 @@ def _plan(launcher: Launcher, shape: KernelShape, weights: torch.Tensor) -> None
         report=0,
     )
     routing = PublishedRouting(
-        source=0, topk_idx=torch.zeros(1, shape.num_topk, dtype=torch.int64), topk_weights=weights
+        source=0, topk_idx=torch.zeros(1, shape.num_topk, dtype=torch.int64, device="cpu"), topk_weights=weights
     )
     terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, ticket=0)
     plan_slots(launcher, tables, _planned(shape, weights), [routing], terms, None)
