@@ -33,6 +33,7 @@ from fusco.cuda.engine import CudaEngine
 from rolls import on_ranks
 
 TIMEOUT_S, SLACK_S = 2.0, 5.0
+LIBRARY = SimpleNamespace(device=torch.device("cpu"), num_sms=4)
 OWN = threading.local()  # the device of the rank whose thread this is
 
 
@@ -104,8 +105,6 @@ def devices():
         stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
-        library = SimpleNamespace(device=torch.device("cpu"), num_sms=4, max_shared_bytes=1 << 20)
-        stack.enter_context(mock.patch("fusco.cuda.engine.Library", return_value=library))
         yield
 
 
@@ -123,7 +122,7 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
     connections = connect(
         roll, SegmentSizes.of_control(config.topology), Introduction(["here"] * num_ranks, [], "127.0.0.1")
     )
-    engine = CudaEngine(connections, config, placement, torch.device("cpu"))
+    engine = CudaEngine(connections, config, placement, LIBRARY)
     with engine._order.on_stream(Launch()):
         pass
     session = Session(roll.rank, connections, on_broken=engine.abort)
