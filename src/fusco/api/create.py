@@ -25,7 +25,7 @@ from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.cpu.engine import CpuEngine
+from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import Balancer, describe_balancer, giving_groups
@@ -154,16 +154,18 @@ def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
 
 def connect_parts(roll: RollCall, config: EngineConfig, met: Introduction, validator: Validator) -> CommunicatorParts:
     """Connect to all other ranks; where that fails, nothing is left behind."""
-    is_on_cuda = validator.device.type == "cuda"
-    if is_on_cuda:
-        from fusco.cuda.engine import SPIN_S, CudaEngine  # noqa: PLC0415  needs the extra packages of fusco[cuda]
     with ExitStack() as resources:
         engine: Engine[Any]
-        if is_on_cuda:
+        if validator.device.type == "cuda":
+            # Needs the extra packages of fusco[cuda].
+            from fusco.cuda.engine import SPIN_S, CudaEngine, open_library  # noqa: PLC0415
+
+            library = open_library(config, validator.placement, validator.device)
             connections = connect(roll, SegmentSizes.of_control(config.topology), met, SPIN_S)
             resources.callback(connections.close)
-            engine = CudaEngine(connections, config, validator.placement, validator.device)
+            engine = CudaEngine(connections, config, validator.placement, library)
         else:
+            warm_up(config)
             connections = connect(roll, CpuLayout.of(config).segment_sizes, met)
             resources.callback(connections.close)
             engine = CpuEngine(connections, config)

@@ -53,9 +53,6 @@ class CpuEngine:
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
         """Connect to all other ranks over gloo, too. The connections stay the caller's, who closes them after this."""
-        warm_up_cpu()
-        if config.settings.slice_order == "staged":
-            warm_up_stages()
         self._layout, self._rank = CpuLayout.of(config), connections.roll.rank
         self._topology, self._settings, self._watch = config.topology, config.settings, connections.watch
         self._recycler = OutputRecycler()
@@ -274,6 +271,13 @@ class CpuEngine:
 
     def _streams(self) -> Streams:
         return Streams(self._memory, self._transport, self._private)
+
+
+def warm_up(config: EngineConfig) -> None:
+    """Compile what an engine runs, which can take seconds: before ranks connect, as connecting has a limit."""
+    warm_up_cpu()
+    if config.settings.slice_order == "staged":
+        warm_up_stages()
 
 
 def _connect_over_gloo(timeout_s: float, connections: Connections) -> GlooTransport:

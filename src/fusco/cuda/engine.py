@@ -86,21 +86,15 @@ class CudaEngine:
     """See ``fusco.engine.base.Engine``."""
 
     def __init__(
-        self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, device: torch.device
+        self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
-        The connections stay the caller's, who closes them after this. Only records and words for byte streams stand in
-        their memory; rows never do.
+        ``library`` is from ``open_library``. The connections stay the caller's, who closes them after
+        this. Only records and words for byte streams stand in their memory; rows never do.
         """
+        device = library.device
         self._topology, self._device = config.topology, device
-        if config.capacity.num_topk > _MAX_TOPK or self._topology.ranks_per_node > _MAX_RANKS:
-            raise ValueError(
-                f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
-                f"num_topk={config.capacity.num_topk} and {self._topology.ranks_per_node} ranks"
-            )
-        library = Library(device)
-        _check_room_to_plan(placement, library)
         roll, self._watch, self._memory = connections.roll, connections.watch, connections.memory
         self._rank, self._placement = roll.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
@@ -333,6 +327,21 @@ class CudaEngine:
 
     def _streams(self, stream: torch.cuda.Stream) -> DeviceStreams:
         return DeviceStreams(self._memory, self._context, self._network, stream)
+
+
+def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch.device) -> Library:
+    """The kernels of a device; ``ValueError``, the same on all ranks, for what no GPU, or not this one, can do.
+
+    To be called before ranks connect: one that leaves while others still do would look as if it had died.
+    """
+    if config.capacity.num_topk > _MAX_TOPK or config.topology.ranks_per_node > _MAX_RANKS:
+        raise ValueError(
+            f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
+            f"num_topk={config.capacity.num_topk} and {config.topology.ranks_per_node} ranks"
+        )
+    library = Library(device)
+    _check_room_to_plan(placement, library)
+    return library
 
 
 def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:

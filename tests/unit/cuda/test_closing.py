@@ -34,6 +34,7 @@ from fusco.cuda.engine import CudaEngine
 from rolls import on_ranks
 
 TIMEOUT_S, SLACK_S = 2.0, 5.0
+LIBRARY = SimpleNamespace(device=torch.device("cpu"), num_sms=4)
 OWN = threading.local()  # the device of the rank whose thread this is
 
 
@@ -105,8 +106,6 @@ def devices():
         stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
-        library = SimpleNamespace(device=torch.device("cpu"), num_sms=4, max_shared_bytes=1 << 20)
-        stack.enter_context(mock.patch("fusco.cuda.engine.Library", return_value=library))
         yield
 
 
@@ -124,7 +123,7 @@ def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
     connections = connect(
         roll, SegmentSizes.of_control(config.topology), Introduction(["here"] * num_ranks, [], "127.0.0.1")
     )
-    engine = CudaEngine(connections, config, placement, torch.device("cpu"))
+    engine = CudaEngine(connections, config, placement, LIBRARY)
     with engine._order.on_stream(Launch()):
         pass
     session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)

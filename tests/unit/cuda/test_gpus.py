@@ -10,16 +10,13 @@ import torch
 from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.api.validation import check_device
 from fusco.core.config import EngineConfig
-from fusco.cuda.engine import CudaEngine
+from fusco.cuda.engine import open_library
+from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
 
 pytest.importorskip("cuda.core", reason="without cuda-core every GPU is refused")
 
 HOPPER, A100 = 227 << 10, 163 << 10  # bytes of shared memory in a block
-
-
-class BegunError(Exception):
-    """The engine has begun to connect."""
 
 
 @pytest.fixture
@@ -46,30 +43,29 @@ def test_an_old_gpu_is_refused(gpu):
         check_device("cuda:1")
 
 
-def make_engine(placement: ExpertPlacement, limit: int) -> None:
-    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=1)
-    config = EngineConfig(Topology((0, 0)), capacity, Settings())
-    with (
-        mock.patch.object(
-            torch.cuda, "get_device_properties", return_value=mock.Mock(shared_memory_per_block_optin=limit)
-        ),
-        mock.patch.object(torch.cuda, "device", side_effect=BegunError),
-    ):
-        CudaEngine(mock.Mock(), config, placement, torch.device("cuda", 0))
+def library_for(placement: ExpertPlacement, limit: int, num_topk: int = 1) -> Library:
+    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=num_topk)
+    properties = mock.Mock(shared_memory_per_block_optin=limit)
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
+        return open_library(EngineConfig(Topology((0, 0)), capacity, Settings()), placement, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("limit", [HOPPER, A100])
 def test_as_many_experts_as_a_block_can_count_for(limit):
     most = (limit // 4 - 1) // 19
     assert plan_shared_bytes(most) <= limit < plan_shared_bytes(most + 1)
-    with pytest.raises(BegunError):
-        make_engine(ExpertPlacement.contiguous(2 * most, 2), limit)
+    assert library_for(ExpertPlacement.contiguous(2 * most, 2), limit).max_shared_bytes == limit
     words = rf"num_experts={2 * most + 2} puts {most + 1} on one rank, .* bytes .* but cuda:0 has {limit:,}"
     with pytest.raises(ValueError, match=words):
-        make_engine(ExpertPlacement.contiguous(2 * most + 2, 2), limit)
+        library_for(ExpertPlacement.contiguous(2 * most + 2, 2), limit)
 
 
 def test_a_rank_with_few_experts_refuses_too_where_another_has_too_many():
     most = (HOPPER // 4 - 1) // 19
     with pytest.raises(ValueError, match=f"puts {most + 1} on one rank"):
-        make_engine(ExpertPlacement.explicit([0] + [1] * (most + 1), 2), HOPPER)
+        library_for(ExpertPlacement.explicit([0] + [1] * (most + 1), 2), HOPPER)
+
+
+def test_more_experts_of_a_token_than_a_warp_has_lanes_are_refused():
+    with pytest.raises(ValueError, match="at most 32 experts a token and 32 ranks a node, got num_topk=33 and 2 ranks"):
+        library_for(ExpertPlacement.contiguous(40, 2), HOPPER, num_topk=33)
