@@ -17,7 +17,7 @@ class ThreadsRoll(RollCall):
     def __init__(self, rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
         self.rank, self.world_size, self.store, self.timeout_s = rank, world_size, store, timeout_s
         self.name = f"rank {rank}"  # of a group of PyTorch's, and these know each other by name in a process
-        self._watcher = None
+        self._watcher, self.number = None, 1
 
 
 def on_ranks(

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import fusco
-from fusco.api.validation import has_cuda_core
-from fusco.bench.environment import hardware
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
 from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 
@@ -68,6 +66,8 @@ def _try(name: str, check: Callable[[], Finding], state: Literal["missing", "opt
 
 
 def _machine() -> Finding:
+    from fusco.bench.environment import hardware
+
 
     machine = hardware()
     return Finding("machine", "ok", f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB")
@@ -184,6 +184,8 @@ def _cuda_kernels() -> Finding:
     import tempfile
     from pathlib import Path
 
+    from fusco.api.validation import has_cuda_core
+
     if not has_cuda_core():
         return Finding(_CUDA_KERNELS, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
     from fusco.core.errors import CompileError
@@ -201,6 +203,8 @@ def _cuda_kernels() -> Finding:
 
 
 def _cuda_core() -> Finding:
+    from fusco.api.validation import has_cuda_core
+
 
     if has_cuda_core():
         return Finding(_CUDA_CORE, "ok", "installed")
