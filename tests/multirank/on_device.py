@@ -127,4 +127,4 @@ def _partners_there(partners: Any) -> Any:
 def _segments_there(segments: Any) -> Any:
     if not isinstance(segments, fusco.Segments):
         return segments
-    return dataclasses.replace(segments, base=segments.base.cuda())
+    return fusco.Segments(segments.base.cuda(), segments.offset_bytes, segments.num_bytes)

@@ -219,9 +219,3 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(arguments, text, 
     done = CliRunner().invoke(app, ["train", *SMALL, *arguments])
     assert isinstance(done.exception, ValueError)
     assert text in str(done.exception)
-
-
-def test_without_transformers_it_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = CliRunner().invoke(app, ["train"])
-    assert str(done.exception) == "fusco train needs transformers: pip install 'transformers>=5.9'"
