@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fusco.core.config import Capacity as Capacity
     from fusco.core.config import Launch as Launch
     from fusco.core.config import Settings as Settings
-    from fusco.core.config import StaticSlots as StaticSlots
+    from fusco.core.config import StaticRows as StaticRows
     from fusco.core.errors import ClosedError as ClosedError
     from fusco.core.errors import CompileError as CompileError
     from fusco.core.errors import FuscoError as FuscoError
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fusco.core.errors import OutputMemoryError as OutputMemoryError
     from fusco.core.errors import PeerFailureError as PeerFailureError
     from fusco.core.errors import RejectedInputError as RejectedInputError
+    from fusco.core.errors import RowOverflowError as RowOverflowError
     from fusco.core.errors import SharedMemoryError as SharedMemoryError
-    from fusco.core.errors import SlotOverflowError as SlotOverflowError
     from fusco.core.errors import ThreadError as ThreadError
     from fusco.core.errors import TransportError as TransportError
     from fusco.core.groups import Groups as Groups
@@ -74,12 +74,12 @@ _NAME_TO_MODULE = {
     "PeerFailureError": "core.errors",
     "RejectedInputError": "core.errors",
     "SharedMemoryError": "core.errors",
-    "SlotOverflowError": "core.errors",
+    "RowOverflowError": "core.errors",
     "ThreadError": "core.errors",
     "TransportError": "core.errors",
     "Groups": "core.groups",
     "Launch": "core.config",
-    "StaticSlots": "core.config",
+    "StaticRows": "core.config",
     "ExpertPlacement": "core.placement",
     "Segments": "core.segments",
     "Topology": "core.topology",

@@ -69,7 +69,7 @@ def shuffle_tokens(at: Round) -> None:
     weights = _weights(at, case)
     with_weights = weights is not None and at.random.random() < 0.5
     spare = at.random.choice((None, None, 0, 1, 40))
-    static = None if spare is None else fusco.StaticSlots(max(1, len(law.slots(at.rank)) + spare))
+    static = None if spare is None else fusco.StaticRows(max(1, len(law.slots(at.rank)) + spare))
     world = _payloads(at, case, "x")
     ids = case.topk_idx(at.rank).to(at.random.choice((torch.int32, torch.int64)))
     sent = at.comm.dispatch(
@@ -81,7 +81,7 @@ def shuffle_tokens(at: Round) -> None:
         static=static,
     )
     num_rows = len(law.slots(at.rank))
-    assert len(sent.rows) == (static.num_slots if static else num_rows)
+    assert len(sent.rows) == (static.num_rows if static else num_rows)
     assert sent.num_rows_per_expert.tolist() == law.counts(at.rank)
     _check_rows(at, law, [sent.rows, *sent.more_rows], world)
     if with_weights:
@@ -92,7 +92,7 @@ def shuffle_tokens(at: Round) -> None:
         again = at.comm.dispatch_again(_one_or_list(world[at.rank]), sent.handle)
         _check_rows(at, law, again, world)
         poison(*again)
-    _combine(at, law, sent.handle, weights, 0 if static is None else static.num_slots - num_rows)
+    _combine(at, law, sent.handle, weights, 0 if static is None else static.num_rows - num_rows)
 
 
 def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tensor] | None, behind: int) -> None:
@@ -125,7 +125,7 @@ def drop_rows(at: Round) -> None:
     num_slots = [max(1, int(len(slots) * share)) for slots in world_slots]
     kept = [slots[:size] for slots, size in zip(world_slots, num_slots, strict=True)]
     world = _payloads(at, case, "x")
-    static = fusco.StaticSlots(num_slots[at.rank], on_overflow="drop")
+    static = fusco.StaticRows(num_slots[at.rank], on_overflow="drop")
     sent = at.comm.dispatch(
         _one_or_list(world[at.rank]), case.topk_idx(at.rank), expert_alignment=alignment, static=static
     )
@@ -138,7 +138,7 @@ def drop_rows(at: Round) -> None:
         if pair and pair.src == at.rank:
             num_terms[pair.token] += 1
     if at.setup.max_bytes_per_token >= 4:
-        out = at.comm.combine(torch.ones(static.num_slots, 1), sent.handle)
+        out = at.comm.combine(torch.ones(static.num_rows, 1), sent.handle)
         assert_same_bits(out, num_terms, "sums of rows that fit")
 
 

@@ -67,7 +67,7 @@ class OneRank:
         alignment: int = 1,
         ids_dtype: torch.dtype = torch.int64,
         weights_dtype: torch.dtype | None = torch.float32,
-        static: fusco.StaticSlots | None = None,
+        static: fusco.StaticRows | None = None,
         launch: fusco.Launch | None = None,
     ) -> fusco.Handle:
         """Dispatch payloads, given on the CPU, and compare everything that comes of it, bit for bit."""
@@ -81,10 +81,10 @@ class OneRank:
             launch=launch,
         )
         self.comm.wait()
-        plan = self.plan(case, alignment, static.num_slots if static else None)
+        plan = self.plan(case, alignment, static.num_rows if static else None)
         self.check_plan(case, plan, sent.handle)
         assert_same_bits(sent.num_rows_per_expert.cpu(), plan.num_rows_per_expert, "num_rows_per_expert")
-        assert sent.handle.num_slots == (static.num_slots if static else plan.num_slots_needed)
+        assert sent.handle.num_rows == (static.num_rows if static else plan.num_slots_needed)
         self.check_rows([sent.rows, *sent.more_rows], payloads, plan)
         return sent.handle
 

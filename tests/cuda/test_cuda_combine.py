@@ -65,7 +65,7 @@ def test_on_few_multiprocessors_and_on_a_stream_of_its_own(one: OneRank, launch)
 def test_the_same_sums_bit_for_bit_every_time(one: OneRank):
     case = case_of("skewed", 2, num_topk=8, max_tokens=300)
     handle = handle_of(one, case)
-    y = torch.randn(handle.num_slots, 72, device=one.device).bfloat16()
+    y = torch.randn(handle.num_rows, 72, device=one.device).bfloat16()
     first = one.comm.combine(y, handle)
     for num_sms in (None, 3, 20, 100):
         assert torch.equal(one.comm.combine(y, handle, launch=fusco.Launch(num_sms=num_sms)), first)
@@ -77,9 +77,7 @@ def test_what_stands_in_padding_is_not_looked_at(one: OneRank):
     plan = one.plan(case, alignment=8)
     num_slots = plan.num_slots_needed + 13
     x = torch.zeros(case.num_tokens(0), 1, device=one.device)
-    sent = one.comm.dispatch(
-        x, case.topk_idx(0).to(one.device), expert_alignment=8, static=fusco.StaticSlots(num_slots)
-    )
+    sent = one.comm.dispatch(x, case.topk_idx(0).to(one.device), expert_alignment=8, static=fusco.StaticRows(num_slots))
     y = torch.full((num_slots, 5), float("nan"), device=one.device)
     slots = plan.row_to_slots[plan.row_to_slots >= 0].long()
     y[slots.to(one.device)] = 1.0

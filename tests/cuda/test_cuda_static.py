@@ -8,7 +8,7 @@ from one_rank import OneRank, case_of, taken
 
 import fusco
 from comparison import assert_same_bits
-from fusco import SlotOverflowError, StaticSlots
+from fusco import RowOverflowError, StaticRows
 from generator import KINDS, any_bits, values
 
 pytestmark = pytest.mark.cuda
@@ -24,9 +24,9 @@ def test_what_fits_is_there_and_nothing_is_raised(one: OneRank, kind, alignment)
     for seed, spare in enumerate((0, 1, 100)):
         case = case_of(kind, seed, num_topk=6)
         num_slots = max(1, one.plan(case, alignment).num_slots_needed + spare)
-        handle = one.dispatch(case, [rows_of(case)], alignment=alignment, static=StaticSlots(num_slots))
+        handle = one.dispatch(case, [rows_of(case)], alignment=alignment, static=StaticRows(num_slots))
         one.comm.synchronize()
-        assert handle.num_slots == num_slots
+        assert handle.num_rows == num_slots
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("no experts", "no tokens")])
@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_dropped(one: OneRank, kind, alignment):
         case = case_of(kind, seed, num_topk=6)
         needed = one.plan(case, alignment).num_slots_needed
         for num_slots in {1, max(1, needed // 3), max(1, needed - 1)}:
-            static = StaticSlots(num_slots, on_overflow="drop")
+            static = StaticRows(num_slots, on_overflow="drop")
             handle = one.dispatch(case, [rows_of(case)], alignment=alignment, static=static)
             one.comm.synchronize()  # raises nothing
             check_sums(one, case, handle, alignment)
@@ -44,8 +44,8 @@ def test_what_does_not_fit_is_dropped(one: OneRank, kind, alignment):
 
 def check_sums(one: OneRank, case, handle: fusco.Handle, alignment: int) -> None:
     """What was dropped has no term; the smallest sums show it: of ones, without weights."""
-    plan = one.plan(case, alignment, handle.num_slots)
-    y = torch.ones(handle.num_slots, 3, device=one.device)
+    plan = one.plan(case, alignment, handle.num_rows)
+    y = torch.ones(handle.num_rows, 3, device=one.device)
     out = one.comm.combine(y, handle.unweighted()).cpu()
     assert torch.equal(out, (plan.row_to_slots >= 0).sum(1, keepdim=True).expand(-1, 3).float())
 
@@ -53,8 +53,8 @@ def check_sums(one: OneRank, case, handle: fusco.Handle, alignment: int) -> None
 def test_an_overflow_is_raised_by_the_next_synchronisation_once(one: OneRank):
     case = case_of("balanced", 1, num_topk=4)
     needed = one.plan(case).num_slots_needed
-    one.dispatch(case, [rows_of(case)], static=StaticSlots(needed - 1))
-    with pytest.raises(SlotOverflowError, match=rf"needed {needed} .*StaticSlots\({needed - 1}\)") as raised:
+    one.dispatch(case, [rows_of(case)], static=StaticRows(needed - 1))
+    with pytest.raises(RowOverflowError, match=rf"needed {needed} .*StaticRows\({needed - 1}\)") as raised:
         one.comm.synchronize()
     assert (raised.value.num_slots, raised.value.num_slots_needed) == (needed - 1, needed)
     one.comm.synchronize()
@@ -64,18 +64,18 @@ def test_an_overflow_is_raised_by_the_next_synchronisation_once(one: OneRank):
 def test_an_overflow_is_raised_by_the_next_collective(one: OneRank):
     case = case_of("balanced", 2, num_topk=4)
     needed = one.plan(case).num_slots_needed
-    handle = one.dispatch(case, [rows_of(case)], static=StaticSlots(needed // 2))
+    handle = one.dispatch(case, [rows_of(case)], static=StaticRows(needed // 2))
     torch.cuda.synchronize(one.device)
-    with pytest.raises(SlotOverflowError):
-        one.comm.combine(torch.zeros(handle.num_slots, 2, device=one.device), handle)
+    with pytest.raises(RowOverflowError):
+        one.comm.combine(torch.zeros(handle.num_rows, 2, device=one.device), handle)
     check_sums(one, case, handle, alignment=1)
 
 
 def test_an_overflow_is_raised_by_closing(group, device):
     case = case_of("balanced", 3, num_topk=4)
     own = OneRank(group, device)
-    own.dispatch(case, [rows_of(case)], static=StaticSlots(5))
-    with pytest.raises(SlotOverflowError, match="StaticSlots"):
+    own.dispatch(case, [rows_of(case)], static=StaticRows(5))
+    with pytest.raises(RowOverflowError, match="StaticRows"):
         own.comm.close()
     own.comm.close()  # does nothing
 
@@ -84,7 +84,7 @@ HIDDEN = 24
 
 
 class Captured:
-    """A dispatch into static slots and a combine of twice its rows, captured once."""
+    """A dispatch into static rows and a combine of twice its rows, captured once."""
 
     def __init__(self, one: OneRank, case, alignment: int, num_slots: int) -> None:
         self._one, self._alignment, self._num_slots = one, alignment, num_slots
@@ -104,7 +104,7 @@ class Captured:
             self._ids,
             self._weights,
             expert_alignment=self._alignment,
-            static=StaticSlots(self._num_slots, on_overflow="drop"),
+            static=StaticRows(self._num_slots, on_overflow="drop"),
         )
         return sent, self._one.comm.combine(sent.rows * 2, sent.handle)
 

@@ -29,7 +29,7 @@ class DeviceFate:
 def endure(
     group: dist.ProcessGroup,
     fault: Fault,
-    static: fusco.StaticSlots | None,
+    static: fusco.StaticRows | None,
     is_host_blind: bool,
     ranks_per_node: int | None,
 ) -> DeviceFate:

@@ -210,7 +210,7 @@ def weights_that_cannot_be_read(scene: Scene) -> None:
 
 
 def too_few_slots(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticSlots(1))
+    scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticRows(1))
 
 
 def gradients_of_two_payloads(scene: Scene) -> None:

@@ -25,7 +25,7 @@ def check_drops(group: dist.ProcessGroup, setup: Setup, seeds: range) -> None:
             kept = [law.slots(rank)[: max(1, len(law.slots(rank)) // 2)] for rank in law.ranks]
             x = [any_bits((case.num_tokens(rank), HIDDEN), torch.bfloat16, seed, "x", rank) for rank in law.ranks]
 
-            static = fusco.StaticSlots(max(1, len(kept[comm.rank])), on_overflow="drop")
+            static = fusco.StaticRows(max(1, len(kept[comm.rank])), on_overflow="drop")
             ids = case.topk_idx(comm.rank)
             sent = comm.dispatch(x[comm.rank], ids, expert_alignment=ALIGNMENT, static=static)
             num_kept = len(kept[comm.rank])
@@ -36,6 +36,6 @@ def check_drops(group: dist.ProcessGroup, setup: Setup, seeds: range) -> None:
             for pair in filter(None, itertools.chain(*kept)):
                 if pair.src == comm.rank:
                     num_terms[pair.token] += 1
-            out = comm.combine(torch.ones(static.num_slots, HIDDEN), sent.handle)
+            out = comm.combine(torch.ones(static.num_rows, HIDDEN), sent.handle)
             assert_same_bits(out, num_terms.expand(-1, HIDDEN).contiguous(), f"sums of {case}")
             poison(sent.rows, out)

@@ -22,7 +22,7 @@ STAGING = "fusco.cuda.own_rows:stage_rows"
 SUMMING = "fusco.cuda.intranode:combine_rows"
 NETWORK = "fusco.cuda.network:Network.exchange"
 SETTLING = "fusco.api.communicator:Communicator._settle"
-EXACT, STATIC = None, fusco.StaticSlots(4096)
+EXACT, STATIC = None, fusco.StaticRows(4096)
 
 
 def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):

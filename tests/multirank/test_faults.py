@@ -35,18 +35,18 @@ CLOSING_S = 3.0
 
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
-ROLL_CALL = "fusco.control.store_gather:RollCall.gather"
-MAIL = "fusco.control.tcp_mesh:Mail.__init__"
+STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
+MESH = "fusco.control.tcp_mesh:Mail.__init__"
 CONNECTING = "fusco.cpu.gloo:GlooTransport.__init__"
-REUSE = "fusco.control.record_exchange:Exchange.wait_for_peers_done"
-RECORDS = "fusco.control.record_exchange:Exchange.exchange_records"
+REUSE = "fusco.control.record_exchange:RecordExchange.wait_for_peers_done"
+RECORDS = "fusco.control.record_exchange:RecordExchange.exchange_records"
 ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"
 SENDING = "fusco.cpu.dispatch:SendRows.step"
 SCATTERING = "fusco.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.cpu.combine:ProducePartialSums.step"
 FOLDING = "fusco.cpu.combine:FoldSums.step"
 DISPATCHING = "fusco.cpu.engine:CpuEngine.prepare_redispatch"
-SHUFFLING = "fusco.engine.byte_stream:StreamOut.step"
+SHUFFLING = "fusco.engine.byte_stream:SegmentSender.step"
 OUTSIDE = "fault_jobs:between_calls"
 
 # What strikes where: ranks and ranks of each node, victims, the method, its calls that go well first.
@@ -75,11 +75,11 @@ EXCHANGES = {
     "receiving stages": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
 }
 STAGES = {
-    "before anything": (ROLL_CALL, 0),
-    "before it can send records": (MAIL, 0),
+    "before anything": (STORE_GATHER, 0),
+    "before it can send records": (MESH, 0),
     "before it connects": (CONNECTING, 0),
-    "before it has memory": (ROLL_CALL, 3),
-    "before it has mapped its peers' memory": (ROLL_CALL, 4),
+    "before it has memory": (STORE_GATHER, 3),
+    "before it has mapped its peers' memory": (STORE_GATHER, 4),
 }
 
 

@@ -132,8 +132,8 @@ def check_refusal(outcomes, kind, words):
 @pytest.mark.cpu_only
 def test_static_slots_that_do_not_suffice(world):
     outcomes = make(world, jobs.too_few_slots, jobs.dispatch)
-    assert kinds(outcomes) == ["SlotOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
-    assert "StaticSlots(1)" in outcomes[MISTAKEN].text
+    assert kinds(outcomes) == ["RowOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
+    assert "StaticRows(1)" in outcomes[MISTAKEN].text
 
 
 def check_that_it_broke(outcomes: list[list[Outcome]]) -> None:

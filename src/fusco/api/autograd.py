@@ -126,6 +126,6 @@ def gradients_of_combine(
 def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
     """Send one value of each slot to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
     dtype = torch.float64 if slot_values.dtype == torch.float64 else torch.float32
-    rows = slot_values.new_zeros(handle.num_slots, handle.num_topk, dtype=dtype)
+    rows = slot_values.new_zeros(handle.num_rows, handle.num_topk, dtype=dtype)
     rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])
     return verbs.combine(rows, handle)

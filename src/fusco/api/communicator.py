@@ -18,10 +18,10 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle
 from fusco.api.validation import DispatchOptions
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.control.keeping import keep_for_good
+from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
-from fusco.core.config import Launch, Settings, StaticSlots
+from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, PeerFailureError, beside
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
@@ -51,7 +51,7 @@ class Communicator:
 
     It belongs to one thread: the first that calls a verb, whichever made it. Another thread gets a ``ThreadError`` at
     once, unless that one has ended or has called ``hand_over``. A backward pass may call verbs in autograd's own
-    threads; ``close``, ``leave`` and the end of a ``with`` block may come from any thread while no call is under way.
+    threads; ``close``, ``abort`` and the end of a ``with`` block may come from any thread while no call is under way.
     In a process forked from the one that made it verbs raise ``ClosedError``, and its end does nothing.
     """
 
@@ -74,7 +74,7 @@ class Communicator:
         Args:
             group: the process group, of any backend; ``None`` means the default one.
             num_experts: experts of all ranks together.
-            num_topk: most expert slots of a token; on CUDA 32 at most.
+            num_topk: most experts of a token (top-k); on CUDA 32 at most.
             max_tokens_per_rank: most tokens that a rank dispatches in one call.
             max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and in ``combine``
                 (in ``settings.wire_dtype``, where that is wider than the rows' dtype).
@@ -151,7 +151,7 @@ class Communicator:
         *,
         expert_alignment: int = 1,
         with_weights: bool = False,
-        static: StaticSlots | None = None,
+        static: StaticRows | None = None,
         launch: Launch | None = None,
     ) -> Dispatched:
         """Send every token to the experts it is routed to; rows land expert-major on the ranks that own them.
@@ -176,7 +176,7 @@ class Communicator:
             Rows, counts, weights if asked for, and the handle.
 
         Raises:
-            SlotOverflowError: on a rank whose static output is too small: here on the CPU; on CUDA from
+            RowOverflowError: on a rank whose static output is too small: here on the CPU; on CUDA from
                 ``synchronize``, ``close``, or the next collective, which is then called off on all ranks.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
@@ -226,7 +226,7 @@ class Communicator:
         rounded once more.
 
         Args:
-            y: float16, bfloat16, float32 or float64 (num_slots, hidden), laid out as the rows of ``dispatch``; padding
+            y: float16, bfloat16, float32 or float64 (num_rows, hidden), laid out as the rows of ``dispatch``; padding
                 rows are ignored.
             handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
                 up as they are.
@@ -374,7 +374,7 @@ class Communicator:
 
         Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile,
         ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
-        ``SlotOverflowError`` if an earlier dispatch into static slots needed more of them.
+        ``RowOverflowError`` if an earlier dispatch into static rows needed more of them.
         """
         with self._session.access.using("synchronize"):
             self._validator.require_not_capturing("synchronize")
@@ -409,7 +409,7 @@ class Communicator:
         """Wait until every rank closes, then give everything back; a second call does nothing.
 
         Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
-        waited for, and no error if all that was launched here is complete without them. Raises ``SlotOverflowError`` as
+        waited for, and no error if all that was launched here is complete without them. Raises ``RowOverflowError`` as
         ``synchronize`` does.
         """
         if self._is_closed or not self._session.access.is_own_process:
@@ -429,7 +429,7 @@ class Communicator:
         if pending:
             raise pending
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
 
         Where all ranks can, ``close`` is better: a rank that still waits for this one, or does so later, raises
@@ -437,7 +437,7 @@ class Communicator:
         """
         if self._is_closed or not self._session.access.is_own_process:
             return
-        with self._session.access.alone("leave"):
+        with self._session.access.alone("abort"):
             try:
                 self._session.depart("left its communicator")
             finally:
@@ -540,9 +540,7 @@ def _close(session: Session, engine: Engine[Any]) -> None:
 def _give_back(session: Session, engine: Engine[Any], name: str) -> None:
     """Give back what a communicator has that is dropped, or is there when the process ends; nobody closed it."""
     if not session.access.is_own_process:
-        keep_for_good(
-            (session, engine)
-        )  # its sockets and threads are the parent's; gloo would wait for threads of its own
+        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for threads of its own
         return
 
     def leave() -> None:

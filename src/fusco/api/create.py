@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from fusco.api.collective import REFUSALS
 from fusco.api.validation import Validator, check_device
-from fusco.control.bootstrap import DeviceIdentity, Introduction, check_devices, introduce
+from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import SegmentSizes
 from fusco.control.session import Session
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.errors import PeerFailureError, beside
@@ -104,7 +104,7 @@ class CommunicatorParts:
     validator: Validator
 
 
-def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group, or the default one for ``None``; ``TypeError`` or ``ValueError`` if there is none with this rank."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         raise TypeError(f"this rank is not in the group, or it is none: got {group!r}")
@@ -116,32 +116,32 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
     """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` says."""
-    roll = RollCall(check_group(group), config.settings.timeout_s)
+    store_gather = StoreGather(check_process_group(group), config.settings.timeout_s)
     try:
-        return _create(roll, config)
+        return _create(store_gather, config)
     except Exception as error:
         with beside(error, "the other ranks could not be waited for"):
-            roll.part(without=error.peers if isinstance(error, PeerFailureError) else ())
+            store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
         raise
 
 
-def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
+def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:
     settings = config.settings
     checked, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:
-        checked = config.check(roll.world_size)
+        checked = config.check(store_gather.world_size)
         device = DeviceIdentity.of(checked.device)
     except REFUSALS as error:
         checked, rejection = None, error
     fields = config.fields(checked.placement, checked.device) if checked else {}
-    met = introduce(roll, CollectiveFingerprint("Communicator", fields, str(rejection or "")), device)
+    met = exchange_peer_info(store_gather, CollectiveFingerprint("Communicator", fields, str(rejection or "")), device)
     if rejection:
         raise rejection
     assert checked is not None
     check_devices(met)
     topology = Topology.from_hosts(met.hosts, config.ranks_per_node)
     validator = Validator(
-        rank=roll.rank,
+        rank=store_gather.rank,
         placement=checked.placement,
         balancer=giving_groups(config.balancer),
         capacity=checked.capacity,
@@ -149,10 +149,12 @@ def _create(roll: RollCall, config: CommunicatorConfig) -> CommunicatorParts:
         device=checked.device,
         num_nodes=topology.num_nodes,
     )
-    return connect_parts(roll, EngineConfig(topology, checked.capacity, settings), met, validator)
+    return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), met, validator)
 
 
-def connect_parts(roll: RollCall, config: EngineConfig, met: Introduction, validator: Validator) -> CommunicatorParts:
+def connect_parts(
+    store_gather: StoreGather, config: EngineConfig, met: PeerInfo, validator: Validator
+) -> CommunicatorParts:
     """Connect to all other ranks; where that fails, nothing is left behind."""
     with ExitStack() as resources:
         engine: Engine[Any]
@@ -161,16 +163,16 @@ def connect_parts(roll: RollCall, config: EngineConfig, met: Introduction, valid
             from fusco.cuda.engine import SPIN_S, CudaEngine, open_library  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)
-            connections = connect(roll, SegmentSizes.of_control(config.topology), met, SPIN_S)
+            connections = connect(store_gather, SegmentSizes.of_control(config.topology), met, SPIN_S)
             resources.callback(connections.close)
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
-            connections = connect(roll, CpuLayout.of(config).segment_sizes, met)
+            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, met)
             resources.callback(connections.close)
             engine = CpuEngine(connections, config)
         resources.callback(engine.close)
-        access = Access(f"rank {roll.rank}'s communicator #{roll.number}")
-        session = Session(roll.rank, connections, access, on_broken=engine.abort)
+        access = Access(f"rank {store_gather.rank}'s communicator #{store_gather.number}")
+        session = Session(store_gather.rank, connections, access, on_broken=engine.abort)
         resources.pop_all()
     return CommunicatorParts(session, engine, validator)

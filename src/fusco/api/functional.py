@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.api.create import check_group
+from fusco.api.create import check_process_group
 from fusco.schedule.schedule import ScheduleMode
 
 
@@ -28,11 +28,11 @@ class GroupCommunicators:
 
     def of(self, group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
         """The communicator of a group (``None``: the default one) for tensors on a device."""
-        group = check_group(group)
+        group = check_process_group(group)
         communicators = self._by_group.setdefault(group, {})
         if device not in communicators:
             made = _of_least_capacity(group, device)
-            weakref.finalize(group, made.leave)
+            weakref.finalize(group, made.abort)
             communicators[device] = made
         return communicators[device]
 

@@ -40,7 +40,7 @@ class Handle:
         return self.plan.num_topk
 
     @property
-    def num_slots(self) -> int:
+    def num_rows(self) -> int:
         """Expert-major rows of this rank, padding counted."""
         return self.plan.num_slots
 
@@ -60,11 +60,11 @@ class Dispatched:
     """What ``dispatch`` gives.
 
     Attributes:
-        rows: expert-major rows (num_slots, ...), of the payload's dtype. Blocks stand in order of local expert, rows
+        rows: expert-major rows (num_rows, ...), of the payload's dtype. Blocks stand in order of local expert, rows
             inside in order of (source rank, token, k). Padding inside the blocks is zero; rows of static output behind
             the last block are uninitialised.
         num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, padding not counted.
-        weights: the weight of each row (num_slots,), if asked for.
+        weights: the weight of each row (num_rows,), if asked for.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         more_rows: likewise the rows of the second payload and of those after it.
 

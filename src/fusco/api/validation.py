@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusco.api.handle import Handle
-from fusco.core.config import Capacity, Launch, StaticSlots
+from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
@@ -41,7 +41,7 @@ class DispatchOptions:
 
     expert_alignment: int = 1
     with_weights: bool = False
-    static: StaticSlots | None = None
+    static: StaticRows | None = None
     launch: Launch | None = None
 
 
@@ -183,14 +183,14 @@ class Validator:
                 f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
             )
 
-    def require_static(self, static: StaticSlots | None) -> None:
+    def require_static(self, static: StaticRows | None) -> None:
         """The size of a dispatch's output."""
-        if static is not None and not isinstance(static, StaticSlots):
-            raise TypeError(f"static must be StaticSlots, got {type(static).__name__}")
+        if static is not None and not isinstance(static, StaticRows):
+            raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
         if static is None and self._is_capturing:
             raise ValueError(
                 "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
-                "pass static=StaticSlots(num_slots)"
+                "pass static=StaticRows(num_rows)"
             )
 
     def require_capturable(self, verb: str) -> None:
@@ -199,7 +199,7 @@ class Validator:
             raise ValueError(
                 f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
                 f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
-                f"node a combine can be captured, and a dispatch with static=StaticSlots(num_slots)"
+                f"node a combine can be captured, and a dispatch with static=StaticRows(num_rows)"
             )
 
     def require_not_capturing(self, verb: str) -> None:
@@ -234,8 +234,8 @@ class Validator:
         self._tensor("y", y)
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
-        if y.ndim != 2 or len(y) != handle.num_slots:
-            raise ValueError(f"y must be ({handle.num_slots}, hidden), as dispatch gave, got {tuple(y.shape)}")
+        if y.ndim != 2 or len(y) != handle.num_rows:
+            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch gave, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def require_handle(self, handle: Handle) -> None:

@@ -15,15 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
 from fusco.bench.device_links import DevicePeaks, measure_device_links
-from fusco.bench.law import WorldInput, expected_rows
 from fusco.bench.peers import import_peers
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.shuffle_variants import Shuffle, Ways
+from fusco.bench.specification import WorldInput, expected_rows
 from fusco.bench.stopwatch import Stopwatch
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import recorded_variant
 from fusco.bench.verification import verify
-from fusco.core.config import Launch, StaticSlots
+from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span, Timeline
 from fusco.ranks.progress import ProgressReporter
@@ -187,13 +187,13 @@ def _fp8(
     launch: Launch,
     num_iterations: int,
 ) -> tuple[list[str], DeviceTimes]:
-    """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static slots."""
+    """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static rows."""
     num_scales = -(-workload.hidden // _FP8_BLOCK)
     values = [rows.to(torch.float8_e4m3fn) for rows in world.rows]
     scales = [rows[:, :num_scales].float().contiguous() for rows in world.rows]
     ids, weights = world.topk_idx[comm.rank], world.topk_weights[comm.rank]
     payloads = [values[comm.rank], scales[comm.rank]]
-    static = StaticSlots(max(1, comm.dispatch(payloads, ids, weights).handle.num_slots))
+    static = StaticRows(max(1, comm.dispatch(payloads, ids, weights).handle.num_rows))
     sent = comm.dispatch(payloads, ids, weights, static=static, launch=launch)
     experts = workload.placement.rank_to_experts[comm.rank]
     errors = []

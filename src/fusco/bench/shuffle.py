@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from fusco.bench.law import WorldInput
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.shuffle_variants import Shuffle, Ways
+from fusco.bench.specification import WorldInput
 from fusco.bench.verification import verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.crossings import num_copies
-from fusco.bench.law import WorldInput
 from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Workload
-from fusco.core.config import Launch, StaticSlots
+from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.routing import Routing
@@ -94,7 +94,7 @@ class Ways:
         if variant in ("fusco", "no-balancer"):
             return self._fusco(comm, x, routing)
         assert variant in ("fusco-static", "fusco-graph", "fusco-in-place"), variant
-        static = StaticSlots(max(1, comm.dispatch(x, ids, weights).handle.num_slots))
+        static = StaticRows(max(1, comm.dispatch(x, ids, weights).handle.num_rows))
         if variant == "fusco-in-place":
             x = self._in_place(comm, x)
         return self._fusco(comm, x, routing, static, is_graph=variant != "fusco-static")
@@ -124,7 +124,7 @@ class Ways:
         comm: Communicator,
         x: torch.Tensor,
         routing: Routing,
-        static: StaticSlots | None = None,
+        static: StaticRows | None = None,
         *,
         is_graph: bool = False,
     ) -> Shuffle:
@@ -153,7 +153,7 @@ class Ways:
         return max(1, *map(num_copies, self._run.workloads))
 
     def _dispatch(
-        self, comm: Communicator, x: torch.Tensor, routing: Routing, static: StaticSlots | None = None
+        self, comm: Communicator, x: torch.Tensor, routing: Routing, static: StaticRows | None = None
     ) -> Sent:
         sent = comm.dispatch(x, routing.topk_idx, routing.topk_weights, static=static, launch=self._launch)
         return sent.rows, sent.num_rows_per_expert, sent.handle

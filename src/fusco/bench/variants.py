@@ -12,8 +12,8 @@ DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-balancer")
 
 WHAT = {
     "fusco": "output sized exactly",
-    "fusco-static": "static slots",
-    "fusco-graph": "static slots, in a CUDA graph",
+    "fusco-static": "static rows",
+    "fusco-graph": "static rows, in a CUDA graph",
     "fusco-in-place": "as fusco-graph, with rows where peers can read them",
     "fusco-fp8": "as fusco-graph, float8 values and their scales",
     "baseline": "all_to_all_single and index_select",
@@ -55,7 +55,7 @@ def choose_variants(
 
 
 def recorded_variant(variants: Sequence[str]) -> str | None:
-    """Which variant a timeline shows: with static slots, where nothing waits on the host, if there is a choice."""
+    """Which variant a timeline shows: with static rows, where nothing waits on the host, if there is a choice."""
     return next((name for name in ("fusco-static", "fusco") if name in variants), None)
 
 

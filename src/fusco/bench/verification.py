@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fusco.bench.law import WorldInput, apply_experts, combine_error, expected_rows
+from fusco.bench.specification import WorldInput, apply_experts, combine_error, expected_rows
 from fusco.bench.traffic import Workload
 
 

@@ -68,7 +68,6 @@ def _try(name: str, check: Callable[[], Finding], state: Literal["missing", "opt
 def _machine() -> Finding:
     from fusco.bench.environment import hardware
 
-
     machine = hardware()
     return Finding("machine", "ok", f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB")
 
@@ -204,7 +203,6 @@ def _cuda_kernels() -> Finding:
 
 def _cuda_core() -> Finding:
     from fusco.api.validation import has_cuda_core
-
 
     if has_cuda_core():
         return Finding(_CUDA_CORE, "ok", "installed")

@@ -72,7 +72,7 @@ def _add_column_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
-    table.add_row("verified", *map(_verdict, records))
+    table.add_row("verified", *map(_failure_report, records))
 
 
 def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
@@ -81,14 +81,14 @@ def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
     table.add_column("verified", justify="right")
     for record in records:
         cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
-        table.add_row(record.variant, *cells, _verdict(record))
+        table.add_row(record.variant, *cells, _failure_report(record))
 
 
 def _value(record: ShuffleRecord, name: str, unit: str) -> str:
     return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
 
 
-def _verdict(record: ShuffleRecord) -> str:
+def _failure_report(record: ShuffleRecord) -> str:
     return "[green]yes[/]" if record.is_right else "[red]NO[/]"
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.hosts import host_identity, reachable_address
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
 
 
@@ -35,7 +35,7 @@ def uuid_of(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Introduction:
+class PeerInfo:
     """What a rank knows once all have met.
 
     Attributes:
@@ -50,11 +50,13 @@ class Introduction:
     listen_on: str
 
 
-def introduce(roll: RollCall, fingerprint: CollectiveFingerprint, device: DeviceIdentity) -> Introduction:
+def exchange_peer_info(
+    store_gather: StoreGather, fingerprint: CollectiveFingerprint, device: DeviceIdentity
+) -> PeerInfo:
     """Meet all ranks.
 
     Args:
-        roll: finds them.
+        store_gather: finds them.
         fingerprint: what all must want alike; may carry a rejection, for which all other ranks raise.
         device: of this rank.
 
@@ -63,14 +65,14 @@ def introduce(roll: RollCall, fingerprint: CollectiveFingerprint, device: Device
 
     """
     own = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
-    hellos = roll.gather("hello", own)
-    check_fingerprints([CollectiveFingerprint(**hello["fingerprint"]) for hello in hellos], roll.rank)
+    hellos = store_gather.all_gather("hello", own)
+    check_fingerprints([CollectiveFingerprint(**hello["fingerprint"]) for hello in hellos], store_gather.rank)
     hosts = [hello["host"] for hello in hellos]
-    listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(roll.store_host)
-    return Introduction(hosts, [DeviceIdentity(**hello["device"]) for hello in hellos], listen_on)
+    listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(store_gather.store_host)
+    return PeerInfo(hosts, [DeviceIdentity(**hello["device"]) for hello in hellos], listen_on)
 
 
-def check_devices(met: Introduction) -> None:
+def check_devices(met: PeerInfo) -> None:
     """Raise ``ValueError``, the same on all ranks, if two of them have one GPU that may not be shared."""
     gpu_to_rank: dict[tuple[str, str], int] = {}
     for rank, (host, device) in enumerate(zip(met.hosts, met.devices, strict=True)):

@@ -9,15 +9,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from fusco.control.bootstrap import Introduction
+from fusco.control.bootstrap import PeerInfo
 from fusco.control.flags import warm_up_flags
 from fusco.control.layout import SegmentSizes
 from fusco.control.node_memory import NodeMemory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
-from fusco.control.status_server import Sentinel, SentinelAddress
-from fusco.control.store_gather import RollCall
-from fusco.control.tcp_mesh import Mail
-from fusco.control.watchdog import Peer, Watch
+from fusco.control.status_server import StatusServer, StatusServerAddress
+from fusco.control.store_gather import StoreGather
+from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, reason_of
 
 _Connected = TypeVar("_Connected")
@@ -27,12 +27,12 @@ _Connected = TypeVar("_Connected")
 class Connections:
     """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody.
 
-    ``roll`` is the roll that connected it, now with an eye on who dies; ``listen_on`` the address that others reach.
+    ``store_gather`` connected it, and now watches for ranks that die; ``listen_on`` is the address that others reach.
     """
 
-    roll: RollCall
-    watch: Watch
-    mail: Mail
+    store_gather: StoreGather
+    watchdog: Watchdog
+    mesh: TcpMesh
     memory: NodeMemory
     listen_on: str
     _resources: ExitStack
@@ -42,14 +42,14 @@ class Connections:
         self._resources.close()
 
 
-def connect(roll: RollCall, sizes: SegmentSizes, met: Introduction, spin_s: float = 0.0) -> Connections:
+def connect(store_gather: StoreGather, sizes: SegmentSizes, met: PeerInfo, spin_s: float = 0.0) -> Connections:
     """Connect to all other ranks and map the memory of those of the node.
 
     Args:
-        roll: finds the other ranks.
+        store_gather: finds the other ranks.
         sizes: of the segment, equal on all ranks.
         met: who is where.
-        spin_s: see ``Watch``.
+        spin_s: see ``Watchdog``.
 
     Raises:
         SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
@@ -58,28 +58,31 @@ def connect(roll: RollCall, sizes: SegmentSizes, met: Introduction, spin_s: floa
     """
     warm_up_flags()  # before any rank's clock runs
     with ExitStack() as resources:
-        secret = roll.gather("secret", secrets.token_hex(16))[0]
+        secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
         hosts, listen_on, topology = met.hosts, met.listen_on, sizes.control.topology
-        sentinel, peers = _meet(roll, secret, listen_on, hosts)
-        resources.callback(sentinel.close)
-        watch = Watch(roll.rank, peers, sentinel, roll.timeout_s, spin_s)
-        resources.callback(watch.close)
-        watch.begin(0, "Communicator")
-        roll.watched_by(watch)
-        num_neighbours = sum(host == hosts[roll.rank] for host in hosts)
-        memory = NodeMemory(sizes.control, roll.rank, _map_segments(roll, sizes, num_neighbours))
+        status_server, peers = _meet(store_gather, secret, listen_on, hosts)
+        resources.callback(status_server.close)
+        watchdog = Watchdog(store_gather.rank, peers, status_server, store_gather.timeout_s, spin_s)
+        resources.callback(watchdog.close)
+        watchdog.begin(0, "Communicator")
+        store_gather.watched_by(watchdog)
+        num_neighbours = sum(host == hosts[store_gather.rank] for host in hosts)
+        memory = NodeMemory(sizes.control, store_gather.rank, _map_segments(store_gather, sizes, num_neighbours))
         resources.callback(memory.close)
-        counterparts = [memory.counterpart(node) for node in topology.remote_nodes(roll.rank)]
-        mail = connecting(
-            lambda: Mail(roll, counterparts, listen_on, secret, watch.wait_until), "over TCP", tuple(peers), watch
+        counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
+        mesh = connecting(
+            lambda: TcpMesh(store_gather, counterparts, listen_on, secret, watchdog.wait_until),
+            "over TCP",
+            tuple(peers),
+            watchdog,
         )
-        resources.callback(mail.close)
-        watch.add_network_probe(lambda: mail.failure)
-        watch.end()
-        return Connections(roll, watch, mail, memory, listen_on, resources.pop_all())
+        resources.callback(mesh.close)
+        watchdog.add_network_probe(lambda: mesh.failure)
+        watchdog.end()
+        return Connections(store_gather, watchdog, mesh, memory, listen_on, resources.pop_all())
 
 
-def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watch: Watch) -> _Connected:
+def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
     """Connect; an error of the network is told with the rank that is at fault, or as ``TransportError`` if all live."""
     try:
         return connect()
@@ -87,34 +90,36 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise
     except (OSError, RuntimeError) as error:
         symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
-        watch.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        watchdog.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
         raise TransportError(symptom) from error
 
 
-def _meet(roll: RollCall, secret: str, listen_on: str, hosts: Sequence[str]) -> tuple[Sentinel, dict[int, Peer]]:
+def _meet(
+    store_gather: StoreGather, secret: str, listen_on: str, hosts: Sequence[str]
+) -> tuple[StatusServer, dict[int, Peer]]:
     """Make this rank's sentinel and find those of the others; where one rank cannot listen, all raise."""
     with ExitStack() as undo:
-        sentinel, error = None, ""
+        status_server, error = None, ""
         try:
-            sentinel = Sentinel(secret, listen_on)
-            undo.callback(sentinel.close)
+            status_server = StatusServer(secret, listen_on)
+            undo.callback(status_server.close)
         except OSError as failure:
             error = f"cannot listen on {listen_on}: {reason_of(failure)}"
         except RuntimeError as failure:  # of threading
             error = f"cannot listen on {listen_on}: {failure}"
-        address = asdict(sentinel.address) if sentinel else None
-        found = roll.gather("sentinel", {"error": error, "address": address, "pid": os.getpid()})
+        address = asdict(status_server.address) if status_server else None
+        found = store_gather.all_gather("sentinel", {"error": error, "address": address, "pid": os.getpid()})
         raise_if_any([entry["error"] for entry in found], TransportError)
-        assert sentinel is not None
+        assert status_server is not None
         undo.pop_all()
-    return sentinel, {
-        rank: Peer(SentinelAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[roll.rank])
+    return status_server, {
+        rank: Peer(StatusServerAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[store_gather.rank])
         for rank, entry in enumerate(found)
-        if rank != roll.rank
+        if rank != store_gather.rank
     }
 
 
-def _map_segments(roll: RollCall, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
+def _map_segments(store_gather: StoreGather, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
     """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
     with ExitStack() as undo:
         own, error, topology = None, "", sizes.control.topology
@@ -122,18 +127,22 @@ def _map_segments(roll: RollCall, sizes: SegmentSizes, num_neighbours: int) -> l
             own = undo.enter_context(SharedSegment.create(sizes.num_bytes, num_neighbours, sizes.private_bytes))
         except SharedMemoryError as failure:
             error = str(failure)
-        addresses = roll.gather("segment", {"error": error, "address": asdict(own.address) if own else None})
+        addresses = store_gather.all_gather(
+            "segment", {"error": error, "address": asdict(own.address) if own else None}
+        )
         raise_if_any([entry["error"] for entry in addresses])
         assert own is not None
 
         segments = []
         try:
-            for rank in topology.node_to_ranks[topology.rank_to_node[roll.rank]]:
+            for rank in topology.node_to_ranks[topology.rank_to_node[store_gather.rank]]:
                 address = SegmentAddress(**addresses[rank]["address"])
-                segments.append(own if rank == roll.rank else undo.enter_context(SharedSegment.open_peer(address)))
+                segments.append(
+                    own if rank == store_gather.rank else undo.enter_context(SharedSegment.open_peer(address))
+                )
         except SharedMemoryError as failure:
             error = str(failure)
-        raise_if_any(roll.gather("mapped", error))
+        raise_if_any(store_gather.all_gather("mapped", error))
         undo.pop_all()
     return segments
 

@@ -6,6 +6,6 @@ import ctypes
 from typing import Any
 
 
-def keep_for_good(thing: Any) -> None:
+def leak(thing: Any) -> None:
     """Never give an object's memory back, nor anything that it holds."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

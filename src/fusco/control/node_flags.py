@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fusco.control.node_memory import NodeMemory
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 
 
 def wait_for_flag(
     memory: NodeMemory,
-    watch: Watch,
+    watchdog: Watchdog,
     flag: int,
     value: int,
     phase: str,
@@ -45,4 +45,4 @@ def wait_for_flag(
         sources = [source(local) for local in waiting]
         return Stall(phase, tuple(ranks), f"{expected} from each of {len(memory.flags)} ranks", f"none from {sources}")
 
-    watch.wait_until(is_ready, stall)
+    watchdog.wait_until(is_ready, stall)

@@ -7,17 +7,17 @@ import struct
 from fusco.control.fingerprint import CollectiveFingerprint, Record
 from fusco.control.node_flags import wait_for_flag
 from fusco.control.node_memory import NodeMemory
-from fusco.control.tcp_mesh import Mail
-from fusco.control.watchdog import Watch
+from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 
 
-class Exchange:
+class RecordExchange:
     """The start of a collective: every rank learns what every other publishes."""
 
-    def __init__(self, memory: NodeMemory, mail: Mail, watch: Watch) -> None:
-        self._memory, self._mail, self._watch = memory, mail, watch
+    def __init__(self, memory: NodeMemory, mesh: TcpMesh, watchdog: Watchdog) -> None:
+        self._memory, self._mesh, self._watchdog = memory, mesh, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._counterpart_to_node = {
             memory.counterpart(node): node for node in self._topology.remote_nodes(memory.rank)
@@ -27,7 +27,7 @@ class Exchange:
         """Wait until no rank of the node reads what an earlier collective left in shared memory."""
         expected = "the previous call's end"
         flag = self._layout.done_flag
-        wait_for_flag(self._memory, self._watch, flag, collective - 1, "reuse of shared memory", expected)
+        wait_for_flag(self._memory, self._watchdog, flag, collective - 1, "reuse of shared memory", expected)
 
     def exchange_records(self, collective: int, record: Record, profile: CallProfile) -> list[Record]:
         """Publish a record and return those of all ranks, by rank."""
@@ -36,25 +36,27 @@ class Exchange:
         own_text = self._write(own, record)
         memory.own.store(layout.record_flag(memory.node), collective)
 
-        self._mail.begin(own, {peer: memory.record_bytes(memory.local, node) for peer, node in to_node.items()})
+        self._mesh.begin(own, {peer: memory.record_bytes(memory.local, node) for peer, node in to_node.items()})
         profile.internode_metadata_bytes += own.nbytes * len(to_node)
 
         def pass_on() -> None:
-            for peer in self._mail.look():
+            for peer in self._mesh.poll():
                 memory.own.store(layout.record_flag(to_node[peer]), collective)
 
         for node in range(self._topology.num_nodes):
             flag, phase = layout.record_flag(node), f"records of node {node}"
-            wait_for_flag(memory, self._watch, flag, collective, phase, "its record", node, pass_on)
-        self._watch.wait_until(self._has_sent, lambda: Stall("sending records", tuple(to_node), "all sent", "not all"))
+            wait_for_flag(memory, self._watchdog, flag, collective, phase, "its record", node, pass_on)
+        self._watchdog.wait_until(
+            self._has_sent, lambda: Stall("sending records", tuple(to_node), "all sent", "not all")
+        )
         return [
             self._read(memory.record_bytes(local, node), own_text, record.fingerprint)
             for local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True)
         ]
 
     def _has_sent(self) -> bool:
-        self._mail.look()
-        return self._mail.is_done
+        self._mesh.poll()
+        return self._mesh.is_done
 
     def _write(self, memory: memoryview, record: Record) -> bytes:
         text = record.fingerprint.encode()

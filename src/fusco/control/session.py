@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, Record, check_fingerprints
-from fusco.control.record_exchange import Exchange
+from fusco.control.record_exchange import RecordExchange
 from fusco.core.access import Access
 from fusco.core.errors import (
     ClosedError,
@@ -33,8 +33,8 @@ class Session:
     def __init__(self, rank: int, connections: Connections, access: Access, on_broken: Callable[[], None]) -> None:
         """``on_broken`` is called as soon as it is clear that this rank will not go on."""
         self.rank, self._connections, self.access, self._on_broken = rank, connections, access, on_broken
-        self._memory, self._watch = connections.memory, connections.watch
-        self._exchange = Exchange(connections.memory, connections.mail, connections.watch)
+        self._memory, self._watchdog = connections.memory, connections.watchdog
+        self._exchange = RecordExchange(connections.memory, connections.mesh, connections.watchdog)
         self.sequence_number, self._name = 0, ""
         self.broken = ""
         self.profile = CallProfile()
@@ -45,11 +45,11 @@ class Session:
         with self.operation(operation):
             self.sequence_number += 1
             self._name = f"{operation} #{self.sequence_number}"
-            self._watch.begin(self.sequence_number, self._name)
+            self._watchdog.begin(self.sequence_number, self._name)
             self.profile = CallProfile(self._name)
             self._exchange.wait_for_peers_done(self.sequence_number)
             try:
-                self._watch.check_device()
+                self._watchdog.check_device()
                 yield Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
             except _HARMLESS:
                 self._finish()
@@ -60,13 +60,13 @@ class Session:
     def point_to_point(self, name: str) -> Iterator[None]:
         """Everything that two ranks do by themselves happens inside this context, on both."""
         with self.operation(name):
-            self._watch.begin(self.sequence_number, name)
+            self._watchdog.begin(self.sequence_number, name)
             try:
                 yield
             except _HARMLESS:
-                self._watch.end()
+                self._watchdog.end()
                 raise
-            self._watch.end()
+            self._watchdog.end()
 
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
@@ -102,7 +102,7 @@ class Session:
         """Compare more fields in the same collective, once all records before have been read."""
         self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
         self.sequence_number += 1
-        self._watch.begin(self.sequence_number, self._name)
+        self._watchdog.begin(self.sequence_number, self._name)
         self._exchange.wait_for_peers_done(self.sequence_number)
         self.agree(CollectiveFingerprint(operation, fields))
         return self.sequence_number
@@ -111,12 +111,12 @@ class Session:
         """Tell all other ranks that this one will not come back, and refuse further calls."""
         if not self.broken:
             self.end(reason)
-            self._watch.give_up(f"rank {self.rank} {reason}")
+            self._watchdog.give_up(f"rank {self.rank} {reason}")
 
     def depart(self, reason: str) -> None:
         """Tell all other ranks that this one has left; only those raise that wait for it."""
         if not self.broken:
-            self._watch.leave(reason)
+            self._watchdog.leave(reason)
 
     def end(self, reason: str) -> None:
         """Refuse all further calls."""
@@ -129,4 +129,4 @@ class Session:
 
     def _finish(self) -> None:
         self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
-        self._watch.end()
+        self._watchdog.end()

@@ -31,7 +31,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoAnswer:
     """A rank gave no status, and how; ``has_left`` if its process is gone or has closed its communicator."""
 
     reason: str
@@ -46,7 +46,7 @@ class Unasked:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureReport:
     """Which ranks are at fault, and how that showed.
 
     ``found_by`` is the rank that found out; ``has_left`` is true if all of them are dead or have left.
@@ -59,24 +59,24 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class SentinelAddress:
+class StatusServerAddress:
     """Where a rank's sentinel listens."""
 
     host: str
     port: int
 
 
-class Sentinel:
+class StatusServer:
     """Answers other ranks' questions about this rank; asks and tells them in turn."""
 
     def __init__(self, secret: str, host: str) -> None:
         """Begin to answer; ``OSError`` if this process cannot listen there."""
         self._secret = secret.encode()
         self._doing = (0, "", "", time.monotonic())
-        self.verdict: Verdict | None = None
+        self.failure_report: FailureReport | None = None
         self.departures: dict[int, str] = {}  # ranks that said that they left, and why
         self._answerer = Answerer(host, self._answer_line)
-        self.address = SentinelAddress(host, self._answerer.port)
+        self.address = StatusServerAddress(host, self._answerer.port)
 
     def note(self, collective: int, operation: str, phase: str) -> None:
         """Set what this rank will answer; called at every change of phase, so it must be cheap."""
@@ -88,18 +88,22 @@ class Sentinel:
         collective, operation, phase, since = self._doing
         return Status(collective, operation, phase, time.monotonic() - since)
 
-    def ask(self, addresses: Mapping[int, SentinelAddress], timeout_s: float) -> dict[int, Status | Silence | Unasked]:
+    def ask(
+        self, addresses: Mapping[int, StatusServerAddress], timeout_s: float
+    ) -> dict[int, Status | NoAnswer | Unasked]:
         """Ask ranks for their status, all at once."""
         outcomes = self._request(addresses, {"ask": "status"}, timeout_s)
         return {rank: _status_of(outcome, addresses[rank], timeout_s) for rank, outcome in outcomes.items()}
 
-    def tell(self, addresses: Mapping[int, SentinelAddress], verdict: Verdict, timeout_s: float) -> None:
+    def tell(
+        self, addresses: Mapping[int, StatusServerAddress], failure_report: FailureReport, timeout_s: float
+    ) -> None:
         """Tell ranks a verdict, all at once; those that cannot be reached are passed over."""
-        told = asdict(replace(verdict, reason=verdict.reason[:_MAX_REASON_CHARS]))
+        told = asdict(replace(failure_report, reason=failure_report.reason[:_MAX_REASON_CHARS]))
         self._request(addresses, {"tell": told}, timeout_s)
 
     def tell_departure(
-        self, addresses: Mapping[int, SentinelAddress], rank: int, reason: str, timeout_s: float
+        self, addresses: Mapping[int, StatusServerAddress], rank: int, reason: str, timeout_s: float
     ) -> None:
         """Tell ranks that this one, ``rank``, has left, all at once; those that cannot be reached are passed over."""
         self._request(addresses, {"leave": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
@@ -112,8 +116,10 @@ class Sentinel:
         """Answer one request of a rank."""
         if "tell" in request:
             told = request["tell"]
-            if self.verdict is None:
-                self.verdict = Verdict(tuple(told["peers"]), told["reason"], told["found_by"], told["has_left"])
+            if self.failure_report is None:
+                self.failure_report = FailureReport(
+                    tuple(told["peers"]), told["reason"], told["found_by"], told["has_left"]
+                )
             return {}
         if "leave" in request:
             self.departures.setdefault(int(request["leave"]["rank"]), str(request["leave"]["reason"]))
@@ -130,16 +136,16 @@ class Sentinel:
             return None  # it knows the secret, and yet is no rank
 
     def _request(
-        self, addresses: Mapping[int, SentinelAddress], request: dict[str, Any], timeout_s: float
+        self, addresses: Mapping[int, StatusServerAddress], request: dict[str, Any], timeout_s: float
     ) -> dict[int, bytes | OSError]:
         line = self._secret + b" " + json.dumps(request).encode() + b"\n"
         at = [(address.host, address.port) for address in addresses.values()]
         return dict(zip(addresses, ask_all(at, line, timeout_s), strict=True))
 
 
-def _status_of(outcome: bytes | OSError, address: SentinelAddress, timeout_s: float) -> Status | Silence | Unasked:
+def _status_of(outcome: bytes | OSError, address: StatusServerAddress, timeout_s: float) -> Status | NoAnswer | Unasked:
     if isinstance(outcome, TimeoutError):
-        return Silence(f"does not answer within {timeout_s:.1f} s: stopped, hung or unreachable", has_left=False)
+        return NoAnswer(f"does not answer within {timeout_s:.1f} s: stopped, hung or unreachable", has_left=False)
     if isinstance(outcome, OSError) and is_own_failure(outcome):
         return Unasked(f"could not be asked: {outcome.strerror}")
     try:
@@ -147,4 +153,4 @@ def _status_of(outcome: bytes | OSError, address: SentinelAddress, timeout_s: fl
             raise outcome
         return Status(**json.loads(outcome))
     except (OSError, ValueError, TypeError) as error:
-        return Silence(f"is dead or has left ({address.host}:{address.port}: {error})", has_left=True)
+        return NoAnswer(f"is dead or has left ({address.host}:{address.port}: {error})", has_left=True)

@@ -26,7 +26,7 @@ _PARTING, _LONGEST_PARTING_S = 0.05, 1.0
 
 
 class Watcher(Protocol):
-    """What a roll call needs of a ``Watch``."""
+    """What an all-gather needs of a ``Watchdog``."""
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
         """Wait for a condition; raise if a rank fails meanwhile."""
@@ -35,8 +35,8 @@ class Watcher(Protocol):
         """Raise if a rank is gone, or if another rank has found one at fault."""
 
 
-class RollCall:
-    """Gathers small JSON values from all ranks of a group; they make their roll calls in the same order.
+class StoreGather:
+    """Gathers small JSON values from all ranks of a group; they make their all-gathers in the same order.
 
     A thread talks to the store, since a store that is stopped answers no request and no request has a limit.
     """
@@ -49,7 +49,7 @@ class RollCall:
         of_group = PrefixStore(f"fusco/{ranks}", self.store)
         # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
         request = in_thread(lambda: of_group.add(f"count/{self.rank}", 1))
-        self.wait_until(request.done, lambda: self._stall_of_store("the first roll call", 0.0))
+        self.wait_until(request.done, lambda: self._stall_of_store("the first all-gather", 0.0))
         try:
             self.number: int = request.result()
         except RuntimeError as error:
@@ -77,7 +77,7 @@ class RollCall:
             if time.monotonic() > deadline:
                 self._give_up(stall())
 
-    def gather(self, stage: str, value: Any) -> list[Any]:
+    def all_gather(self, stage: str, value: Any) -> list[Any]:
         """Publish a value and return those of all ranks.
 
         Raises ``PeerFailureError`` naming the ranks that did not come within the limit, or that are at fault if the
@@ -148,7 +148,7 @@ class RollCall:
 
 
 class _Gathering:
-    """One rank's requests of the store in a roll call, made in a thread; others look at how far it is."""
+    """One rank's requests of the store in an all-gather, made in a thread; others look at how far it is."""
 
     def __init__(self, store: Store, stage: str, ranks: Sequence[int], rank: int, text: str) -> None:
         self._store, self._own, self._text = store, f"{stage}/{rank}", text

@@ -12,18 +12,18 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
 
 _RANK = struct.Struct("!q")
 _BETWEEN_LOOKS_S = 0.05  # at whether this rank still wants its peers to connect
 # Connections that have not said who they are; peers do so at once, so those that stay are strangers.
-_MAX_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 _BACKLOG = 1024  # peers may all come at once, and strangers before them
 
 
-class Mail:
+class TcpMesh:
     """One rank's connections to some others, each of which has this rank among its own.
 
     Mail goes round by round: in each, every rank sends one message to all its peers and gets one from each. A rank may
@@ -32,7 +32,7 @@ class Mail:
 
     def __init__(
         self,
-        roll: RollCall,
+        store_gather: StoreGather,
         peers: Sequence[int],
         listen_on: str,
         secret: str,
@@ -41,7 +41,7 @@ class Mail:
         """Connect, together with all ranks.
 
         Args:
-            roll: finds them.
+            store_gather: finds them.
             peers: whom this rank exchanges messages with; all ranks have some, or none.
             listen_on: the address by which they reach it.
             secret: what ranks know and strangers do not.
@@ -55,9 +55,9 @@ class Mail:
         self._connections: dict[int, socket.socket] = {}
         self._leaving: dict[int, memoryview] = {}  # by peer, what is not yet sent
         self._coming: dict[int, memoryview] = {}  # by peer, where the rest of its message goes
-        self._introduction = secret.encode() + _RANK.pack(roll.rank)
+        self._introduction = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
-            self._connect(roll, peers, listen_on, wait_until)
+            self._connect(store_gather, peers, listen_on, wait_until)
 
     def begin(self, message: memoryview, places: Mapping[int, memoryview]) -> None:
         """Begin a round, once the one before is done.
@@ -72,7 +72,7 @@ class Mail:
         self._leaving, self._coming = dict.fromkeys(places, copy), dict(places)
         self._send()
 
-    def look(self) -> list[int]:
+    def poll(self) -> list[int]:
         """Move what can be moved without waiting; the peers whose message has come since the last look."""
         self._send()
         return [peer for peer in list(self._coming) if self._receive(peer)]
@@ -92,21 +92,21 @@ class Mail:
 
     def _connect(
         self,
-        roll: RollCall,
+        store_gather: StoreGather,
         peers: Sequence[int],
         listen_on: str,
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
     ) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
-                addresses = roll.gather("mail", listener.getsockname()[:2])
+                addresses = store_gather.all_gather("mail", listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
                         for peer in peers:
-                            if peer < roll.rank:
-                                self._call(peer, tuple(addresses[peer]), roll.timeout_s)
-                        self._answer(listener, {peer for peer in peers if peer > roll.rank})
+                            if peer < store_gather.rank:
+                                self._call(peer, tuple(addresses[peer]), store_gather.timeout_s)
+                        self._accept_peers(listener, {peer for peer in peers if peer > store_gather.rank})
                     finally:
                         if not self._is_open:  # nobody waited so long
                             self.close()
@@ -133,9 +133,9 @@ class Mail:
         except OSError as error:
             raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
 
-    def _answer(self, listener: socket.socket, missing: set[int]) -> None:
+    def _accept_peers(self, listener: socket.socket, missing: set[int]) -> None:
         """Let peers connect, until all have or this is closed; strangers may connect, too, and stay without a word."""
-        strangers: dict[socket.socket, None] = {}  # the oldest first
+        unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(listener, selectors.EVENT_READ)
@@ -143,28 +143,28 @@ class Mail:
                     for connection in [key.fileobj for key, _ in selector.select(_BETWEEN_LOOKS_S)]:
                         assert isinstance(connection, socket.socket)
                         if connection is listener:
-                            if (visitor := self._let_in(listener)) is not None:
-                                strangers[visitor] = None
+                            if (visitor := self._accept(listener)) is not None:
+                                unauthenticated[visitor] = None
                                 selector.register(visitor, selectors.EVENT_READ)
                             continue
                         selector.unregister(connection)
-                        del strangers[connection]
-                        peer = self._introduced(connection)
+                        del unauthenticated[connection]
+                        peer = self._authenticate(connection)
                         if peer in missing:
                             missing.remove(peer)
                             self._connections[peer] = connection
                         else:
                             connection.close()
-                    while len(strangers) > _MAX_STRANGERS:
-                        oldest = next(iter(strangers))
-                        del strangers[oldest]
+                    while len(unauthenticated) > _MAX_UNAUTHENTICATED:
+                        oldest = next(iter(unauthenticated))
+                        del unauthenticated[oldest]
                         selector.unregister(oldest)
                         oldest.close()
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for connection in unauthenticated:
+                connection.close()
 
-    def _let_in(self, listener: socket.socket) -> socket.socket | None:
+    def _accept(self, listener: socket.socket) -> socket.socket | None:
         try:
             connection, _ = listener.accept()
         except ConnectionError:
@@ -173,7 +173,7 @@ class Mail:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._introduction))
         return connection
 
-    def _introduced(self, connection: socket.socket) -> int:
+    def _authenticate(self, connection: socket.socket) -> int:
         """Who has connected; negative for a stranger."""
         try:
             said = connection.recv(len(self._introduction), socket.MSG_DONTWAIT)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Unasked, Verdict
+from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
 from fusco.core.errors import PeerFailureError, Stall, TransportError, beside, reason_of
 
 # Shares of the limit: wait without progress, then ask everybody, settle, then tell everybody; the rest is slack.
@@ -34,19 +34,19 @@ _LONGEST_LEAVING_S = 0.5
 class Peer:
     """Another rank: where its sentinel listens, and its process if it is on this machine."""
 
-    address: SentinelAddress
+    address: StatusServerAddress
     pid: int
     is_on_this_machine: bool
 
 
-class Watch:
+class Watchdog:
     """Waits for peers. One for each communicator; not for several threads."""
 
     def __init__(
-        self, rank: int, peers: dict[int, Peer], sentinel: Sentinel, timeout_s: float, spin_s: float = 0.0
+        self, rank: int, peers: dict[int, Peer], status_server: StatusServer, timeout_s: float, spin_s: float = 0.0
     ) -> None:
         """``spin_s``: how long to look without a pause first; only where ranks do not share cores."""
-        self._rank, self._peers, self._sentinel, self._timeout_s = rank, peers, sentinel, timeout_s
+        self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s
         self._settling_s = min(_SETTLING * timeout_s, _LONGEST_SETTLING_S)
         self._network_probes: list[Callable[[], str]] = []
@@ -75,12 +75,12 @@ class Watch:
     def begin(self, collective: int, operation: str) -> None:
         """A collective begins; its name appears in errors and in answers to other ranks."""
         self._collective, self._operation = collective, operation
-        self._sentinel.note(collective, operation, "start")
+        self._status_server.note(collective, operation, "start")
         self.progress()
 
     def end(self) -> None:
         """The collective is over on this rank."""
-        self._sentinel.note(self._collective, self._operation, "")
+        self._status_server.note(self._collective, self._operation, "")
 
     def progress(self) -> None:
         """Something moved, so the limit starts anew."""
@@ -106,9 +106,9 @@ class Watch:
             return
         self._last_check = now
         waiting_for = stall()
-        self._sentinel.note(self._collective, self._operation, waiting_for.phase)
-        if self._sentinel.verdict:
-            raise self._failure(waiting_for, self._sentinel.verdict)
+        self._status_server.note(self._collective, self._operation, waiting_for.phase)
+        if self._status_server.failure_report:
+            raise self._failure(waiting_for, self._status_server.failure_report)
         concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
         has_died, failure = any(map(self._is_dead, concerned)), self._network_failure()
         if has_died or failure:
@@ -116,7 +116,7 @@ class Watch:
             if dead := self._dead():
                 self._blame(waiting_for, dead, "; ".join(map(self._describe_end, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
-        if not self._sentinel.departures.keys().isdisjoint(concerned):
+        if not self._status_server.departures.keys().isdisjoint(concerned):
             self._blame_the_departed(stall)
         self.check_device()
         if now - self._since_progress > _PATIENCE * self._timeout_s:
@@ -139,24 +139,24 @@ class Watch:
         process, are left out.
         """
         dead = self._gone()
-        answers = self._sentinel.ask(
+        answers = self._status_server.ask(
             {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
         )
         unasked = [f"rank {rank} {answer.reason}" for rank, answer in answers.items() if isinstance(answer, Unasked)]
-        silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, Silence)}
+        silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, NoAnswer)}
         if dead or silent:
             time.sleep(self._settling_s)
             reasons = [self._describe_end(rank) for rank in dead]
             reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()] + unasked
             has_left = all(answer.has_left for answer in silent.values())
             self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
-        if self._sentinel.verdict:
-            raise self._failure(stall, self._sentinel.verdict)
+        if self._status_server.failure_report:
+            raise self._failure(stall, self._status_server.failure_report)
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
 
     def give_up(self, reason: str) -> None:
         """Tell all other ranks that this one leaves for a reason of its own: all of them raise."""
-        self._tell(Verdict((self._rank,), reason, self._rank, has_left=True))
+        self._tell(FailureReport((self._rank,), reason, self._rank, has_left=True))
 
     def leave(self, reason: str) -> None:
         """Tell all other ranks that this one has left: those raise that wait for it, now or later.
@@ -164,12 +164,12 @@ class Watch:
         Waits for nobody, but for the network up to half a second.
         """
         limit_s = min(_TELLING * self._timeout_s, _LONGEST_LEAVING_S)
-        self._sentinel.tell_departure(self._living(), self._rank, reason, limit_s)
+        self._status_server.tell_departure(self._living(), self._rank, reason, limit_s)
 
     @property
     def is_anybody_gone(self) -> bool:
         """Whether a rank on this machine has died, or another rank has found somebody at fault. For any thread."""
-        return bool(self._sentinel.verdict or self._dead())
+        return bool(self._status_server.failure_report or self._dead())
 
     def close(self) -> None:
         """Give the process descriptors back."""
@@ -198,10 +198,10 @@ class Watch:
         return bool(poller.poll(0))
 
     def _gone(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self._peers if self._is_dead(rank) or rank in self._sentinel.departures)
+        return tuple(rank for rank in self._peers if self._is_dead(rank) or rank in self._status_server.departures)
 
     def _describe_end(self, rank: int) -> str:
-        if reason := self._sentinel.departures.get(rank):
+        if reason := self._status_server.departures.get(rank):
             return f"rank {rank} {reason}"
         return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
 
@@ -210,36 +210,36 @@ class Watch:
         time.sleep(self._settling_s)
         waiting_for = stall()
         concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
-        if not self._sentinel.departures.keys().isdisjoint(concerned):
+        if not self._status_server.departures.keys().isdisjoint(concerned):
             gone = self._gone()
             self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
 
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
-        if not (verdict := self._sentinel.verdict):  # another rank may have been quicker
-            verdict = Verdict(at_fault, reason, self._rank, has_left)
-            failure = self._failure(stall, verdict)
+        if not (failure_report := self._status_server.failure_report):  # another rank may have been quicker
+            failure_report = FailureReport(at_fault, reason, self._rank, has_left)
+            failure = self._failure(stall, failure_report)
             with beside(failure, "the other ranks could not be told"):
-                self._tell(verdict)
-            self._sentinel.verdict = self._sentinel.verdict or verdict
+                self._tell(failure_report)
+            self._status_server.failure_report = self._status_server.failure_report or failure_report
             raise failure
-        raise self._failure(stall, verdict)
+        raise self._failure(stall, failure_report)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, failure_report: FailureReport) -> None:
         # Those at fault, too: a late or stopped rank should learn why nobody is there when it comes.
-        self._sentinel.tell(self._living(), verdict, _TELLING * self._timeout_s)
+        self._status_server.tell(self._living(), failure_report, _TELLING * self._timeout_s)
 
-    def _living(self) -> dict[int, SentinelAddress]:
+    def _living(self) -> dict[int, StatusServerAddress]:
         return {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
 
-    def _failure(self, stall: Stall, verdict: Verdict) -> PeerFailureError:
-        found = "" if verdict.found_by == self._rank else f" (found by rank {verdict.found_by})"
+    def _failure(self, stall: Stall, failure_report: FailureReport) -> PeerFailureError:
+        found = "" if failure_report.found_by == self._rank else f" (found by rank {failure_report.found_by})"
         return PeerFailureError(
             rank=self._rank,
-            peers=verdict.peers,
+            peers=failure_report.peers,
             operation=self._operation,
-            has_left=verdict.has_left,
+            has_left=failure_report.has_left,
             stall=stall,
-            reason=verdict.reason + found,
+            reason=failure_report.reason + found,
         )
 
 

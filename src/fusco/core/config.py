@@ -63,7 +63,7 @@ class Capacity:
     Attributes:
         max_tokens_per_rank: most tokens that any rank dispatches in one call.
         max_bytes_per_token: most bytes of one token's row in ``dispatch`` (all payloads together) and in ``combine``.
-        num_topk: most expert slots of a token.
+        num_topk: most experts of a token (top-k).
 
     Raises:
         TypeError, ValueError: for a capacity that is no positive integer.
@@ -120,13 +120,13 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class StaticSlots:
-    """An output of ``num_slots`` expert-major rows, whatever the routing, so that nobody waits for its size.
+class StaticRows:
+    """An output of ``num_rows`` expert-major rows, whatever the routing, so that nobody waits for its size.
 
     Attributes:
-        num_slots: rows of the output, padding counted. Those behind the last block are uninitialised, and so are
+        num_rows: rows of the output, padding counted. Those behind the last block are uninitialised, and so are
             those of their gradient: experts must go by ``num_rows_per_expert``.
-        on_overflow: ``"raise"`` has the next synchronisation raise ``SlotOverflowError`` if a routing needs more;
+        on_overflow: ``"raise"`` has the next synchronisation raise ``RowOverflowError`` if a routing needs more;
             ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.
 
     Raises:
@@ -134,10 +134,10 @@ class StaticSlots:
 
     """
 
-    num_slots: int
+    num_rows: int
     on_overflow: Literal["raise", "drop"] = "raise"
 
     def __post_init__(self) -> None:
-        check_integer("num_slots", self.num_slots, least=1, most=MAX_INT32)  # as kernels count
+        check_integer("num_rows", self.num_rows, least=1, most=MAX_INT32)  # as kernels count
         if self.on_overflow not in ("raise", "drop"):
             raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")

@@ -42,20 +42,20 @@ class LaunchError(FuscoError):
     """A kernel could not be loaded or launched, perhaps since an earlier one, of whomever, has failed."""
 
 
-class SlotOverflowError(FuscoError):
+class RowOverflowError(FuscoError):
     """A routing needed more slots than a static output has; rows that did not fit are missing.
 
     Attributes:
-        num_slots: rows of the output.
-        num_slots_needed: what the routing needed, padding counted.
+        num_rows: rows of the output.
+        num_rows_needed: what the routing needed, padding counted.
 
     """
 
-    def __init__(self, rank: int, num_slots: int, num_slots_needed: int) -> None:
-        self.num_slots, self.num_slots_needed = num_slots, num_slots_needed
+    def __init__(self, rank: int, num_rows: int, num_rows_needed: int) -> None:
+        self.num_rows, self.num_rows_needed = num_rows, num_rows_needed
         super().__init__(
-            f"rank {rank} needed {num_slots_needed} expert-major rows in a dispatch into static slots, but had "
-            f"StaticSlots({num_slots}); rows that did not fit are missing. Give it more, or pass on_overflow='drop'"
+            f"rank {rank} needed {num_rows_needed} expert-major rows in a dispatch into static rows, but had "
+            f"StaticRows({num_rows}); rows that did not fit are missing. Give it more, or pass on_overflow='drop'"
         )
 
 

@@ -8,9 +8,9 @@ MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
     """Raise ``TypeError`` unless a value is an integer, ``ValueError`` unless it is in range; both with the value.
 
-    >>> check_integer("num_slots", 0, least=1)
+    >>> check_integer("num_rows", 0, least=1)
     Traceback (most recent call last):
-    ValueError: num_slots must be positive, got 0
+    ValueError: num_rows must be positive, got 0
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")

@@ -1,4 +1,4 @@
-"""The tasks of ``all_to_all``: courses within the node through its rings, one-to-one stages between nodes over gloo.
+"""The tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over gloo.
 
 Nothing is synchronised between stages. A rank sends its stages in order, and posts receives in order, a few messages
 at a time, so that a message of a later stage stays with its sender (gloo sends nothing that nobody waits for) until
@@ -17,24 +17,24 @@ from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.staging import Staging
-from fusco.engine.all_to_all import CourseSlice, cut
+from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
 from fusco.schedule.cost import Links
-from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
+from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
 # By which links a schedule is chosen unless it is given: ranks that run gloo over 10 Gbit/s or a loopback device, where
 # a stage costs the way of its first message through Python and TCP (docs/performance/alltoall.md has it measured).
 LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
 
 
-class Agenda:
-    """The messages of a list of courses, one after the other."""
+class MessageQueue:
+    """The messages of a list of flows, one after the other."""
 
-    def __init__(self, courses: Sequence[Course], slice_bytes: int) -> None:
-        self.peers = tuple(dict.fromkeys(course.peer for course in courses))
-        self.num_messages = sum(-(-course.total_bytes // slice_bytes) for course in courses)
+    def __init__(self, flows: Sequence[Flow], slice_bytes: int) -> None:
+        self.peers = tuple(dict.fromkeys(flow.peer for flow in flows))
+        self.num_messages = sum(-(-flow.total_bytes // slice_bytes) for flow in flows)
         self.num_taken = 0
-        self._messages: Iterator[CourseSlice] = (message for course in courses for message in cut(course, slice_bytes))
+        self._messages: Iterator[FlowSlice] = (message for flow in flows for message in cut_flow(flow, slice_bytes))
         self.next = next(self._messages, None)
 
     def take(self) -> None:
@@ -46,58 +46,58 @@ class Agenda:
 class SendWithin:
     """Copies messages for another rank of the node into the ring between the two."""
 
-    def __init__(self, courses: Sequence[Course], staging: Staging, ring: RingOut, slice_bytes: int) -> None:
-        self._agenda, self._staging, self._ring = Agenda(courses, slice_bytes), staging, ring
+    def __init__(self, flows: Sequence[Flow], staging: Staging, ring: RingOut, slice_bytes: int) -> None:
+        self._message_queue, self._staging, self._ring = MessageQueue(flows, slice_bytes), staging, ring
 
     def step(self) -> bool:
         """Copy one message, if it is there and the ring has room."""
-        message = self._agenda.next
+        message = self._message_queue.next
         if message is None or not self._staging.is_there(message) or (slot := self._ring.slot()) is None:
             return False
         self._staging.gather(message, slot)
         self._ring.commit(message.num_bytes)
-        self._agenda.take()
+        self._message_queue.take()
         return True
 
     @property
     def is_done(self) -> bool:
         """Whether the other rank has everything."""
-        return self._agenda.next is None and self._ring.is_drained
+        return self._message_queue.next is None and self._ring.is_drained
 
     def stall(self) -> Stall:
         """The other rank does not take messages, or what it shall get is not here yet."""
-        return _stall("sending within the node", self._agenda)
+        return _stall("sending within the node", self._message_queue)
 
 
 class ReceiveWithin:
     """Takes messages of another rank of the node out of the ring between the two."""
 
     def __init__(
-        self, courses: Sequence[Course], staging: Staging, ring: RingIn, slice_bytes: int, profile: CallProfile
+        self, flows: Sequence[Flow], staging: Staging, ring: RingIn, slice_bytes: int, profile: CallProfile
     ) -> None:
-        self._agenda, self._staging, self._ring = Agenda(courses, slice_bytes), staging, ring
+        self._message_queue, self._staging, self._ring = MessageQueue(flows, slice_bytes), staging, ring
         self._profile = profile
 
     def step(self) -> bool:
         """Take one message, if it is there."""
-        message = self._agenda.next
+        message = self._message_queue.next
         if message is None or (slot := self._ring.message()) is None:
             return False
         self._staging.scatter(slot, message)
         self._staging.note(message)
         self._ring.release()
         self._profile.intranode_row_bytes += message.num_bytes
-        self._agenda.take()
+        self._message_queue.take()
         return True
 
     @property
     def is_done(self) -> bool:
         """Whether everything is here."""
-        return self._agenda.next is None
+        return self._message_queue.next is None
 
     def stall(self) -> Stall:
         """The other rank does not send."""
-        return _stall("receiving within the node", self._agenda)
+        return _stall("receiving within the node", self._message_queue)
 
 
 class SendAcross:
@@ -105,14 +105,14 @@ class SendAcross:
 
     def __init__(
         self,
-        courses: Sequence[Course],
+        flows: Sequence[Flow],
         staging: Staging,
         transport: GlooTransport,
         slots: Sequence[torch.Tensor],
         profile: CallProfile,
     ) -> None:
         """As many messages as there are ``slots`` are on the network at once."""
-        self._agenda, self._staging = Agenda(courses, len(slots[0])), staging
+        self._message_queue, self._staging = MessageQueue(flows, len(slots[0])), staging
         self._transport, self._profile = transport, profile
         self._free = list(slots)
         self._leaving: list[tuple[Ticket, torch.Tensor]] = []
@@ -120,7 +120,7 @@ class SendAcross:
     def step(self) -> bool:
         """Send one message, if it is there and not too many are on the network."""
         has_left = self._collect()
-        message = self._agenda.next
+        message = self._message_queue.next
         if message is None or not self._free or not self._staging.is_there(message):
             return has_left
         slot = self._free.pop()
@@ -130,7 +130,7 @@ class SendAcross:
             bytes_ = slot[: message.num_bytes]
         self._leaving.append((self._transport.send(bytes_, message.peer), slot))
         self._profile.internode_row_bytes += message.num_bytes
-        self._agenda.take()
+        self._message_queue.take()
         return True
 
     def _collect(self) -> bool:
@@ -145,23 +145,23 @@ class SendAcross:
     @property
     def is_done(self) -> bool:
         """Whether every message has left."""
-        return self._agenda.next is None and not self._leaving
+        return self._message_queue.next is None and not self._leaving
 
     def stall(self) -> Stall:
         """Other nodes do not take messages, or what they shall get is not here yet."""
-        return _stall("sending stages", self._agenda)
+        return _stall("sending stages", self._message_queue)
 
 
 class ReceiveAcross:
     """Takes the stages from other nodes in, to where their bytes shall stand if a message does so in one piece."""
 
     def __init__(
-        self, courses: Sequence[Course], staging: Staging, transport: GlooTransport, slots: Sequence[torch.Tensor]
+        self, flows: Sequence[Flow], staging: Staging, transport: GlooTransport, slots: Sequence[torch.Tensor]
     ) -> None:
         """As many messages as there are ``slots`` are waited for at once."""
-        self._agenda, self._staging, self._transport = Agenda(courses, len(slots[0])), staging, transport
+        self._message_queue, self._staging, self._transport = MessageQueue(flows, len(slots[0])), staging, transport
         self._free = list(slots)
-        self._coming: list[tuple[Ticket, CourseSlice, torch.Tensor]] = []
+        self._coming: list[tuple[Ticket, FlowSlice, torch.Tensor]] = []
         self._post()
 
     def step(self) -> bool:
@@ -183,29 +183,29 @@ class ReceiveAcross:
         return has_come
 
     def _post(self) -> None:
-        while self._free and (message := self._agenda.next) is not None:
+        while self._free and (message := self._message_queue.next) is not None:
             slot, place = self._free.pop(), self._staging.in_place(message)
             ticket = self._transport.receive(slot[: message.num_bytes] if place is None else place, message.peer)
             self._coming.append((ticket, message, slot))
-            self._agenda.take()
+            self._message_queue.take()
 
     @property
     def is_done(self) -> bool:
         """Whether everything is here."""
-        return self._agenda.next is None and not self._coming
+        return self._message_queue.next is None and not self._coming
 
     def stall(self) -> Stall:
         """Other nodes do not send."""
         peers = tuple(dict.fromkeys(message.peer for _, message, _ in self._coming))
-        num_here = self._agenda.num_taken - len(self._coming)
-        return Stall("receiving stages", peers, f"{self._agenda.num_messages} messages", f"{num_here}")
+        num_here = self._message_queue.num_taken - len(self._coming)
+        return Stall("receiving stages", peers, f"{self._message_queue.num_messages} messages", f"{num_here}")
 
 
 class CopyOwn:
     """Copies what a rank has for itself, a slice at a time."""
 
-    def __init__(self, itinerary: Itinerary, memories: Sequence[torch.Tensor], slice_bytes: int) -> None:
-        source, target = (pieces[0].tolist() for pieces in itinerary.own)
+    def __init__(self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], slice_bytes: int) -> None:
+        source, target = (pieces[0].tolist() for pieces in rank_schedule.own)
         self._source = memories[INPUT][source[OFFSET] :][: source[NUM_BYTES]]
         self._target = memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]]
         self._num_copied, self._slice_bytes = 0, slice_bytes
@@ -228,7 +228,7 @@ class CopyOwn:
 
 
 def make_tasks(
-    itinerary: Itinerary,
+    rank_schedule: RankSchedule,
     memories: Sequence[torch.Tensor],
     memory: CpuMemory,
     transport: GlooTransport,
@@ -238,8 +238,8 @@ def make_tasks(
     """All tasks of a rank.
 
     Args:
-        itinerary: what the rank does.
-        memories: uint8, of the sizes that the itinerary says, in its order.
+        rank_schedule: what the rank does.
+        memories: uint8, of the sizes that the rank schedule says, in its order.
         memory: of the node, for its rings.
         transport: to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
@@ -247,19 +247,19 @@ def make_tasks(
 
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
-    staging = Staging(memories, itinerary.num_regions)
+    staging = Staging(memories, rank_schedule.num_regions)
     tasks: list[Task] = [
-        ReceiveAcross(itinerary.receives_across, staging, transport, list(private[depth : 2 * depth])),
-        SendAcross(itinerary.sends_across, staging, transport, list(private[:depth]), profile),
+        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth : 2 * depth])),
+        SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
     ]
-    for peer, courses in itinerary.receives_within.items():
+    for peer, flows in rank_schedule.receives_within.items():
         ring_in = RingIn(memory, memory.ranks.index(peer))
-        tasks.append(ReceiveWithin(courses, staging, ring_in, slice_bytes, profile))
-    for peer, courses in itinerary.sends_within.items():
+        tasks.append(ReceiveWithin(flows, staging, ring_in, slice_bytes, profile))
+    for peer, flows in rank_schedule.sends_within.items():
         ring_out = RingOut(memory, memory.ranks.index(peer))
-        tasks.append(SendWithin(courses, staging, ring_out, slice_bytes))
-    return [*tasks, CopyOwn(itinerary, memories, slice_bytes)]
+        tasks.append(SendWithin(flows, staging, ring_out, slice_bytes))
+    return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
 
 
-def _stall(phase: str, agenda: Agenda) -> Stall:
-    return Stall(phase, agenda.peers, f"{agenda.num_messages} messages", f"{agenda.num_taken}")
+def _stall(phase: str, message_queue: MessageQueue) -> Stall:
+    return Stall(phase, message_queue.peers, f"{message_queue.num_messages} messages", f"{message_queue.num_taken}")

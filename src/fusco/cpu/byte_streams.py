@@ -12,11 +12,11 @@ from fusco.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
 from fusco.cpu.gloo import GlooTransport
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.memory import CpuMemory
-from fusco.engine.byte_stream import Incoming, Outgoing, StreamIn, StreamOut, in_turn
+from fusco.engine.byte_stream import Incoming, Outgoing, SegmentReceiver, SegmentSender, in_turn
 from fusco.engine.tasks import Task
 
 
-class Streams:
+class CpuSegmentChannels:
     """Makes the two ends of streams to and from any rank, over shared memory or gloo as the rank's node demands."""
 
     def __init__(self, memory: CpuMemory, transport: GlooTransport, private: torch.Tensor) -> None:
@@ -27,20 +27,20 @@ class Streams:
         self._send_ring = SendRing(transport, list(private[: self._depth]))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """See ``StreamMaker``."""
+        """See ``SegmentChannels``."""
         rank = self._memory.rank
         tasks: list[Task] = [self._outgoing(segments, dst) for dst, segments in in_turn(rank, send)]
         return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]
 
-    def _outgoing(self, segments: Segments, dst: int) -> StreamOut:
+    def _outgoing(self, segments: Segments, dst: int) -> SegmentSender:
         channel: Outgoing = (
             RingOut(self._memory, self._memory.ranks.index(dst))
             if dst in self._memory.ranks
             else GlooOut(self._send_ring, dst)
         )
-        return StreamOut(segments, channel, dst, self._slice_bytes, copy_segments)
+        return SegmentSender(segments, channel, dst, self._slice_bytes, copy_segments)
 
-    def _incoming(self, segments: Segments, src: int) -> StreamIn:
+    def _incoming(self, segments: Segments, src: int) -> SegmentReceiver:
         channel: Incoming
         if src in self._memory.ranks:
             channel = RingIn(self._memory, self._memory.ranks.index(src))
@@ -49,7 +49,7 @@ class Streams:
             first = self._depth + 2 * remote.index(src)
             sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
             channel = GlooIn(self._transport, src, list(self._private[first : first + 2]), sizes)
-        return StreamIn(segments, channel, src, self._slice_bytes, copy_segments)
+        return SegmentReceiver(segments, channel, src, self._slice_bytes, copy_segments)
 
 
 def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:

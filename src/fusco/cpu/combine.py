@@ -15,7 +15,7 @@ from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype
 from fusco.cpu.channel import RingIn, RingOut, SendRing
-from fusco.cpu.dispatch import ReceiveRows, cut
+from fusco.cpu.dispatch import ReceiveRows, row_slices
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.reduce_rows import reduce_rows
 from fusco.cpu.memory import CpuMemory
@@ -72,7 +72,7 @@ def chunks_held_by(plan: DispatchPlan, rank: int, rows_per_chunk: int) -> list[R
     return [
         RowChunk(src, first_row[src] + piece.first, first_row[src] + piece.end)
         for src in plan.sources_held_by(rank)
-        for piece in cut(plan.num_rows_from(src), rows_per_chunk)
+        for piece in row_slices(plan.num_rows_from(src), rows_per_chunk)
     ]
 
 

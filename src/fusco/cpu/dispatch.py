@@ -26,10 +26,10 @@ class RowSlice:
     end: int
 
 
-def cut(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
+def row_slices(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
     """Cut rows into slices; the last one may be shorter.
 
-    >>> [(piece.first, piece.end) for piece in cut(5, 2)]
+    >>> [(piece.first, piece.end) for piece in row_slices(5, 2)]
     [(0, 2), (2, 4), (4, 5)]
     """
     return [RowSlice(first, min(first + rows_per_slice, num_rows)) for first in range(0, num_rows, rows_per_slice)]
@@ -46,7 +46,7 @@ class SendRows:
         per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for node, forwarder in plan.forwarders.destinations:
             offsets = memory.pool_offset(memory.node) + plan.forwarding.node_to_tokens[node] * row_bytes
-            slices = cut(len(offsets), rows_per_slice)
+            slices = row_slices(len(offsets), rows_per_slice)
             per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
         self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
         self._slot_offsets = torch.arange(rows_per_slice, device="cpu") * row_bytes
@@ -98,7 +98,7 @@ class ReceiveRows:
             announce = _announcer(memory, layout.arrival_flag(node), collective)
             self._tickets[src] = [
                 transport.receive(rows[piece.first : piece.end], src, on_done=announce)
-                for piece in cut(num_rows, rows_per_slice)
+                for piece in row_slices(num_rows, rows_per_slice)
             ]
         self._num_seen = 0
 
@@ -199,7 +199,7 @@ class _SourceRows:
         self.src, self.node, self.holder = src, topology.rank_to_node[src], plan.src_to_holder[src]
         self.local = topology.rank_to_local[self.holder]
         first_row = plan.routing.src_to_first_row[src]
-        pieces = cut(plan.num_rows_from(src), rows_per_slice)
+        pieces = row_slices(plan.num_rows_from(src), rows_per_slice)
         bounds = torch.tensor([first_row, *(first_row + piece.end for piece in pieces)], device="cpu")
         pairs = plan.row_to_first_pair[bounds].tolist()
         self.slices = list(itertools.pairwise(pairs))

@@ -10,14 +10,14 @@ import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
+from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cpu.all_to_all import LINKS, make_tasks
-from fusco.cpu.byte_streams import Streams
+from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -53,8 +53,8 @@ class CpuEngine:
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
         """Connect to all other ranks over gloo, too. The connections stay the caller's, who closes them after this."""
-        self._layout, self._rank = CpuLayout.of(config), connections.roll.rank
-        self._topology, self._settings, self._watch = config.topology, config.settings, connections.watch
+        self._layout, self._rank = CpuLayout.of(config), connections.store_gather.rank
+        self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
         self._recycler = OutputRecycler()
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
@@ -65,7 +65,7 @@ class CpuEngine:
             resources.callback(self._transport.close)  # before the memory, into which messages may still come
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
-            self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watch)
+            self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
 
     @property
@@ -92,8 +92,8 @@ class CpuEngine:
                 plan = self._plan(request, forwarding, list(map(DispatchCounts.unpack, counts)), call)
             rows = self._move_rows(plan, request.payloads, call)
             static, needed = request.static, plan.distribution.num_slots_needed
-            if static and static.on_overflow == "raise" and needed > static.num_slots:
-                raise LateRejection(SlotOverflowError(self._rank, static.num_slots, needed))
+            if static and static.on_overflow == "raise" and needed > static.num_rows:
+                raise LateRejection(RowOverflowError(self._rank, static.num_rows, needed))
             return DispatchOutput(plan, rows)
 
         return Pending(published.pack(), run)
@@ -125,7 +125,7 @@ class CpuEngine:
             forwarding=forwarding,
             routing=known,
             expert_alignment=request.expert_alignment,
-            static_slots=request.static.num_slots if request.static else None,
+            static_slots=request.static.num_rows if request.static else None,
             sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
         )
 
@@ -156,7 +156,7 @@ class CpuEngine:
                     ),
                     ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
                 ],
-                self._watch,
+                self._watchdog,
             )
         return outputs
 
@@ -186,7 +186,7 @@ class CpuEngine:
                 profile=call.profile,
             )
             produce = ProducePartialSums(plan, self._memory, partials, rows_per_chunk)
-            run_tasks([produce, fold, returned], self._watch)
+            run_tasks([produce, fold, returned], self._watchdog)
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -196,7 +196,7 @@ class CpuEngine:
         def run(counts: Sequence[Sequence[int]]) -> None:
             check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
             with call.profile.spend("wire"):
-                run_tasks(self._streams().tasks(request.send, request.receive), self._watch)
+                run_tasks(self._streams().tasks(request.send, request.receive), self._watchdog)
 
         return Pending(sizes.pack(), run)
 
@@ -205,12 +205,12 @@ class CpuEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                itinerary = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
             with call.profile.spend("wire"):
-                spare = (self._recycler.empty((size,), torch.uint8) for size in itinerary.spare_bytes)
+                spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
                 memories = [*request.memories, *spare]
-                tasks = make_tasks(itinerary, memories, self._memory, self._transport, self._private, call.profile)
-                run_tasks(tasks, self._watch)
+                tasks = make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
+                run_tasks(tasks, self._watchdog)
             return request
 
         return Pending(sizes_of(request).pack(), run)
@@ -218,14 +218,14 @@ class CpuEngine:
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``."""
         streams = self._streams()
-        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watch):
-            run_tasks(streams.tasks({dst: segments}, {}), self._watch)
+        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
+            run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """See ``Engine``."""
         streams = self._streams()
-        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watch):
-            run_tasks(streams.tasks({}, {src: segments}), self._watch)
+        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
+            run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
         """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""
@@ -269,8 +269,8 @@ class CpuEngine:
         rows_per_slice, number = self._layout.rows_per_slot(slot_row_bytes), call.sequence_number
         return ReceiveRows(self._memory, self._transport, number, src_to_rows, row_bytes, rows_per_slice)
 
-    def _streams(self) -> Streams:
-        return Streams(self._memory, self._transport, self._private)
+    def _streams(self) -> CpuSegmentChannels:
+        return CpuSegmentChannels(self._memory, self._transport, self._private)
 
 
 def warm_up(config: EngineConfig) -> None:
@@ -281,18 +281,20 @@ def warm_up(config: EngineConfig) -> None:
 
 
 def _connect_over_gloo(timeout_s: float, connections: Connections) -> GlooTransport:
-    roll, watch = connections.roll, connections.watch
-    others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+    store_gather, watchdog = connections.store_gather, connections.watchdog
+    others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
     stall = Stall("connecting", others, "a connection to each", "too few")
 
     def connect_all() -> GlooTransport:
         def wait_until(is_ready: Callable[[], bool]) -> None:
-            watch.wait_until(is_ready, lambda: stall)
+            watchdog.wait_until(is_ready, lambda: stall)
 
-        return GlooTransport(roll.store, roll.rank, roll.world_size, timeout_s, connections.listen_on, wait_until)
+        return GlooTransport(
+            store_gather.store, store_gather.rank, store_gather.world_size, timeout_s, connections.listen_on, wait_until
+        )
 
-    watch.begin(0, "Communicator")
-    transport = connecting(connect_all, "over gloo", others, watch)
-    watch.add_network_probe(lambda: transport.failure)
-    watch.end()
+    watchdog.begin(0, "Communicator")
+    transport = connecting(connect_all, "over gloo", others, watchdog)
+    watchdog.add_network_probe(lambda: transport.failure)
+    watchdog.end()
     return transport

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fusco.control.node_flags import wait_for_flag
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.gloo import GlooTransport, Ticket
@@ -42,8 +42,8 @@ class DispatchCounts:
 class RoutingExchange:
     """Every rank of a node learns the routing of all tokens that concern the node."""
 
-    def __init__(self, memory: CpuMemory, transport: GlooTransport, watch: Watch) -> None:
-        self._memory, self._transport, self._watch = memory, transport, watch
+    def __init__(self, memory: CpuMemory, transport: GlooTransport, watchdog: Watchdog) -> None:
+        self._memory, self._transport, self._watchdog = memory, transport, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)
 
@@ -87,7 +87,7 @@ class RoutingExchange:
         for node in range(self._topology.num_nodes):
             flag = self._layout.routing_flag(node)
             phase = f"routing of node {node}"
-            wait_for_flag(memory.control, self._watch, flag, collective, phase, "its routing", node)
+            wait_for_flag(memory.control, self._watchdog, flag, collective, phase, "its routing", node)
         self._finish(tickets)
         return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
 
@@ -143,7 +143,7 @@ class RoutingExchange:
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         counterparts = tuple(self._memory.counterpart(node) for node in self._remote_nodes)
-        self._watch.wait_until(
+        self._watchdog.wait_until(
             lambda: all(ticket.is_done for ticket in tickets),
             lambda: Stall(
                 "sending routing",

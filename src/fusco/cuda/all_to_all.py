@@ -13,61 +13,61 @@ import torch
 
 from fusco.core.profile import CallProfile
 from fusco.cuda.network import Network, messages_of
-from fusco.engine.all_to_all import CourseSlice, cut
+from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import Copy
 from fusco.schedule.cost import Links
-from fusco.schedule.itinerary import INPUT, NUM_BYTES, OFFSET, OUTPUT, Course, Itinerary
+from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
 # By which links a schedule is chosen unless it is given: what a round of messages costs to launch and to connect, a NIC
 # of 200 Gbit/s for each rank, NVLink.
 LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
 
 
-class RoundsOfMessages:
-    """Runs an itinerary; one for each call."""
+class MessageRounds:
+    """Runs a rank schedule; one for each call."""
 
-    def __init__(self, itinerary: Itinerary, memories: Sequence[torch.Tensor], network: Network, copy: Copy) -> None:
-        """Of ``memories``, uint8, in the itinerary's order and of its sizes; ``copy`` is on the network's stream."""
-        self._itinerary, self._memories, self._network, self._copy = itinerary, memories, network, copy
+    def __init__(
+        self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], network: Network, copy: Copy
+    ) -> None:
+        """``memories`` are uint8, in the order and of the sizes of the rank schedule; ``copy`` is on the network's stream."""
+        self._rank_schedule, self._memories, self._network, self._copy = rank_schedule, memories, network, copy
 
     def run(self, profile: CallProfile) -> None:
         """Launch everything on the network's stream, which is the current one."""
         self._copy_own()
-        plan = self._itinerary
-        sends = [*plan.sends_across, *(course for courses in plan.sends_within.values() for course in courses)]
-        receives = [*plan.receives_across, *(course for courses in plan.receives_within.values() for course in courses)]
-        # Both ends of a course have it in the same round, and in the same order among those of their pair.
-        for number in sorted({self._round_of(course) for course in (*sends, *receives)}):
-            going = [course for course in sends if self._round_of(course) == number]
-            coming = [course for course in receives if self._round_of(course) == number]
+        plan = self._rank_schedule
+        sends = [*plan.sends_across, *(flow for flows in plan.sends_within.values() for flow in flows)]
+        receives = [*plan.receives_across, *(flow for flows in plan.receives_within.values() for flow in flows)]
+        # Both ends of a flow have it in the same round, and in the same order among those of their pair.
+        for number in sorted({self._round_of(flow) for flow in (*sends, *receives)}):
+            going = [flow for flow in sends if self._round_of(flow) == number]
+            coming = [flow for flow in receives if self._round_of(flow) == number]
             self._exchange(going, coming, f"round {number} of an all-to-all")
-        profile.internode_row_bytes += sum(course.total_bytes for course in plan.sends_across)
+        profile.internode_row_bytes += sum(flow.total_bytes for flow in plan.sends_across)
         profile.intranode_row_bytes += sum(
-            course.total_bytes for courses in plan.receives_within.values() for course in courses
+            flow.total_bytes for flows in plan.receives_within.values() for flow in flows
         )
 
-    def _round_of(self, course: Course) -> int:
+    def _round_of(self, flow: Flow) -> int:
         """First what belongs to no stage; then each stage, and what it brought for others beside the next one."""
-        if course.stage < 0:
+        if flow.stage < 0:
             return 0
-        is_within = course.peer in self._itinerary.sends_within
-        return course.stage + (2 if is_within else 1)
+        is_within = flow.peer in self._rank_schedule.sends_within
+        return flow.stage + (2 if is_within else 1)
 
     def _copy_own(self) -> None:
-        source, target = (pieces[0].tolist() for pieces in self._itinerary.own)
+        source, target = (pieces[0].tolist() for pieces in self._rank_schedule.own)
         own = self._memories[INPUT][source[OFFSET] :][: source[NUM_BYTES]]
         self._memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]].copy_(own)
 
-    def _exchange(self, sends: Sequence[Course], receives: Sequence[Course], what: str) -> None:
-        outgoing = [(course.peer, self._gathered(message)) for course in sends for message in _whole(course)]
-        incoming = [
-            (course.peer, message, self._room_for(message)) for course in receives for message in _whole(course)
-        ]
+    def _exchange(self, sends: Sequence[Flow], receives: Sequence[Flow], what: str) -> None:
+        outgoing = [(flow.peer, self._gathered(message)) for flow in sends for message in _whole(flow)]
+        incoming = [(flow.peer, message, self._room_for(message)) for flow in receives for message in _whole(flow)]
         self._network.exchange(messages_of(outgoing), messages_of((peer, memory) for peer, _, memory in incoming), what)
         for _, message, memory in incoming:
             self._scatter(memory, message)
 
-    def _gathered(self, message: CourseSlice) -> torch.Tensor:
+    def _gathered(self, message: FlowSlice) -> torch.Tensor:
         """The bytes of a message in one piece; where they stand, if they do."""
         memory = self._room_for(message)
         if len(message.spans) > 1:
@@ -75,12 +75,12 @@ class RoundsOfMessages:
                 self._copy(self._memories[i], offset, memory, first, num_bytes)
         return memory
 
-    def _scatter(self, memory: torch.Tensor, message: CourseSlice) -> None:
+    def _scatter(self, memory: torch.Tensor, message: FlowSlice) -> None:
         if len(message.spans) > 1:
             for i, offset, first, num_bytes in _by_memory(message):
                 self._copy(memory, first, self._memories[i], offset, num_bytes)
 
-    def _room_for(self, message: CourseSlice) -> torch.Tensor:
+    def _room_for(self, message: FlowSlice) -> torch.Tensor:
         """Where a message stands or shall stand, if in one piece; else memory for it."""
         if len(message.spans) == 1:
             i, offset, num_bytes, _ = message.spans[0]
@@ -88,12 +88,12 @@ class RoundsOfMessages:
         return self._memories[INPUT].new_empty(message.num_bytes)
 
 
-def _whole(course: Course) -> list[CourseSlice]:
-    """A course as one message, or as none if it is empty."""
-    return list(cut(course, course.total_bytes)) if course.total_bytes else []
+def _whole(flow: Flow) -> list[FlowSlice]:
+    """A flow as one message, or as none if it is empty."""
+    return list(cut_flow(flow, flow.total_bytes)) if flow.total_bytes else []
 
 
-def _by_memory(message: CourseSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _by_memory(message: FlowSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The spans of each memory: where they stand there, where in the message, and their sizes."""
     table = torch.tensor(message.spans, dtype=torch.int64, device="cpu")
     memory, offset, num_bytes = table[:, 0], table[:, 1], table[:, 2]

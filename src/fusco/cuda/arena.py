@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.core.errors import SharedMemoryError
 from fusco.cuda.kernels.comm import Failure, Report, comm_type
 from fusco.cuda.layout import DeviceLayout
@@ -46,10 +46,10 @@ def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
 class Arena:
     """Peer-visible memory laid out by a ``DeviceLayout``, private words, and words in host memory."""
 
-    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, roll: RollCall) -> None:
+    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather) -> None:
         """Make it, together with all ranks of the roll; ``memory`` is from ``allocate_visible``."""
         topology, device = layout.topology, memory.device
-        self._roll, self.rank, self.layout, self.device = roll, roll.rank, layout, device
+        self._store_gather, self.rank, self.layout, self.device = store_gather, store_gather.rank, layout, device
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
         self.buffers: list[SymmetricBuffer] = []
@@ -83,7 +83,7 @@ class Arena:
         """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` on all if one cannot."""
         name = f"peer memory {self._num_rendezvous}"
         self._num_rendezvous += 1  # also of those that fail: what was told there must not be heard again
-        handle = rendezvous(memory, self._roll, self.node_ranks, name)
+        handle = rendezvous(memory, self._store_gather, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:

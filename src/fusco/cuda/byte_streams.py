@@ -15,7 +15,7 @@ from fusco.cuda.arena import Arena
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.network import Network, messages_of
-from fusco.engine.byte_stream import Copy, StreamIn, StreamOut, in_turn
+from fusco.engine.byte_stream import Copy, SegmentReceiver, SegmentSender, in_turn
 from fusco.engine.tasks import Task
 
 
@@ -135,8 +135,8 @@ class NetworkExchange:
         return message
 
 
-class DeviceStreams:
-    """See ``StreamMaker``; for one call, which launches on one stream."""
+class DeviceSegmentChannels:
+    """See ``SegmentChannels``; for one call, which launches on one stream."""
 
     def __init__(
         self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream
@@ -146,7 +146,7 @@ class DeviceStreams:
         self._copy = partial(copy_segments, context.launcher(stream))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """See ``StreamMaker``."""
+        """See ``SegmentChannels``."""
         rank, local_of, size = self._arena.rank, self._arena.node_ranks.index, self._arena.layout.slot_bytes
         tasks: list[Task] = []
         far_send, far_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
@@ -155,11 +155,11 @@ class DeviceStreams:
         for dst, segments in in_turn(rank, send):
             if dst not in far_send:
                 ring_out = DeviceRingOut(self._memory, self._arena, local_of(dst))
-                tasks.append(StreamOut(segments, ring_out, dst, size, self._copy))
+                tasks.append(SegmentSender(segments, ring_out, dst, size, self._copy))
         for src, segments in in_turn(rank, receive):
             if src not in far_receive:
                 ring_in = DeviceRingIn(self._memory, self._arena, local_of(src))
-                tasks.append(StreamIn(segments, ring_in, src, size, self._copy))
+                tasks.append(SegmentReceiver(segments, ring_in, src, size, self._copy))
         return tasks
 
     def _on_other_nodes(self, partners: Mapping[int, Segments]) -> dict[int, Segments]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.placement import ExpertPlacement
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -25,7 +25,7 @@ class CudaContext:
         arena: the memory that peers see.
         library: the device's kernels.
         placement: which rank owns which expert.
-        watch: waits for peers.
+        watchdog: waits for peers.
         tables: what all plans are made with.
         expert_to_node: int32 (num_experts,).
         timeline: of what is launched; see ``record``.
@@ -35,13 +35,13 @@ class CudaContext:
     arena: Arena
     library: Library
     placement: ExpertPlacement
-    watch: Watch
+    watchdog: Watchdog
     tables: PlanTables
     expert_to_node: torch.Tensor
     timeline: Timeline | NoTimeline = NO_TIMELINE
 
     @classmethod
-    def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watch: Watch) -> CudaContext:
+    def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watchdog: Watchdog) -> CudaContext:
         """Make the tables."""
         topology, rank, device = arena.layout.topology, arena.rank, library.device
         own_node, num_local = topology.rank_to_node[rank], len(placement.rank_to_experts[rank])
@@ -59,7 +59,7 @@ class CudaContext:
             arena=arena,
             library=library,
             placement=placement,
-            watch=watch,
+            watchdog=watchdog,
             tables=tables,
             expert_to_node=placement.membership_table(topology.rank_to_node, device)[:-1].int(),
         )

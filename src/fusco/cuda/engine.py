@@ -12,19 +12,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fusco.control.connect import Connections, raise_if_any
-from fusco.control.keeping import keep_for_good
-from fusco.control.store_gather import RollCall
+from fusco.control.keeping import leak
+from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
-from fusco.core.errors import SharedMemoryError, SlotOverflowError, Stall
+from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cuda.all_to_all import LINKS, RoundsOfMessages
+from fusco.cuda.all_to_all import LINKS, MessageRounds
 from fusco.cuda.arena import Arena, allocate_visible
-from fusco.cuda.byte_streams import DeviceStreams
+from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog, stall_of
@@ -52,8 +52,8 @@ from fusco.engine.base import (
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
-from fusco.planner.routing import describe_stranger
-from fusco.schedule.itinerary import Itinerary
+from fusco.planner.routing import describe_invalid_id
+from fusco.schedule.rank_schedule import RankSchedule
 
 _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
 # How long a rank looks without pause for what its peers' processes and its device are about to say: as long as hosts
@@ -95,30 +95,30 @@ class CudaEngine:
         """
         device = library.device
         self._topology, self._device = config.topology, device
-        roll, self._watch, self._memory = connections.roll, connections.watch, connections.memory
-        self._rank, self._placement = roll.rank, placement
+        store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
+        self._rank, self._placement = store_gather.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
         self._last_work: LastWork | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             self._order = StreamOrder(device)
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
-            memory = _allocate_together(roll, device_layout.offsets["end"], device)
-            self._arena = Arena(device_layout, memory, roll)
+            memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
+            self._arena = Arena(device_layout, memory, store_gather)
             resources.callback(self._let_go_of_memory)
-            self._context = CudaContext.of(library, self._arena, placement, self._watch)
+            self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:
-                self._network = self._connect_nodes(roll, config.settings.timeout_s)
+                self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
             self._shuffle = self._make_shuffle()
-            self._watch.add_device_probe(self._device_stall)
+            self._watchdog.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # whichever stream the first verb runs on
-            roll.gather("arena", "")  # nobody writes to an arena that its owner has not cleared
+            store_gather.all_gather("arena", "")  # nobody writes to an arena that its owner has not cleared
             self._resources = resources.pop_all()
 
-    def _connect_nodes(self, roll: RollCall, timeout_s: float) -> Network:
+    def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
-        return Network(roll, self._watch, stream, num_remote_nodes, timeout_s, self._arena.abort)
+        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, self._arena.abort)
 
     def _make_shuffle(self) -> Shuffle[Any]:
         """Of the plans that it makes itself."""
@@ -142,13 +142,13 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
         report = self._arena.report
-        if report.bad_src >= 0:  # from a dispatch into static slots, which did not wait to see
-            reason = describe_stranger(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
+        if report.bad_src >= 0:  # from a dispatch into static rows, which did not wait to see
+            reason = describe_invalid_id(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
             bad_src, report.bad_src = report.bad_src, -1
-            return ValueError(f"in an earlier dispatch into static slots, rank {bad_src} gave {reason}")
+            return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} gave {reason}")
         if not report.overflow_needed:
             return None
-        error = SlotOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
+        error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
         report.overflow_needed = 0
         return error
 
@@ -201,7 +201,7 @@ class CudaEngine:
         def run(counts: Sequence[Sequence[int]]) -> None:
             check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
             with self._order.on_stream(Launch()) as stream, call.profile.spend("wire"):
-                run_tasks(self._streams(stream).tasks(request.send, request.receive), self._watch)
+                run_tasks(self._streams(stream).tasks(request.send, request.receive), self._watchdog)
 
         return Pending(sizes.pack(), run)
 
@@ -210,11 +210,11 @@ class CudaEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                itinerary = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
             on_stream = self._order.on_stream(Launch(), request.input, request.output)
             with call.profile.spend("wire"), on_stream as stream:
                 if self._network:
-                    self._exchange_between_nodes(request, itinerary, call, stream)
+                    self._exchange_between_nodes(request, rank_schedule, call, stream)
                 else:
                     self._exchange_within_node(request, call, stream)
             return request
@@ -224,36 +224,36 @@ class CudaEngine:
     def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
         send = _by_peer(request.input, request.send_rows)
         receive = _by_peer(request.output, request.receive_rows)
-        run_tasks(self._streams(stream).tasks(send, receive), self._watch)
+        run_tasks(self._streams(stream).tasks(send, receive), self._watchdog)
         num_rows = sum(request.receive_rows) - request.receive_rows[self._rank]
         call.profile.intranode_row_bytes += num_rows * request.row_bytes
 
     def _exchange_between_nodes(
-        self, request: AllToAllRequest, itinerary: Itinerary, call: Call, stream: torch.cuda.Stream
+        self, request: AllToAllRequest, rank_schedule: RankSchedule, call: Call, stream: torch.cuda.Stream
     ) -> None:
         assert self._network
         network = self._network.stream
         network.wait_stream(stream)
         with torch.cuda.stream(network):
             source, target = request.memories
-            memories = [source, target, *(source.new_empty(size) for size in itinerary.spare_bytes)]
+            memories = [source, target, *(source.new_empty(size) for size in rank_schedule.spare_bytes)]
             copy = partial(copy_segments, self._context.launcher(network))
-            RoundsOfMessages(itinerary, memories, self._network, copy).run(call.profile)
+            MessageRounds(rank_schedule, memories, self._network, copy).run(call.profile)
         stream.wait_stream(network)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
-            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watch):
-                run_tasks(streams.tasks({dst: segments}, {}), self._watch)
+            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
+                run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """See ``Engine``. Returns when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
-            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watch):
-                run_tasks(streams.tasks({}, {src: segments}), self._watch)
+            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
+                run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
         """See ``Engine``."""
@@ -274,8 +274,8 @@ class CudaEngine:
         if self._order.latest is None:
             return
         done = self._order.mark()
-        self._watch.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
-        self._watch.check_device()
+        self._watchdog.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
+        self._watchdog.check_device()
 
     def finish(self) -> None:
         """See ``Engine``."""
@@ -303,7 +303,7 @@ class CudaEngine:
         if self._has_work_ended():
             self._arena.close()
             return
-        keep_for_good(self)  # the device may still use it
+        leak(self)  # the device may still use it
         warnings.warn(
             f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
             f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",
@@ -320,13 +320,13 @@ class CudaEngine:
             return False
 
     def _device_stall(self) -> Stall | None:
-        if self._network and self._network.guard.stall:
-            return self._network.guard.stall
+        if self._network and self._network.nccl_watchdog.stall:
+            return self._network.nccl_watchdog.stall
         failure = self._arena.failure
         return stall_of(failure, self._arena.node_ranks) if failure.is_set else None
 
-    def _streams(self, stream: torch.cuda.Stream) -> DeviceStreams:
-        return DeviceStreams(self._memory, self._context, self._network, stream)
+    def _streams(self, stream: torch.cuda.Stream) -> DeviceSegmentChannels:
+        return DeviceSegmentChannels(self._memory, self._context, self._network, stream)
 
 
 def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch.device) -> Library:
@@ -368,13 +368,13 @@ def _word(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
-def _allocate_together(roll: RollCall, num_bytes: int, device: torch.device) -> torch.Tensor:
+def _allocate_together(store_gather: StoreGather, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Peer-visible memory on every rank, or ``SharedMemoryError`` on all of them."""
     memory, error = None, ""
     try:
         memory = allocate_visible(num_bytes, device)
     except SharedMemoryError as failure:
         error = str(failure)
-    raise_if_any(roll.gather("device memory", error))
+    raise_if_any(store_gather.all_gather("device memory", error))
     assert memory is not None
     return memory

@@ -41,7 +41,7 @@ from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, P
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
-from fusco.planner.routing import Routing, describe_stranger
+from fusco.planner.routing import Routing, describe_invalid_id
 
 # Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
 _NUM_SMS = 32
@@ -323,14 +323,14 @@ class InternodeShuffle:
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)
-        wait_until = self._context.watch.wait_until
+        wait_until = self._context.watchdog.wait_until
         wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
         return [int(entry) for entry in self._summary.tolist()]
 
     def _require_experts(self, routing: Routing, bad_pair: int, bad_id: int) -> None:
         if bad_pair != routing.topk_idx.numel():
             token, k = divmod(bad_pair, routing.num_topk)
-            raise ValueError(describe_stranger(token, k, bad_id, self._context.placement.num_experts))
+            raise ValueError(describe_invalid_id(token, k, bad_id, self._context.placement.num_experts))
 
 
 def _count_rows(sends: Sequence[Message], call: Call) -> None:

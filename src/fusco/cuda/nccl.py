@@ -15,7 +15,7 @@ from threading import Lock
 
 import torch
 
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall, TransportError
 
@@ -73,7 +73,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        roll: RollCall,
+        store_gather: StoreGather,
         device: torch.device,
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
         channels_per_peer: int | None = None,
@@ -81,7 +81,7 @@ class NcclTransport:
         """Connect, together with all ranks.
 
         Args:
-            roll: finds them.
+            store_gather: finds them.
             device: whose memory messages come from and go to.
             wait_until: waits for a condition, and raises if a rank does not come.
             channels_per_peer: how many of NCCL's channels carry messages to a rank of another node, where NCCL can be
@@ -95,14 +95,14 @@ class NcclTransport:
         self._comm, self._lock = ctypes.c_void_p(), Lock()
         self._is_open, self._is_launching = True, False
         unique_id = _UniqueId()
-        if roll.rank == 0:
+        if store_gather.rank == 0:
             self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique_id)), "making an id")
-        known = bytes.fromhex(roll.gather("nccl", bytes(unique_id).hex())[0])
+        known = bytes.fromhex(store_gather.all_gather("nccl", bytes(unique_id).hex())[0])
         ctypes.memmove(ctypes.byref(unique_id), known, _UNIQUE_ID_BYTES)
 
         def connect() -> int:
             torch.cuda.set_device(device)  # of this thread
-            arguments = (ctypes.byref(self._comm), roll.world_size, unique_id, roll.rank)
+            arguments = (ctypes.byref(self._comm), store_gather.world_size, unique_id, store_gather.rank)
             result: int
             if channels_per_peer is None or self._version < _CONFIGURABLE_VERSION:
                 result = self._nccl.ncclCommInitRank(*arguments)
@@ -113,7 +113,7 @@ class NcclTransport:
 
         # In a thread, as it waits for all ranks without a limit.
         connecting = in_thread(connect)
-        others = tuple(rank for rank in range(roll.world_size) if rank != roll.rank)
+        others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
         stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
         wait_until(connecting.done, lambda: stall)
         self._check(connecting.result(), "connecting")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.control.threads import within
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message, NcclTransport
 from fusco.cuda.threads import enter_device
@@ -46,8 +46,8 @@ class Network:
 
     def __init__(
         self,
-        roll: RollCall,
-        watch: Watch,
+        store_gather: StoreGather,
+        watchdog: Watchdog,
         stream: torch.cuda.Stream,
         num_remote_nodes: int,
         timeout_s: float,
@@ -56,8 +56,8 @@ class Network:
         """Connect, together with all ranks.
 
         Args:
-            roll: finds them.
-            watch: waits for them.
+            store_gather: finds them.
+            watchdog: waits for them.
             stream: on which messages travel.
             num_remote_nodes: to how many nodes they go.
             timeout_s: after how long without progress NCCL is ended.
@@ -67,11 +67,11 @@ class Network:
         device = stream.device
         channels = _NUM_CHANNELS // num_remote_nodes
         wanted = channels if channels > _CHANNELS_OF_NCCL else None
-        self._nccl = NcclTransport(roll, device, watch.wait_until, channels_per_peer=wanted)
-        self._watch = watch
+        self._nccl = NcclTransport(store_gather, device, watchdog.wait_until, channels_per_peer=wanted)
+        self._watchdog = watchdog
         self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = stream
-        self.guard = Guard(self._nccl, watch, timeout_s, device, on_stall)
+        self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, device, on_stall)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
         """Launch messages that travel side by side; the event is recorded once they are through."""
@@ -79,26 +79,26 @@ class Network:
         num_bytes = sum(message.num_bytes for message in receives)
         stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
         has_launched = threading.Event()
-        self.guard.watch_over(has_launched.is_set, stall)
+        self.nccl_watchdog.watch_over(has_launched.is_set, stall)
         try:
             self._nccl.exchange(sends, receives, self.stream.cuda_stream)
         except TransportError as error:
-            self._watch.ask_everybody(stall, str(error))
+            self._watchdog.ask_everybody(stall, str(error))
             raise  # though all ranks live
         has_launched.set()
         done = torch.cuda.Event()
         done.record(self.stream)
-        self.guard.watch_over(done.query, stall)
+        self.nccl_watchdog.watch_over(done.query, stall)
         return done
 
     def finish(self) -> None:
         """Give everything back, together with all ranks, once nothing is under way on any."""
-        self.guard.close()
+        self.nccl_watchdog.close()
         self._end(self._nccl.finish)
 
     def close(self) -> None:
         """Give everything back; what is still under way is ended."""
-        self.guard.close()
+        self.nccl_watchdog.close()
         self._end(self._nccl.abort)
 
     def _end(self, end: Callable[[], None]) -> None:
@@ -114,19 +114,19 @@ class Network:
             )
 
 
-class Guard:
+class NcclWatchdog:
     """Watches over what is under way on the network."""
 
     def __init__(
         self,
         nccl: NcclTransport,
-        watch: Watch,
+        watchdog: Watchdog,
         timeout_s: float,
         device: torch.device,
         on_stall: Callable[[], None],
     ) -> None:
         """``on_stall`` is called, in the guard's thread, when it gives up and before it ends NCCL."""
-        self._nccl, self._watch, self._timeout_s, self._device = nccl, watch, timeout_s, device
+        self._nccl, self._watchdog, self._timeout_s, self._device = nccl, watchdog, timeout_s, device
         self._on_stall = on_stall
         self._under_way: deque[_UnderWay] = deque()
         self._since_progress = time.monotonic()
@@ -180,4 +180,4 @@ class Guard:
 
     def _is_in_vain(self) -> bool:
         is_late = time.monotonic() - self._since_progress > self._timeout_s
-        return is_late or self._watch.is_anybody_gone or bool(self._nccl.failure)
+        return is_late or self._watchdog.is_anybody_gone or bool(self._nccl.failure)

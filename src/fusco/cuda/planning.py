@@ -15,7 +15,7 @@ from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.kernels.plan import PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
-from fusco.planner.routing import Routing, describe_stranger
+from fusco.planner.routing import Routing, describe_invalid_id
 
 _Plan = TypeVar("_Plan", bound=DevicePlan)
 
@@ -66,7 +66,7 @@ class DevicePlanner:
             placement=self._placement,
             first_row=first_row,
             held=(rank, *held),
-            num_slots=request.static.num_slots if request.static else 0,
+            num_slots=request.static.num_rows if request.static else 0,
             row_to_slots=torch.empty(shape, dtype=torch.int32, device=device),
             weights=None if weights is None else torch.empty(shape, dtype=weights.dtype, device=device),
             num_rows_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
@@ -82,7 +82,7 @@ class DevicePlanner:
         ]
         terms = PlanTerms(
             expert_alignment=request.expert_alignment,
-            max_slots=request.static.num_slots if request.static else _NO_LIMIT,
+            max_slots=request.static.num_rows if request.static else _NO_LIMIT,
             is_overflow_reported=request.static is not None and request.static.on_overflow == "raise",
             ticket=0 if request.static else self._num_plans,
         )
@@ -101,13 +101,13 @@ class DevicePlanner:
                 return own_backlog("the plan")
             return Stall("planning on the device", peers, "the plan", "none yet")
 
-        self._context.watch.wait_until(lambda: report.ticket == ticket, stall)
+        self._context.watchdog.wait_until(lambda: report.ticket == ticket, stall)
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
         """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know.
 
-        Of the latest plan, that is. What an earlier one found, into static slots, is told by ``Engine.pending_error``.
+        Of the latest plan, that is. What an earlier one found, into static rows, is told by ``Engine.pending_error``.
         """
         report = self._arena.report
         src = report.bad_src
@@ -117,7 +117,7 @@ class DevicePlanner:
         token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
         if src == self._arena.rank and abs(bad_id) == _NARROWED:
             bad_id = int(routing.topk_idx[token, k])
-        reason = describe_stranger(token, k, bad_id, self._placement.num_experts)
+        reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)
         return RejectedInputError(

@@ -1,4 +1,4 @@
-"""Symmetric memory's rendezvous through a roll call: with a limit, and with words for who did not come.
+"""Symmetric memory's rendezvous through an all-gather: with a limit, and with words for who did not come.
 
 PyTorch's own goes through the process group's store without a limit, under keys that count all rendezvous of the
 process. Ranks that have met in groups of different sizes count differently, and then wait for each other for ever.
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from fusco.control.connect import raise_if_any
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 from fusco.core.errors import FuscoError
 
 # Of the limit, for one file descriptor: all ranks are there to hand it over. Others that wait for this rank meanwhile
@@ -36,22 +36,22 @@ _HANDING_OVER = 0.5
 _SOCKET_NAME = "symm_mem-"  # of PyTorch's IpcChannel, before the number of the process
 
 
-class _RollCallStore(Store):
+class _StoreGatherStore(Store):
     """What symmetric memory asks of a store: that every rank of the group sets a value, and gets those of the others.
 
     Setting a value waits for the others'. So the number in a key does not matter, only the rank at its end.
     """
 
-    def __init__(self, roll: RollCall, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, store_gather: StoreGather, ranks: Sequence[int], name: str) -> None:
         super().__init__()
-        self._roll, self._ranks, self._name = roll, ranks, name
+        self._store_gather, self._ranks, self._name = store_gather, ranks, name
         self._num_rounds = 0
         self._values: list[str] = []
         self.failure: FuscoError | None = None
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # noqa: ARG002
         """Tell all ranks a value."""
-        _limit_handing_over(_HANDING_OVER * self._roll.timeout_s)
+        _limit_handing_over(_HANDING_OVER * self._store_gather.timeout_s)
         try:
             self._values = [entry["value"] for entry in self._meet(value=value.hex())]
         except FuscoError as error:
@@ -68,7 +68,7 @@ class _RollCallStore(Store):
 
     def _meet(self, *, value: str = "", has_finished: bool = False, error: str = "") -> list[dict[str, Any]]:
         told = {"value": value, "has_finished": has_finished, "error": error}
-        entries = self._roll.gather(f"{self._name} {self._num_rounds}", told)
+        entries = self._store_gather.all_gather(f"{self._name} {self._num_rounds}", told)
         self._num_rounds += 1
         raise_if_any([entry["error"] for entry in entries])
         return entries
@@ -82,12 +82,12 @@ class _RollCallStore(Store):
         """All that can be asked for has come."""
 
 
-def rendezvous(memory: torch.Tensor, roll: RollCall, ranks: Sequence[int], name: str) -> Any:
-    """Map the memory of all ``ranks``; a roll call of all ranks of the communicator, whoever shares memory with whom.
+def rendezvous(memory: torch.Tensor, store_gather: StoreGather, ranks: Sequence[int], name: str) -> Any:
+    """Map the memory of all ``ranks``; an all-gather of all ranks of the communicator, whoever shares memory with whom.
 
     Args:
         memory: from ``torch.distributed._symmetric_memory.empty``, of the same size on all of ``ranks``.
-        roll: finds the ranks.
+        store_gather: finds the ranks.
         ranks: those that share memory, this one among them.
         name: of this rendezvous, like no other of the roll.
 
@@ -98,10 +98,10 @@ def rendezvous(memory: torch.Tensor, roll: RollCall, ranks: Sequence[int], name:
         SharedMemoryError: on all ranks, where one cannot reach a peer. PeerFailureError: if a rank does not come.
 
     """
-    local = ranks.index(roll.rank)
-    store = _RollCallStore(roll, ranks, name)
+    local = ranks.index(store_gather.rank)
+    store = _StoreGatherStore(store_gather, ranks, name)
     group = ProcessGroup(store, local, len(ranks))
-    unique: Any = f"{name} of {roll.name}"
+    unique: Any = f"{name} of {store_gather.name}"
     group._set_group_name(unique)  # noqa: SLF001  PyTorch offers no other way to have a group that is nobody's
     _register_process_group(unique, group)
     error, handle = "", None

@@ -1,4 +1,4 @@
-"""All-to-all on any device: the itinerary that the sizes of all ranks come to, and its courses cut into messages."""
+"""All-to-all on any device: the rank schedule from the sizes of all ranks, and its flows cut into messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusco.engine.base import AllToAllRequest
 from fusco.engine.byte_stream import StreamSizes, check_sizes
 from fusco.schedule.choice import schedule_for
 from fusco.schedule.cost import Links
-from fusco.schedule.itinerary import Course, Itinerary, make_itinerary
+from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule
 
 
 def sizes_of(request: AllToAllRequest) -> StreamSizes:
@@ -22,7 +22,7 @@ def sizes_of(request: AllToAllRequest) -> StreamSizes:
 
 def plan_all_to_all(
     request: AllToAllRequest, counts: Sequence[Sequence[int]], topology: Topology, rank: int, links: Links
-) -> Itinerary:
+) -> RankSchedule:
     """What this rank does, by a schedule that all ranks make alike.
 
     Args:
@@ -40,12 +40,12 @@ def plan_all_to_all(
     check_sizes(sizes, "all_to_all", "rows")
     rank_rows = np.array([of_rank.send for of_rank in sizes], dtype=np.int64)
     schedule = schedule_for(rank_rows * request.row_bytes, topology, links, request.mode)
-    return make_itinerary(schedule, rank)
+    return make_rank_schedule(schedule, rank)
 
 
 @dataclass(frozen=True, eq=False)
-class CourseSlice:
-    """At most a slice of a course, sent at once.
+class FlowSlice:
+    """At most a slice of a flow, sent at once.
 
     Attributes:
         peer: the other rank.
@@ -59,20 +59,20 @@ class CourseSlice:
     spans: list[tuple[int, int, int, int]]
 
 
-def cut(course: Course, slice_bytes: int) -> Iterator[CourseSlice]:
-    """Cut a course into messages of ``slice_bytes``, the last one shorter, and join pieces that touch.
+def cut_flow(flow: Flow, slice_bytes: int) -> Iterator[FlowSlice]:
+    """Cut a flow into messages of ``slice_bytes``, the last one shorter, and join pieces that touch.
 
     Both ends cut at the same bytes, wherever these stand.
 
     >>> import numpy as np
-    >>> from fusco.schedule.itinerary import INPUT
+    >>> from fusco.schedule.rank_schedule import INPUT
     >>> pieces = np.array([[INPUT, 0, 3, -1], [INPUT, 3, 2, -1], [INPUT, 9, 2, -1]])
-    >>> [message.spans for message in cut(Course(1, 0, pieces), 4)]
+    >>> [message.spans for message in cut_flow(Course(1, 0, pieces), 4)]
     [[(0, 0, 4, -1)], [(0, 4, 1, -1), (0, 9, 2, -1)]]
     """
     spans: list[tuple[int, int, int, int]] = []
     room = slice_bytes
-    for memory, offset, num_bytes, region in course.pieces.tolist():
+    for memory, offset, num_bytes, region in flow.pieces.tolist():
         while num_bytes:
             size = min(num_bytes, room)
             before = spans[-1] if spans else (-1, -1, 0, -1)
@@ -82,7 +82,7 @@ def cut(course: Course, slice_bytes: int) -> Iterator[CourseSlice]:
                 spans.append((memory, offset, size, region))
             offset, num_bytes, room = offset + size, num_bytes - size, room - size  # noqa: PLW2901  the rest
             if not room:
-                yield CourseSlice(course.peer, slice_bytes, spans)
+                yield FlowSlice(flow.peer, slice_bytes, spans)
                 spans, room = [], slice_bytes
     if spans:
-        yield CourseSlice(course.peer, slice_bytes - room, spans)
+        yield FlowSlice(flow.peer, slice_bytes - room, spans)

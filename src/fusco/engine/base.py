@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from fusco.control.fingerprint import Fields
-from fusco.core.config import Launch, StaticSlots
+from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, describe_rows, row_bytes, wants_grad
@@ -93,7 +93,7 @@ class DispatchRequest:
     balancer: Balancer
     expert_alignment: int
     with_weights: bool = False
-    static: StaticSlots | None
+    static: StaticRows | None
     launch: Launch
 
     @property

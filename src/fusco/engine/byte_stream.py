@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import MismatchError, Stall
 from fusco.core.segments import Segments
 from fusco.engine.tasks import Task, run_tasks
@@ -45,7 +45,7 @@ class Incoming(Protocol):
         """Whether the other side knows of every release."""
 
 
-class StreamOut:
+class SegmentSender:
     """Gathers segments slice by slice into a channel."""
 
     def __init__(self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy) -> None:
@@ -76,7 +76,7 @@ class StreamOut:
         )
 
 
-class StreamIn:
+class SegmentReceiver:
     """Scatters slices from a channel to segments."""
 
     def __init__(self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy) -> None:
@@ -105,7 +105,7 @@ class StreamIn:
         return Stall("receiving and scattering", (self._src,), f"{self._num_slices} slices", f"{self._num_taken}")
 
 
-class StreamMaker(Protocol):
+class SegmentChannels(Protocol):
     """Makes the tasks of streams to and from other ranks, for one collective."""
 
     device: torch.device
@@ -168,10 +168,12 @@ def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") ->
 
 
 @contextmanager
-def stream_with(streams: StreamMaker, peer: int, name: str, segments: Segments, watch: Watch) -> Iterator[None]:
+def stream_with(
+    streams: SegmentChannels, peer: int, name: str, segments: Segments, watchdog: Watchdog
+) -> Iterator[None]:
     """A stream to or from one rank, which both sides enter with their number of bytes."""
     ours, theirs = word(segments.total_bytes, streams.device), word(0, streams.device)
-    run_tasks(streams.tasks({peer: ours}, {peer: theirs}), watch)
+    run_tasks(streams.tasks({peer: ours}, {peer: theirs}), watchdog)
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         raise MismatchError(
             f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"

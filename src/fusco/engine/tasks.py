@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import Protocol
 
-from fusco.control.watchdog import Watch
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 
 
@@ -24,17 +24,17 @@ class Task(Protocol):
         """What the task waits for, when ``step`` returned ``False``."""
 
 
-def run_tasks(tasks: Iterable[Task], watch: Watch) -> None:
+def run_tasks(tasks: Iterable[Task], watchdog: Watchdog) -> None:
     """Advance tasks in turn until all are done; wait, within the watch's limit, while none can move."""
-    watch.progress()
+    watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
     while pending:
         moved = [task.step() for task in pending]
         pending = [task for task in pending if not task.is_done]
         if any(moved):
-            watch.progress()
+            watchdog.progress()
         elif pending:
-            watch.pause(functools.partial(_stall_of, pending))
+            watchdog.pause(functools.partial(_stall_of, pending))
 
 
 def _stall_of(tasks: list[Task]) -> Stall:

@@ -51,7 +51,7 @@ class Routing:
             return
         is_outside = (self.topk_idx < -1) | (self.topk_idx >= num_experts)
         token, k = is_outside.nonzero()[0].tolist()
-        raise ValueError(describe_stranger(token, k, int(self.topk_idx[token, k]), num_experts))
+        raise ValueError(describe_invalid_id(token, k, int(self.topk_idx[token, k]), num_experts))
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +64,6 @@ class Routing:
         return self.topk_idx.shape[1]
 
 
-def describe_stranger(token: int, k: int, expert_id: int, num_experts: int) -> str:
+def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) -> str:
     """What is wrong with an id that is no expert."""
     return f"topk_idx[{token}, {k}] = {expert_id} is no expert: ids go from 0 to {num_experts - 1}, and -1 means none"

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco import Capacity, Communicator, ExpertPlacement, Handle, Segments, StaticSlots, Topology
+from fusco import Capacity, Communicator, ExpertPlacement, Handle, Segments, StaticRows, Topology
 from fusco.api.create import CommunicatorParts
 from fusco.api.validation import Validator
 from fusco.core.access import Access
@@ -23,7 +23,7 @@ SEGMENTS = Segments(torch.zeros(8), NOTHING, NOTHING)
 
 VERBS = {
     "exact dispatch": lambda comm, handle: comm.dispatch(X, IDS),
-    "static dispatch": lambda comm, handle: comm.dispatch(X, IDS, static=StaticSlots(8)),
+    "static dispatch": lambda comm, handle: comm.dispatch(X, IDS, static=StaticRows(8)),
     "dispatch_again": lambda comm, handle: comm.dispatch_again(X, handle),
     "combine": lambda comm, handle: comm.combine(torch.zeros(8, 4), handle),
     "shuffle": lambda comm, handle: comm.shuffle({1: SEGMENTS}, {}),
@@ -95,7 +95,7 @@ def refused(num_nodes: int) -> dict[str, str]:
 def test_within_a_node_verbs_that_only_launch_can_be_captured():
     words = refused(num_nodes=1)
     assert set(words) == set(VERBS) - set(CAPTURABLE)
-    assert "pass static=StaticSlots(num_slots)" in words.pop("exact dispatch")
+    assert "pass static=StaticRows(num_rows)" in words.pop("exact dispatch")
     for verb, why in words.items():
         assert why.startswith(f"{verb} waits on the host, so it cannot be captured in a CUDA graph")
 
@@ -106,7 +106,7 @@ def test_between_nodes_nothing_can_be_captured():
     for name in ("exact dispatch", *CAPTURABLE):
         verb = name.rsplit(" ", maxsplit=1)[-1]
         assert words[name].startswith(f"{verb} between nodes cannot be captured in a CUDA graph")
-        assert "static=StaticSlots(num_slots)" in words[name]
+        assert "static=StaticRows(num_rows)" in words[name]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -79,7 +79,7 @@ def test_a_communicator_that_was_closed_is_dropped_in_silence(group):
         with make() as comm:
             use(comm)
         left = make()
-        left.leave()
+        left.abort()
         del comm, left
         gc.collect()
 
@@ -115,7 +115,7 @@ def test_an_error_inside_is_what_is_raised_whatever_goes_wrong_at_the_end(group,
 
 def test_an_error_inside_a_verb_is_raised_though_it_cannot_be_told(group, monkeypatch):
     with make() as comm:
-        monkeypatch.setattr(comm._engine._watch, "give_up", lambda _: 1 / 0)
+        monkeypatch.setattr(comm._engine._watchdog, "give_up", lambda _: 1 / 0)
         monkeypatch.setattr(comm._engine, "_move_rows", lambda *_: (_ for _ in ()).throw(KeyError("the balancer")))
         warnings.simplefilter("ignore")
         with pytest.raises(KeyError, match="the balancer") as caught:
@@ -231,7 +231,7 @@ with make() as comm:
         print("the parent goes on", flush=True)
 if not child:
     comm.close()
-    comm.leave()
+    comm.abort()
     sys.exit(0)
 """)
     assert lines == ["True"] * 3 + ["child ended with 0", "the parent goes on"]

@@ -2,8 +2,8 @@
 
 import torch
 
-from fusco.bench.law import WorldInput
 from fusco.bench.shuffle_variants import Shuffle
+from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.verification import verify
 from fusco.core.placement import ExpertPlacement

@@ -7,17 +7,19 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco.control.bootstrap import DeviceIdentity, check_devices, introduce
+from fusco.control.bootstrap import DeviceIdentity, check_devices, exchange_peer_info
 from fusco.control.fingerprint import CollectiveFingerprint
-from rolls import on_ranks
+from store_gathers import on_ranks
 
 
 def meet(devices, uuids, hosts=("a",) * 4):
     """What comes of it on each rank; ``uuids[name]`` is the GPU that a device's name stands for."""
 
-    def meet_on(roll):
-        met = introduce(
-            roll, CollectiveFingerprint("Communicator"), DeviceIdentity.of(torch.device(devices[roll.rank]))
+    def meet_on(store_gather):
+        met = exchange_peer_info(
+            store_gather,
+            CollectiveFingerprint("Communicator"),
+            DeviceIdentity.of(torch.device(devices[store_gather.rank])),
         )
         check_devices(met)
         return [device.name for device in met.devices]

@@ -12,9 +12,9 @@ import torch
 from fusco import BALANCERS, Capacity, ExpertPlacement, Settings, Topology
 from fusco.api.create import connect_parts
 from fusco.api.validation import Validator
-from fusco.control.bootstrap import Introduction
+from fusco.control.bootstrap import PeerInfo
 from fusco.core.config import EngineConfig
-from rolls import on_ranks
+from store_gathers import on_ranks
 
 LIMIT_S = 10.0
 
@@ -38,10 +38,12 @@ def validator(rank: int, capacity: Capacity) -> Validator:
 def test_a_communicator_without_room_closes_its_connections(where):
     topology = Topology.of_equal_nodes(2, 1)
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-    config, met = EngineConfig(topology, capacity, Settings()), Introduction(["here"] * 2, [], "127.0.0.1")
+    config, met = EngineConfig(topology, capacity, Settings()), PeerInfo(["here"] * 2, [], "127.0.0.1")
     before = threading.active_count()
     with mock.patch(f"fusco.{where}", side_effect=MemoryError("no room")):
-        errors = on_ranks(2, lambda roll: connect_parts(roll, config, met, validator(roll.rank, capacity)))
+        errors = on_ranks(
+            2, lambda store_gather: connect_parts(store_gather, config, met, validator(store_gather.rank, capacity))
+        )
     assert [type(error) for error in errors.values()] == [MemoryError] * 2
     deadline = time.monotonic() + LIMIT_S
     while threading.active_count() > before and time.monotonic() < deadline:

@@ -10,22 +10,22 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Silence, Status, Unasked, Verdict
+from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # what any answer may take on a loaded machine
-VERDICT = Verdict(peers=(2, 3), reason="rank 2 is dead", found_by=1, has_left=True)
+VERDICT = FailureReport(peers=(2, 3), reason="rank 2 is dead", found_by=1, has_left=True)
 
 
 @pytest.fixture
-def sentinel():
-    with closing(Sentinel("secret", HOST)) as sentinel:
-        yield sentinel
+def status_server():
+    with closing(StatusServer("secret", HOST)) as status_server:
+        yield status_server
 
 
 @pytest.fixture
 def peer():
-    with closing(Sentinel("secret", HOST)) as peer:
+    with closing(StatusServer("secret", HOST)) as peer:
         yield peer
 
 
@@ -33,7 +33,7 @@ def peer():
 def deaf():
     """Somewhere that takes connections, as the kernel does for a stopped process, but never answers."""
     with socket.create_server((HOST, 0)) as server:
-        yield SentinelAddress(HOST, server.getsockname()[1])
+        yield StatusServerAddress(HOST, server.getsockname()[1])
 
 
 def say(address, line):
@@ -51,25 +51,25 @@ def say(address, line):
             raise
 
 
-def test_answers_what_its_rank_does_and_since_when(sentinel, peer):
+def test_answers_what_its_rank_does_and_since_when(status_server, peer):
     peer.note(7, "combine #7", "adding partial sums")
     time.sleep(0.05)
-    status = sentinel.ask({3: peer.address}, LIMIT_S)[3]
+    status = status_server.ask({3: peer.address}, LIMIT_S)[3]
     assert isinstance(status, Status)
     assert (status.collective, status.operation, status.phase) == (7, "combine #7", "adding partial sums")
     assert 0.05 <= status.seconds < LIMIT_S
 
 
-def test_asks_nobody_if_there_is_nobody(sentinel):
-    assert sentinel.ask({}, LIMIT_S) == {}
+def test_asks_nobody_if_there_is_nobody(status_server):
+    assert status_server.ask({}, LIMIT_S) == {}
 
 
-def test_tells_a_verdict_and_the_first_one_stays(sentinel, peer):
-    sentinel.tell({3: peer.address}, VERDICT, LIMIT_S)
-    assert peer.verdict == VERDICT
-    sentinel.tell({3: peer.address}, Verdict((0,), "another", 2, has_left=False), LIMIT_S)
-    assert peer.verdict == VERDICT
-    assert sentinel.verdict is None
+def test_tells_a_verdict_and_the_first_one_stays(status_server, peer):
+    status_server.tell({3: peer.address}, VERDICT, LIMIT_S)
+    assert peer.failure_report == VERDICT
+    status_server.tell({3: peer.address}, FailureReport((0,), "another", 2, has_left=False), LIMIT_S)
+    assert peer.failure_report == VERDICT
+    assert status_server.failure_report is None
 
 
 TOLD = {"tell": {"peers": [1], "reason": "", "found_by": 0, "has_left": True}}
@@ -77,22 +77,22 @@ TOLD = {"tell": {"peers": [1], "reason": "", "found_by": 0, "has_left": True}}
 
 def test_the_secret_gets_an_answer(peer):
     assert json.loads(say(peer.address, b"secret " + json.dumps(TOLD).encode() + b"\n")) == {}
-    assert peer.verdict == Verdict((1,), "", 0, has_left=True)
+    assert peer.failure_report == FailureReport((1,), "", 0, has_left=True)
 
 
 @pytest.mark.parametrize("secret", [b"", b"wrong", b"secretly", b"secre", b"\xff", b"SECRET"])
 @pytest.mark.parametrize("request_", [{"ask": "status"}, TOLD, {"leave": {"rank": 1, "reason": "left"}}])
 def test_a_wrong_secret_gets_nothing_and_does_nothing(peer, secret, request_):
     assert say(peer.address, secret + b" " + json.dumps(request_).encode() + b"\n") == b""
-    assert peer.verdict is None
+    assert peer.failure_report is None
     assert not peer.departures
 
 
 def test_a_sentinel_of_another_communicator_gets_nothing(peer):
-    with closing(Sentinel("another secret", HOST)) as stranger:
-        assert isinstance(stranger.ask({3: peer.address}, LIMIT_S)[3], Silence)
+    with closing(StatusServer("another secret", HOST)) as stranger:
+        assert isinstance(stranger.ask({3: peer.address}, LIMIT_S)[3], NoAnswer)
         stranger.tell({3: peer.address}, VERDICT, LIMIT_S)
-    assert peer.verdict is None
+    assert peer.failure_report is None
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,20 @@ def test_a_sentinel_of_another_communicator_gets_nothing(peer):
         b"x" * 100_000,
     ],
 )
-def test_a_strangers_bytes_do_no_harm(sentinel, peer, line, capfd):
+def test_a_strangers_bytes_do_no_harm(status_server, peer, line, capfd):
     assert say(peer.address, line) == b""
-    assert peer.verdict is None
-    assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+    assert peer.failure_report is None
+    assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
     assert capfd.readouterr().err == ""
 
 
-def test_strangers_that_stay_take_no_threads_and_keep_nobody_from_answering(sentinel, peer):
+def test_strangers_that_stay_take_no_threads_and_keep_nobody_from_answering(status_server, peer):
     num_threads = threading.active_count()
     with ExitStack() as stack:
         for _ in range(600):
             stranger = socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S)
             stack.enter_context(stranger).sendall(b"secr")
-        assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+        assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
         assert threading.active_count() == num_threads
 
 
@@ -138,14 +138,14 @@ def test_a_stranger_that_stays_is_sent_away_after_a_time(peer, monkeypatch):
         assert stranger.recv(1) == b""
 
 
-def test_telling_and_asking_start_no_threads(sentinel, peer, monkeypatch):
+def test_telling_and_asking_start_no_threads(status_server, peer, monkeypatch):
     def start(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    sentinel.tell({3: peer.address}, VERDICT, LIMIT_S)
-    assert peer.verdict == VERDICT
-    assert isinstance(sentinel.ask({3: peer.address}, LIMIT_S)[3], Status)
+    status_server.tell({3: peer.address}, VERDICT, LIMIT_S)
+    assert peer.failure_report == VERDICT
+    assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
 
 
 @contextmanager
@@ -167,58 +167,58 @@ def no_descriptor_left():
             one.close()
 
 
-def test_a_rank_that_cannot_be_asked_for_want_of_descriptors_is_not_called_dead(sentinel, peer):
+def test_a_rank_that_cannot_be_asked_for_want_of_descriptors_is_not_called_dead(status_server, peer):
     with no_descriptor_left():
-        answer = sentinel.ask({3: peer.address}, LIMIT_S)[3]
+        answer = status_server.ask({3: peer.address}, LIMIT_S)[3]
     assert answer == Unasked("could not be asked: Too many open files")
 
 
-def test_a_reason_of_any_length_is_told(sentinel, peer):
-    sentinel.tell({3: peer.address}, Verdict((2,), "é" * 100_000, 1, has_left=True), LIMIT_S)
-    assert peer.verdict.reason == "é" * 8000
+def test_a_reason_of_any_length_is_told(status_server, peer):
+    status_server.tell({3: peer.address}, FailureReport((2,), "é" * 100_000, 1, has_left=True), LIMIT_S)
+    assert peer.failure_report.reason == "é" * 8000
 
 
-def test_a_rank_that_leaves_says_so(sentinel, peer):
-    sentinel.tell_departure({3: peer.address}, 5, "left", LIMIT_S)
+def test_a_rank_that_leaves_says_so(status_server, peer):
+    status_server.tell_departure({3: peer.address}, 5, "left", LIMIT_S)
     assert peer.departures == {5: "left"}
-    assert peer.verdict is None
+    assert peer.failure_report is None
 
 
-def test_a_sentinel_may_be_closed_in_the_thread_that_answers(sentinel):
+def test_a_sentinel_may_be_closed_in_the_thread_that_answers(status_server):
     """As the garbage collector may run in any thread."""
     done = threading.Event()
-    peer = Sentinel("secret", HOST)
+    peer = StatusServer("secret", HOST)
     answer = peer.answer
     peer.answer = lambda request: (peer.close(), done.set(), answer(request))[2]
-    sentinel.ask({3: peer.address}, LIMIT_S)
+    status_server.ask({3: peer.address}, LIMIT_S)
     assert done.wait(LIMIT_S)
 
 
-def test_a_rank_that_does_not_answer_is_silent_but_has_not_left(sentinel, deaf):
+def test_a_rank_that_does_not_answer_is_silent_but_has_not_left(status_server, deaf):
     began = time.monotonic()
-    silence = sentinel.ask({3: deaf}, 0.2)[3]
-    assert isinstance(silence, Silence)
+    silence = status_server.ask({3: deaf}, 0.2)[3]
+    assert isinstance(silence, NoAnswer)
     assert not silence.has_left
     assert "does not answer within 0.2 s" in silence.reason
     assert time.monotonic() - began < 0.2 + 1
 
 
-def test_silent_ranks_are_waited_for_at_once_and_keep_nobody_from_answering(sentinel, peer, deaf):
+def test_silent_ranks_are_waited_for_at_once_and_keep_nobody_from_answering(status_server, peer, deaf):
     began = time.monotonic()
-    answers = sentinel.ask({**dict.fromkeys(range(20), deaf), 20: peer.address}, 0.5)
+    answers = status_server.ask({**dict.fromkeys(range(20), deaf), 20: peer.address}, 0.5)
     assert time.monotonic() - began < 2 * 0.5 + 1
     assert [rank for rank, answer in answers.items() if isinstance(answer, Status)] == [20]
 
 
-def test_a_rank_that_closed_its_sentinel_has_left(sentinel):
-    with closing(Sentinel("secret", HOST)) as gone:
+def test_a_rank_that_closed_its_sentinel_has_left(status_server):
+    with closing(StatusServer("secret", HOST)) as gone:
         pass
-    silence = sentinel.ask({3: gone.address}, LIMIT_S)[3]
-    assert isinstance(silence, Silence)
+    silence = status_server.ask({3: gone.address}, LIMIT_S)[3]
+    assert isinstance(silence, NoAnswer)
     assert silence.has_left
-    sentinel.tell({3: gone.address}, VERDICT, LIMIT_S)  # passed over
+    status_server.tell({3: gone.address}, VERDICT, LIMIT_S)  # passed over
 
 
-def test_many_may_ask_at_once(sentinel, peer):
-    answers = sentinel.ask(dict.fromkeys(range(100), peer.address), LIMIT_S)
+def test_many_may_ask_at_once(status_server, peer):
+    answers = status_server.ask(dict.fromkeys(range(100), peer.address), LIMIT_S)
     assert all(isinstance(answer, Status) for answer in answers.values())

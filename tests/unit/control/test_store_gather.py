@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fusco.api.create import create
 from fusco.core.errors import PeerFailureError, TransportError
-from rolls import ThreadsRoll, on_ranks
+from store_gathers import ThreadStoreGather, on_ranks
 
 SLACK_S = 3.0
 SERVE = """
@@ -66,11 +66,11 @@ def test_a_stopped_process_that_serves_the_store_is_not_waited_for_beyond_the_li
         try:
             port = int(server.stdout.readline())
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-            roll = ThreadsRoll(0, 2, store, 1.5)
+            store_gather = ThreadStoreGather(0, 2, store, 1.5)
             os.kill(server.pid, signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(TransportError, match=rf"store at 127\.0\.0\.1:{port} .* did not answer within 1\.5 s"):
-                roll.gather("hello", 1)
+                store_gather.all_gather("hello", 1)
             assert time.monotonic() - began < 1.5 + SLACK_S
         finally:
             server.kill()
@@ -87,11 +87,11 @@ def test_where_somebody_watches_the_ranks_they_are_looked_at_while_the_store_is_
                 rank=1, peers=(0,), operation="", stall=stall(), reason="rank 0 does not answer", has_left=False
             )
 
-    roll = ThreadsRoll(1, 2, store, 20.0)
-    roll.watched_by(Watcher())
+    store_gather = ThreadStoreGather(1, 2, store, 20.0)
+    store_gather.watched_by(Watcher())
     store.may_answer.clear()
     with pytest.raises(PeerFailureError, match="rank 0 does not answer"):
-        roll.gather("segment", 1)
+        store_gather.all_gather("segment", 1)
     store.may_answer.set()
     assert (stalls[0].phase, stalls[0].on_ranks) == ("segment", ())
     assert stalls[0].expected == "an answer of the process group's store"
@@ -100,8 +100,8 @@ def test_where_somebody_watches_the_ranks_they_are_looked_at_while_the_store_is_
 def test_a_store_that_is_lost_is_told_with_the_ranks_that_had_not_come():
     store = Store()
 
-    def come(roll):
-        return roll.gather("hello", 1)
+    def come(store_gather):
+        return store_gather.all_gather("hello", 1)
 
     with later(0.6, lambda: setattr(store, "is_lost", True)):
         errors = on_ranks(4, come, absent=(1, 3), store=store)
@@ -123,10 +123,10 @@ def test_a_store_that_is_lost_with_a_rank_is_told_as_that_ranks_failure():
             asked.append((stall.phase, symptom))
             raise PeerFailureError(rank=0, peers=(1,), operation="", stall=stall, reason=symptom, has_left=True)
 
-    roll = ThreadsRoll(0, 2, store, 20.0)
-    roll.watched_by(Watcher())
+    store_gather = ThreadStoreGather(0, 2, store, 20.0)
+    store_gather.watched_by(Watcher())
     with later(0.2, lambda: setattr(store, "is_lost", True)), pytest.raises(PeerFailureError):
-        roll.gather("segment", 1)
+        store_gather.all_gather("segment", 1)
     assert asked == [("segment", "the process group's store cannot be reached: Connection reset by peer")]
 
 
@@ -134,10 +134,10 @@ def test_who_gives_up_first_stays_until_the_others_know():
     """As its process may serve the store."""
     left = {}
 
-    def come(roll):
-        time.sleep(0.3 * roll.rank)
-        roll.part()
-        left[roll.rank] = time.monotonic()
+    def come(store_gather):
+        time.sleep(0.3 * store_gather.rank)
+        store_gather.part()
+        left[store_gather.rank] = time.monotonic()
 
     on_ranks(2, come)
     assert abs(left[0] - left[1]) < 0.2
@@ -145,16 +145,16 @@ def test_who_gives_up_first_stays_until_the_others_know():
 
 def test_who_gives_up_stays_for_a_moment_only():
     began = time.monotonic()
-    on_ranks(3, lambda roll: roll.part(without=(2,)), absent=(1, 2), timeout_s=4.0)
+    on_ranks(3, lambda store_gather: store_gather.part(without=(2,)), absent=(1, 2), timeout_s=4.0)
     assert 0.2 <= time.monotonic() - began < 0.2 + SLACK_S
     began = time.monotonic()
-    on_ranks(3, lambda roll: roll.part(without=(2,)), absent=(2,))
+    on_ranks(3, lambda store_gather: store_gather.part(without=(2,)), absent=(2,))
     assert time.monotonic() - began < SLACK_S
 
 
 def test_no_thread_is_left_of_roll_calls_that_were_given_up():
     before = threading.active_count()
-    error = on_ranks(2, lambda roll: roll.gather("hello", 1), absent=(1,), timeout_s=0.2)[0]
+    error = on_ranks(2, lambda store_gather: store_gather.all_gather("hello", 1), absent=(1,), timeout_s=0.2)[0]
     assert isinstance(error, PeerFailureError)
     deadline = time.monotonic() + SLACK_S
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -173,9 +173,9 @@ def test_an_error_in_making_is_raised_whatever_goes_wrong_in_parting(monkeypatch
     def refuse(*_):
         raise ValueError("num_experts must be positive")
 
-    monkeypatch.setattr("fusco.api.create.check_group", lambda group: group)
-    monkeypatch.setattr("fusco.api.create.RollCall", lambda *_: ThreadsRoll(0, 1, dist.HashStore(), 1.0))
+    monkeypatch.setattr("fusco.api.create.check_process_group", lambda group: group)
+    monkeypatch.setattr("fusco.api.create.StoreGather", lambda *_: ThreadStoreGather(0, 1, dist.HashStore(), 1.0))
     monkeypatch.setattr("fusco.api.create._create", refuse)
-    monkeypatch.setattr(ThreadsRoll, "part", fail)
+    monkeypatch.setattr(ThreadStoreGather, "part", fail)
     with pytest.raises(ValueError, match="num_experts must be positive"):
         create(None, Config)

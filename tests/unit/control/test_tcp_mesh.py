@@ -10,27 +10,27 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from fusco.control.tcp_mesh import Mail
+from fusco.control.tcp_mesh import TcpMesh
 from fusco.core.errors import PeerFailureError, TransportError
-from rolls import on_ranks
+from store_gathers import on_ranks
 
 SECRET = "0123456789abcdef" * 2
 LIMIT_S = 20.0
 
 
-def mail_of(roll, peers=None):
-    others = [rank for rank in range(roll.world_size) if rank != roll.rank]
-    return Mail(roll, others if peers is None else peers, "127.0.0.1", SECRET, roll.wait_until)
+def mail_of(store_gather, peers=None):
+    others = [rank for rank in range(store_gather.world_size) if rank != store_gather.rank]
+    return TcpMesh(store_gather, others if peers is None else peers, "127.0.0.1", SECRET, store_gather.wait_until)
 
 
-def exchange(mail, message, peers):
+def exchange(mesh, message, peers):
     """One round; what came, by peer."""
     places = {peer: bytearray(len(message)) for peer in peers}
-    mail.begin(memoryview(message), {peer: memoryview(place) for peer, place in places.items()})
+    mesh.begin(memoryview(message), {peer: memoryview(place) for peer, place in places.items()})
     came, deadline = [], time.monotonic() + LIMIT_S
-    while not mail.is_done:
-        came += mail.look()
-        assert not mail.failure
+    while not mesh.is_done:
+        came += mesh.poll()
+        assert not mesh.failure
         assert time.monotonic() < deadline
         time.sleep(0)
     assert sorted(came) == sorted(peers)
@@ -41,15 +41,15 @@ def exchange(mail, message, peers):
 def test_everybody_gets_everybodys_messages_round_by_round(num_bytes):
     num_rounds = 3 if num_bytes > 1000 else 200
 
-    def talk(roll):
-        mail, others = mail_of(roll), [rank for rank in range(3) if rank != roll.rank]
+    def talk(store_gather):
+        mesh, others = mail_of(store_gather), [rank for rank in range(3) if rank != store_gather.rank]
         try:
             return [
-                exchange(mail, bytes([16 * number % 256 + roll.rank]) * num_bytes, others)
+                exchange(mesh, bytes([16 * number % 256 + store_gather.rank]) * num_bytes, others)
                 for number in range(num_rounds)
             ]
         finally:
-            mail.close()
+            mesh.close()
 
     for rank, rounds in on_ranks(3, talk).items():
         for number, came in enumerate(rounds):
@@ -59,19 +59,19 @@ def test_everybody_gets_everybodys_messages_round_by_round(num_bytes):
 def test_a_rank_may_be_a_round_ahead():
     first_is_done = threading.Event()
 
-    def talk(roll):
-        mail, peer = mail_of(roll), 1 - roll.rank
-        first = exchange(mail, b"first", [peer])
-        if roll.rank == 0:
-            mail.begin(memoryview(b"again"), {1: memoryview(again := bytearray(5))})
+    def talk(store_gather):
+        mesh, peer = mail_of(store_gather), 1 - store_gather.rank
+        first = exchange(mesh, b"first", [peer])
+        if store_gather.rank == 0:
+            mesh.begin(memoryview(b"again"), {1: memoryview(again := bytearray(5))})
             first_is_done.set()
-            while not mail.is_done:
-                mail.look()
+            while not mesh.is_done:
+                mesh.poll()
             second = {1: bytes(again)}
         else:
             first_is_done.wait(LIMIT_S)
-            second = exchange(mail, b"again", [peer])
-        mail.close()
+            second = exchange(mesh, b"again", [peer])
+        mesh.close()
         return first, second
 
     assert on_ranks(2, talk) == {rank: ({1 - rank: b"first"}, {1 - rank: b"again"}) for rank in range(2)}
@@ -80,38 +80,38 @@ def test_a_rank_may_be_a_round_ahead():
 def test_only_peers_connect():
     peers = {0: [2], 1: [3], 2: [0], 3: [1]}
 
-    def talk(roll):
-        mail = mail_of(roll, peers[roll.rank])
+    def talk(store_gather):
+        mesh = mail_of(store_gather, peers[store_gather.rank])
         try:
-            return exchange(mail, b"from %d" % roll.rank, peers[roll.rank])
+            return exchange(mesh, b"from %d" % store_gather.rank, peers[store_gather.rank])
         finally:
-            mail.close()
+            mesh.close()
 
     assert on_ranks(4, talk) == {rank: {peer: b"from %d" % peer for peer in of} for rank, of in peers.items()}
 
 
 def test_without_peers_nothing_is_opened():
-    def talk(roll):
-        mail = mail_of(roll, [])
-        mail.begin(memoryview(b"nobody"), {})
-        return mail.is_done, mail.look()
+    def talk(store_gather):
+        mesh = mail_of(store_gather, [])
+        mesh.begin(memoryview(b"nobody"), {})
+        return mesh.is_done, mesh.poll()
 
     assert on_ranks(2, talk) == {rank: (True, []) for rank in range(2)}
 
 
 def test_a_peer_that_has_gone_is_named():
-    def talk(roll):
-        mail = mail_of(roll)
-        exchange(mail, b"first", [1 - roll.rank])
-        if roll.rank == 1:
-            mail.close()
+    def talk(store_gather):
+        mesh = mail_of(store_gather)
+        exchange(mesh, b"first", [1 - store_gather.rank])
+        if store_gather.rank == 1:
+            mesh.close()
             return None
-        mail.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
+        mesh.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
         deadline = time.monotonic() + LIMIT_S
-        while not mail.failure and time.monotonic() < deadline:
-            mail.look()
-        mail.close()
-        return mail.failure
+        while not mesh.failure and time.monotonic() < deadline:
+            mesh.poll()
+        mesh.close()
+        return mesh.failure
 
     failure = on_ranks(2, talk)[0]
     assert failure.startswith(("the network failed to receive (rank 1)", "the network failed to send (rank 1)"))
@@ -121,19 +121,19 @@ def test_a_peer_that_has_gone_raises_no_signal():
     """Programs that end quietly when a pipe of theirs closes have SIGPIPE kill them."""
     signals, has_gone = [], threading.Event()
 
-    def talk(roll):
-        mail = mail_of(roll)
-        if roll.rank == 1:
-            mail.close()
+    def talk(store_gather):
+        mesh = mail_of(store_gather)
+        if store_gather.rank == 1:
+            mesh.close()
             has_gone.set()
             return None
         has_gone.wait(LIMIT_S)
         for _ in range(3):  # the first one may still leave
-            mail.begin(memoryview(b"hello"), {1: memoryview(bytearray(5))})
+            mesh.begin(memoryview(b"hello"), {1: memoryview(bytearray(5))})
             time.sleep(0.05)
-            mail._leaving, mail._coming = {}, {}
-        mail.close()
-        return mail.failure
+            mesh._leaving, mesh._coming = {}, {}
+        mesh.close()
+        return mesh.failure
 
     before = signal.signal(signal.SIGPIPE, lambda number, _: signals.append(number))
     try:
@@ -158,11 +158,11 @@ def test_a_peer_that_does_not_come_is_named_and_nothing_is_left_open():
 def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
     before = threading.active_count()
 
-    def come(roll):
-        if roll.rank == 0:
-            return mail_of(roll)
+    def come(store_gather):
+        if store_gather.rank == 0:
+            return mail_of(store_gather)
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            return roll.gather("mail", silent.getsockname()[:2])
+            return store_gather.all_gather("mail", silent.getsockname()[:2])
 
     error = on_ranks(2, come, timeout_s=0.3)[0]
     assert isinstance(error, PeerFailureError)
@@ -174,12 +174,12 @@ def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
 
 
 def test_of_several_peers_the_one_that_does_not_connect_is_named():
-    def come(roll):
-        if roll.rank < 2:
-            return mail_of(roll)
+    def come(store_gather):
+        if store_gather.rank < 2:
+            return mail_of(store_gather)
         with (
             socket.create_server(("127.0.0.1", 0)) as silent,
-            socket.create_connection(tuple(roll.gather("mail", silent.getsockname()[:2])[1])) as connection,
+            socket.create_connection(tuple(store_gather.all_gather("mail", silent.getsockname()[:2])[1])) as connection,
         ):
             connection.sendall(SECRET.encode() + bytes(7) + b"\x02")
             time.sleep(1.0)  # to rank 0 it never says a word
@@ -193,12 +193,12 @@ def test_of_several_peers_the_one_that_does_not_connect_is_named():
 
 
 def test_a_peer_that_refuses_is_named_with_its_address():
-    def come(roll):
-        if roll.rank == 1:
-            return mail_of(roll)
+    def come(store_gather):
+        if store_gather.rank == 1:
+            return mail_of(store_gather)
         with socket.create_server(("127.0.0.1", 0)) as left:
             address = left.getsockname()[:2]
-        return roll.gather("mail", address)
+        return store_gather.all_gather("mail", address)
 
     error = on_ranks(2, come)[1]
     assert isinstance(error, OSError)
@@ -215,22 +215,22 @@ def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
 
     monkeypatch.setattr("fusco.control.tcp_mesh.socket.create_connection", connect_late)
 
-    def call(roll):
+    def call(store_gather):
         def wait_in_vain(_, stall):
             raise PeerFailureError(
                 rank=1, peers=(0,), operation="", stall=stall(), reason="nobody waits so long", has_left=False
             )
 
         try:
-            return Mail(roll, [0], "127.0.0.1", SECRET, wait_in_vain)
+            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET, wait_in_vain)
         except PeerFailureError as error:
             may_connect.set()
             return error  # which remembers what there was
 
-    def answer(roll):
+    def answer(store_gather):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(LIMIT_S)
-            roll.gather("mail", listener.getsockname()[:2])
+            store_gather.all_gather("mail", listener.getsockname()[:2])
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(LIMIT_S / 4)
@@ -238,7 +238,7 @@ def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
                     pass
         return "hung up"
 
-    fates = on_ranks(2, lambda roll: call(roll) if roll.rank else answer(roll))
+    fates = on_ranks(2, lambda store_gather: call(store_gather) if store_gather.rank else answer(store_gather))
     assert isinstance(fates[1], PeerFailureError)
     assert fates[0] == "hung up"
 
@@ -246,14 +246,14 @@ def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
 def test_nobody_waits_for_peers_to_connect_once_all_was_given_up():
     before = threading.active_count()
 
-    def come(roll):
+    def come(store_gather):
         def wait_in_vain(*_):
             time.sleep(0.2)  # until it waits for somebody to connect
             raise TransportError("nobody waits so long")
 
-        if roll.rank == 0:
-            return Mail(roll, [1], "127.0.0.1", SECRET, wait_in_vain)
-        return roll.gather("mail", ("127.0.0.1", 9))
+        if store_gather.rank == 0:
+            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET, wait_in_vain)
+        return store_gather.all_gather("mail", ("127.0.0.1", 9))
 
     assert isinstance(on_ranks(2, come)[0], TransportError)
     deadline = time.monotonic() + LIMIT_S / 2
@@ -264,43 +264,43 @@ def test_nobody_waits_for_peers_to_connect_once_all_was_given_up():
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
 def test_strangers_are_turned_away(says):
-    def talk(roll):
-        gather = roll.gather
+    def talk(store_gather):
+        gather = store_gather.gather
 
         def gather_after_a_stranger(stage, value):
-            if roll.rank == 0:
+            if store_gather.rank == 0:
                 with socket.create_connection(tuple(value)) as stranger:
                     stranger.sendall(says)
             return gather(stage, value)
 
-        roll.gather = gather_after_a_stranger
-        mail = mail_of(roll)
+        store_gather.gather = gather_after_a_stranger
+        mesh = mail_of(store_gather)
         try:
-            return exchange(mail, b"hello", [1 - roll.rank])
+            return exchange(mesh, b"hello", [1 - store_gather.rank])
         finally:
-            mail.close()
+            mesh.close()
 
     assert on_ranks(2, talk) == {0: {1: b"hello"}, 1: {0: b"hello"}}
 
 
 def test_strangers_that_stay_are_held_up_to_a_bound():
-    num_strangers, hung_up = 400, []
+    num_unauthenticated, hung_up = 400, []
     with ExitStack() as stack:
 
-        def talk(roll):
-            gather = roll.gather
+        def talk(store_gather):
+            gather = store_gather.gather
 
             def gather_after_strangers(stage, value):
-                if roll.rank == 0:
+                if store_gather.rank == 0:
                     strangers.extend(
-                        stack.enter_context(socket.create_connection(tuple(value))) for _ in range(num_strangers)
+                        stack.enter_context(socket.create_connection(tuple(value))) for _ in range(num_unauthenticated)
                     )
                 return gather(stage, value)
 
             strangers = []
-            roll.gather = gather_after_strangers
-            if roll.rank == 1:
-                roll.gather("mail", None)  # it connects once the others have been looked at
+            store_gather.gather = gather_after_strangers
+            if store_gather.rank == 1:
+                store_gather.all_gather("mail", None)  # it connects once the others have been looked at
                 return
             may_end = threading.Timer(1.0, lambda: None)
             may_end.start()
@@ -316,28 +316,28 @@ def test_strangers_that_stay_are_held_up_to_a_bound():
                 raise TransportError("enough")
 
             with pytest.raises(TransportError, match="enough"):
-                Mail(roll, [1], "127.0.0.1", SECRET, wait_until)
+                TcpMesh(store_gather, [1], "127.0.0.1", SECRET, wait_until)
             return
 
         on_ranks(2, talk)
-    assert hung_up == [b""] * (num_strangers - 256)
+    assert hung_up == [b""] * (num_unauthenticated - 256)
 
 
 @pytest.mark.parametrize("says", [b"", SECRET.encode(), SECRET.encode() + bytes(6)])
 def test_a_stranger_that_stays_and_says_no_more_holds_nobody_up(says):
     with ExitStack() as strangers:
 
-        def talk(roll):
-            gather = roll.gather
+        def talk(store_gather):
+            gather = store_gather.gather
 
             def gather_after_a_stranger(stage, value):
-                if roll.rank == 0:
+                if store_gather.rank == 0:
                     stranger = strangers.enter_context(socket.create_connection(tuple(value)))
                     stranger.sendall(says)
                 return gather(stage, value)
 
-            roll.gather = gather_after_a_stranger
-            with closing(mail_of(roll)) as mail:
-                return exchange(mail, b"hello", [1 - roll.rank])
+            store_gather.gather = gather_after_a_stranger
+            with closing(mail_of(store_gather)) as mesh:
+                return exchange(mesh, b"hello", [1 - store_gather.rank])
 
         assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"hello"}, 1: {0: b"hello"}}

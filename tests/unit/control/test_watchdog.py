@@ -10,8 +10,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from fusco.control.status_server import Sentinel, SentinelAddress, Unasked, Verdict
-from fusco.control.watchdog import Peer, Watch
+from fusco.control.status_server import FailureReport, StatusServer, StatusServerAddress, Unasked
+from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import PeerFailureError, Stall
 
 HOST = "127.0.0.1"
@@ -26,23 +26,25 @@ class Ranks:
     """Rank 0, which watches, and others: each a sentinel of this process and a process of its own that does nothing."""
 
     def __init__(self, stack, num_others):
-        self.own, *self.others = (stack.enter_context(closing(Sentinel("secret", HOST))) for _ in range(num_others + 1))
+        self.own, *self.others = (
+            stack.enter_context(closing(StatusServer("secret", HOST))) for _ in range(num_others + 1)
+        )
         command = [sys.executable, "-Sc", "import time; time.sleep(600)"]
         self.processes = [stack.enter_context(subprocess.Popen(command)) for _ in self.others]
         stack.callback(lambda: [process.kill() for process in self.processes])
         self.peers = {
-            rank: Peer(sentinel.address, process.pid, is_on_this_machine=True)
-            for rank, sentinel, process in zip(itertools.count(1), self.others, self.processes, strict=False)
+            rank: Peer(status_server.address, process.pid, is_on_this_machine=True)
+            for rank, status_server, process in zip(itertools.count(1), self.others, self.processes, strict=False)
         }
-        for sentinel in self.others:
-            sentinel.note(5, "combine #5", "start")
+        for status_server in self.others:
+            status_server.note(5, "combine #5", "start")
         self._stack = stack
 
-    def watch(self, timeout_s=TIMEOUT_S, spin_s=0.0):
+    def watchdog(self, timeout_s=TIMEOUT_S, spin_s=0.0):
         """Rank 0 in the collective that the others are in."""
-        watch = self._stack.enter_context(closing(Watch(0, self.peers, self.own, timeout_s, spin_s)))
-        watch.begin(5, "combine #5")
-        return watch
+        watchdog = self._stack.enter_context(closing(Watchdog(0, self.peers, self.own, timeout_s, spin_s)))
+        watchdog.begin(5, "combine #5")
+        return watchdog
 
     def kill(self, rank):
         self.processes[rank - 1].kill()
@@ -51,11 +53,11 @@ class Ranks:
     def deafen(self, rank):
         """A rank that takes connections, as the kernel does for a stopped process, but never answers."""
         server = self._stack.enter_context(socket.create_server((HOST, 0)))
-        self._move(rank, SentinelAddress(HOST, server.getsockname()[1]))
+        self._move(rank, StatusServerAddress(HOST, server.getsockname()[1]))
 
     def leave(self, rank):
         """A rank that has closed its communicator, but lives on."""
-        with closing(Sentinel("secret", HOST)) as gone:
+        with closing(StatusServer("secret", HOST)) as gone:
             self._move(rank, gone.address)
 
     def _move(self, rank, address):
@@ -68,11 +70,11 @@ def ranks():
         yield Ranks(stack, num_others=3)
 
 
-def failure_of(watch, stall=STALL):
+def failure_of(watchdog, stall=STALL):
     """The error of a wait for what never comes, and how long it took."""
     began = time.monotonic()
     with pytest.raises(PeerFailureError) as caught:
-        watch.wait_until(lambda: False, lambda: stall)
+        watchdog.wait_until(lambda: False, lambda: stall)
     return caught.value, time.monotonic() - began
 
 
@@ -85,30 +87,30 @@ def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
         sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", noted)
-    watch = ranks.watch(spin_s=0.1)
+    watchdog = ranks.watchdog(spin_s=0.1)
     until = time.monotonic() + 0.05
-    watch.wait_until(lambda: time.monotonic() > until, lambda: STALL)
+    watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
     assert set(pauses) == {0}
     until = time.monotonic() + 0.15
-    watch.wait_until(lambda: time.monotonic() > until, lambda: STALL)
+    watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
     assert max(pauses) > 0
 
 
 def test_a_death_is_noticed_while_looking_without_pauses(ranks):
-    watch = ranks.watch(spin_s=10 * TIMEOUT_S)
+    watchdog = ranks.watchdog(spin_s=10 * TIMEOUT_S)
     ranks.kill(1)
-    error, took_s = failure_of(watch)
+    error, took_s = failure_of(watchdog)
     assert error.peers == (1,)
     assert took_s < AT_ONCE_S
 
 
 def test_what_is_ready_needs_no_reason(ranks):
     answers = iter([False, False, True])
-    ranks.watch().wait_until(lambda: next(answers), pytest.fail)
+    ranks.watchdog().wait_until(lambda: next(answers), pytest.fail)
 
 
 def test_the_error_says_who_where_what_was_expected_and_what_was_seen(ranks):
-    error, seconds = failure_of(ranks.watch())
+    error, seconds = failure_of(ranks.watchdog())
     assert str(error).startswith(
         "rank 0 gave up in combine #5, phase 'adding partial sums', waiting for rank(s) 1: "
         "expected 4 chunks, saw 3. Cause: no progress for "
@@ -119,32 +121,34 @@ def test_the_error_says_who_where_what_was_expected_and_what_was_seen(ranks):
 
 def test_if_all_have_come_those_waited_for_are_blamed(ranks):
     ranks.others[0].note(5, "combine #5", "producing sums")
-    error, _ = failure_of(ranks.watch())
+    error, _ = failure_of(ranks.watchdog())
     assert error.peers == (1,)
     assert "rank 1 is in combine #5, phase 'producing sums', for " in error.reason
 
 
 def test_who_waits_for_its_own_device_blames_nobody(ranks):
-    error, _ = failure_of(ranks.watch(), OWN_DEVICE)
+    error, _ = failure_of(ranks.watchdog(), OWN_DEVICE)
     assert (error.peers, error.has_left) == ((), False)
     assert "phase 'waiting for the own device', waiting for no other rank: expected the plan, saw none. " in str(error)
     assert error.reason.endswith(
         " s; rank 0, in phase 'waiting for the own device', waits for none of the others, which are all there"
     )
-    assert {other.verdict for other in ranks.others} == {Verdict((), error.reason, found_by=0, has_left=False)}
+    assert {other.failure_report for other in ranks.others} == {
+        FailureReport((), error.reason, found_by=0, has_left=False)
+    }
 
 
 def test_who_waits_for_its_own_device_notices_any_dead_rank_at_once(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.kill(3)
-    error, seconds = failure_of(watch, OWN_DEVICE)
+    error, seconds = failure_of(watchdog, OWN_DEVICE)
     assert (error.peers, error.has_left) == ((3,), True)
     assert seconds < AT_ONCE_S
 
 
 def test_a_late_rank_is_blamed_rather_than_those_that_wait_for_it(ranks):
     ranks.others[2].note(4, "dispatch #4", "")
-    error, _ = failure_of(ranks.watch())
+    error, _ = failure_of(ranks.watchdog())
     assert error.peers == (3,)
     assert "rank 3 has been outside any fusco call for " in error.reason
     assert "(last call: dispatch #4)" in error.reason
@@ -153,16 +157,16 @@ def test_a_late_rank_is_blamed_rather_than_those_that_wait_for_it(ranks):
 def test_a_silent_rank_is_blamed_rather_than_a_late_one(ranks):
     ranks.others[2].note(4, "dispatch #4", "")
     ranks.deafen(2)
-    error, seconds = failure_of(ranks.watch())
+    error, seconds = failure_of(ranks.watchdog())
     assert error.peers == (2,)
     assert "rank 2 does not answer" in error.reason
     assert seconds < TIMEOUT_S + SLACK_S
 
 
 def test_a_dead_rank_that_is_waited_for_is_noticed_at_once(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.kill(1)
-    error, seconds = failure_of(watch)
+    error, seconds = failure_of(watchdog)
     assert error.peers == (1,)
     assert error.has_left
     assert error.reason == f"rank 1 (pid {ranks.peers[1].pid}) is dead"
@@ -170,31 +174,31 @@ def test_a_dead_rank_that_is_waited_for_is_noticed_at_once(ranks):
 
 
 def test_all_dead_ranks_are_named(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.kill(1)
     ranks.kill(3)
-    assert failure_of(watch)[0].peers == (1, 3)
+    assert failure_of(watchdog)[0].peers == (1, 3)
 
 
 def test_a_rank_that_died_before_it_was_watched_is_dead(ranks):
     ranks.kill(1)
-    error, seconds = failure_of(ranks.watch())
+    error, seconds = failure_of(ranks.watchdog())
     assert error.peers == (1,)
     assert seconds < AT_ONCE_S
 
 
 def test_a_rank_that_died_while_nobody_waits_for_it_is_blamed_in_the_end(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.kill(3)
-    assert failure_of(watch)[0].peers == (3,)
+    assert failure_of(watchdog)[0].peers == (3,)
 
 
 def test_a_network_failure_has_everybody_asked_at_once(ranks):
     ranks.leave(2)
-    watch = ranks.watch()
-    watch.add_network_probe(str)  # another network, which works
-    watch.add_network_probe(lambda: "the network failed to send (rank 2)")
-    error, seconds = failure_of(watch)
+    watchdog = ranks.watchdog()
+    watchdog.add_network_probe(str)  # another network, which works
+    watchdog.add_network_probe(lambda: "the network failed to send (rank 2)")
+    error, seconds = failure_of(watchdog)
     assert error.peers == (2,)
     assert error.reason.startswith("the network failed to send (rank 2); rank 2 is dead or has left")
     assert seconds < AT_ONCE_S
@@ -202,14 +206,16 @@ def test_a_network_failure_has_everybody_asked_at_once(ranks):
 
 def test_everybody_is_told_the_rank_at_fault_too(ranks):
     ranks.others[2].note(4, "dispatch #4", "")
-    error, _ = failure_of(ranks.watch())
-    assert {other.verdict for other in ranks.others} == {Verdict((3,), error.reason, found_by=0, has_left=False)}
+    error, _ = failure_of(ranks.watchdog())
+    assert {other.failure_report for other in ranks.others} == {
+        FailureReport((3,), error.reason, found_by=0, has_left=False)
+    }
 
 
 def test_a_verdict_of_another_rank_is_raised(ranks):
-    watch = ranks.watch()
-    ranks.own.verdict = Verdict((3,), "rank 3 is dead", found_by=2, has_left=True)
-    error, seconds = failure_of(watch)
+    watchdog = ranks.watchdog()
+    ranks.own.failure_report = FailureReport((3,), "rank 3 is dead", found_by=2, has_left=True)
+    error, seconds = failure_of(watchdog)
     assert (error.peers, error.has_left) == ((3,), True)
     assert error.reason == "rank 3 is dead (found by rank 2)"
     assert seconds < AT_ONCE_S
@@ -217,92 +223,94 @@ def test_a_verdict_of_another_rank_is_raised(ranks):
 
 def test_a_verdict_that_comes_during_the_search_is_raised_rather_than_an_own_one(ranks):
     ranks.deafen(1)
-    watch = ranks.watch()
-    told = Verdict((2,), "rank 2 is dead", found_by=3, has_left=True)
-    watch.add_network_probe(lambda: setattr(ranks.own, "verdict", told) or "the network failed")
-    assert failure_of(watch)[0].peers == (2,)
+    watchdog = ranks.watchdog()
+    told = FailureReport((2,), "rank 2 is dead", found_by=3, has_left=True)
+    watchdog.add_network_probe(lambda: setattr(ranks.own, "verdict", told) or "the network failed")
+    assert failure_of(watchdog)[0].peers == (2,)
 
 
 def test_giving_up_tells_all_others(ranks):
-    ranks.watch().give_up("left its communicator")
-    assert {other.verdict for other in ranks.others} == {Verdict((0,), "left its communicator", 0, has_left=True)}
+    ranks.watchdog().give_up("left its communicator")
+    assert {other.failure_report for other in ranks.others} == {
+        FailureReport((0,), "left its communicator", 0, has_left=True)
+    }
 
 
 def test_progress_starts_the_limit_anew(ranks):
-    watch = ranks.watch(timeout_s=1.5)
+    watchdog = ranks.watchdog(timeout_s=1.5)
     began = time.monotonic()
     while time.monotonic() - began < 2:
-        watch.pause(lambda: STALL)
-        watch.progress()
+        watchdog.pause(lambda: STALL)
+        watchdog.progress()
 
 
 def test_a_wait_has_the_whole_limit_however_long_ago_something_moved(ranks):
-    watch = ranks.watch(timeout_s=1.5)
+    watchdog = ranks.watchdog(timeout_s=1.5)
     time.sleep(1.5)
     began = time.monotonic()
-    watch.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
+    watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
 
 
 def test_asking_everybody_raises_only_if_somebody_is_gone(ranks):
-    watch = ranks.watch()
-    assert set(watch.ask_everybody(STALL, "no connection")) == {1, 2, 3}
+    watchdog = ranks.watchdog()
+    assert set(watchdog.ask_everybody(STALL, "no connection")) == {1, 2, 3}
     ranks.kill(2)
     with pytest.raises(PeerFailureError, match=r"no connection; rank 2 .* is dead"):
-        watch.ask_everybody(STALL, "no connection")
+        watchdog.ask_everybody(STALL, "no connection")
 
 
 def test_a_rank_that_has_left_is_named_at_once_by_whoever_waits_for_it(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.own.departures[1] = "left, as nobody closed its communicator"
-    error, seconds = failure_of(watch)
+    error, seconds = failure_of(watchdog)
     assert (error.peers, error.has_left) == ((1,), True)
     assert error.reason == "rank 1 left, as nobody closed its communicator"
     assert seconds < AT_ONCE_S
 
 
 def test_a_rank_that_has_left_is_no_matter_to_who_does_not_wait_for_it(ranks):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.own.departures[2] = "left"
     began = time.monotonic()
-    watch.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
+    watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
 
 
 def test_what_came_from_a_rank_before_it_left_counts(ranks):
-    watch = ranks.watch(timeout_s=20)
+    watchdog = ranks.watchdog(timeout_s=20)
     ranks.own.departures[1] = "left"
     stalls = itertools.chain([STALL], itertools.repeat(Stall("adding partial sums", (2,), "4 chunks", "3")))
     began = time.monotonic()
-    watch.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
+    watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
 
 
 def test_leaving_tells_all_others_and_no_verdict(ranks):
-    ranks.watch().leave("left")
+    ranks.watchdog().leave("left")
     assert [other.departures for other in ranks.others] == [{0: "left"}] * 3
-    assert {other.verdict for other in ranks.others} == {None}
+    assert {other.failure_report for other in ranks.others} == {None}
 
 
 def test_an_error_that_cannot_be_told_is_raised_all_the_same(ranks, monkeypatch):
-    watch = ranks.watch()
+    watchdog = ranks.watchdog()
     ranks.kill(1)
     monkeypatch.setattr(ranks.own, "tell", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     if sys.version_info >= (3, 11):
-        error, _ = failure_of(watch)
+        error, _ = failure_of(watchdog)
         assert error.__notes__ == ["the other ranks could not be told: MemoryError: no room"]
     else:
         with pytest.warns(RuntimeWarning, match="the other ranks could not be told: MemoryError: no room"):
-            error, _ = failure_of(watch)
+            error, _ = failure_of(watchdog)
     assert error.peers == (1,)
 
 
 def test_a_rank_that_could_not_be_asked_is_not_called_dead(ranks, monkeypatch):
     monkeypatch.setattr(ranks.own, "ask", lambda ranks, _: dict.fromkeys(ranks, Unasked("could not be asked")))
-    error, _ = failure_of(ranks.watch(timeout_s=0.5))
+    error, _ = failure_of(ranks.watchdog(timeout_s=0.5))
     assert (error.peers, error.has_left) == ((1,), False)
     assert "rank 1 could not be asked what it does" in error.reason
 
 
 def test_a_verdict_of_another_rank_is_raised_by_who_asks(ranks):
-    watch = ranks.watch()
-    ranks.own.verdict = Verdict((3,), "rank 3 is late", found_by=2, has_left=False)
+    watchdog = ranks.watchdog()
+    ranks.own.failure_report = FailureReport((3,), "rank 3 is late", found_by=2, has_left=False)
     with pytest.raises(PeerFailureError, match=r"rank 3 is late \(found by rank 2\)"):
-        watch.ask_everybody(STALL, "no connection")
+        watchdog.ask_everybody(STALL, "no connection")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from fusco import Capacity, Launch, Settings, StaticSlots
+from fusco import Capacity, Launch, Settings, StaticRows
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_multiprocessors_are_counted(num_sms):
 
 @pytest.mark.parametrize(("num_slots", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
 def test_static_slots_are_as_many_as_kernels_count(num_slots, error):
-    assert StaticSlots(2**31 - 1).num_slots == 2**31 - 1
-    with pytest.raises(error, match=f"num_slots must be .*, got {num_slots}"):
-        StaticSlots(num_slots)
+    assert StaticRows(2**31 - 1).num_rows == 2**31 - 1
+    with pytest.raises(error, match=f"num_rows must be .*, got {num_slots}"):
+        StaticRows(num_slots)

@@ -52,7 +52,7 @@ class Meetings:
 
 
 @dataclass
-class Exchange:
+class RecordExchange:
     """What one rank sends and receives side by side; begun, when the stream has come to it, and what has arrived."""
 
     sends: Sequence[Message]
@@ -66,13 +66,13 @@ class SimulatedNccl:
 
     def __init__(self, machine: Machine, num_ranks: int) -> None:
         self._machine = machine
-        self.exchanges: list[list[Exchange]] = [[] for _ in range(num_ranks)]
+        self.exchanges: list[list[RecordExchange]] = [[] for _ in range(num_ranks)]
 
     def exchange(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], stream: Stream) -> None:
-        number, exchange = len(self.exchanges[rank]), Exchange(sends, receives)
+        number, exchange = len(self.exchanges[rank]), RecordExchange(sends, receives)
         self.exchanges[rank].append(exchange)
 
-        def of(peer: int) -> Exchange | None:
+        def of(peer: int) -> RecordExchange | None:
             known = self.exchanges[peer]
             return known[number] if number < len(known) else None
 
@@ -149,7 +149,7 @@ class SimulatedSession:
 
 
 class SimulatedWatch:
-    """Stands in for ``Watch``: nobody is ever late."""
+    """Stands in for ``Watchdog``: nobody is ever late."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -261,8 +261,8 @@ class World:
         ):
             return self.machine.run(on_rank, self.layout.topology.world_size)
 
-    def _rendezvous(self, memory: torch.Tensor, roll: Roll, ranks: Sequence[int], name: str) -> Mapped:
-        met = self._buffers.meet(roll.rank, (name, memory))
+    def _rendezvous(self, memory: torch.Tensor, store_gather: Roll, ranks: Sequence[int], name: str) -> Mapped:
+        met = self._buffers.meet(store_gather.rank, (name, memory))
         assert {other for other, _ in met} == {name}
         return Mapped([met[rank][1] for rank in ranks])
 

@@ -12,7 +12,7 @@ from fusco.core.errors import SharedMemoryError
 from fusco.cuda import rendezvous as module
 from fusco.cuda.arena import Arena
 from fusco.cuda.layout import DeviceLayout
-from rolls import ThreadsRoll, on_ranks
+from store_gathers import ThreadStoreGather, on_ranks
 
 LAYOUT = DeviceLayout(
     Topology.of_equal_nodes(2, 2), Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1), Settings()
@@ -44,10 +44,10 @@ class SymmetricMemory:
 
 
 def test_a_buffer_that_one_rank_cannot_map_is_nobodys_and_the_next_one_is_everybodys():
-    def share(roll: ThreadsRoll):
-        arena = Arena(LAYOUT, torch.zeros(LAYOUT.offsets["end"], dtype=torch.uint8), roll)
+    def share(store_gather: ThreadStoreGather):
+        arena = Arena(LAYOUT, torch.zeros(LAYOUT.offsets["end"], dtype=torch.uint8), store_gather)
         outcomes = []
-        for mark in (7 * roll.rank, 0):
+        for mark in (7 * store_gather.rank, 0):
             try:
                 arena.share(torch.full((16,), mark, dtype=torch.uint8))
             except SharedMemoryError as error:

@@ -21,17 +21,17 @@ import torch
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
-from fusco.control.bootstrap import Introduction
+from fusco.control.bootstrap import PeerInfo
 from fusco.control.connect import connect
 from fusco.control.layout import SegmentSizes
 from fusco.control.session import Session
 from fusco.core.access import Access
 from fusco.core.config import EngineConfig
-from fusco.core.errors import ClosedError, PeerFailureError, SlotOverflowError, Stall
+from fusco.core.errors import ClosedError, PeerFailureError, RowOverflowError, Stall
 from fusco.cpu.engine import CpuEngine
 from fusco.cpu.layout import CpuLayout
 from fusco.cuda.engine import CudaEngine
-from rolls import on_ranks
+from store_gathers import on_ranks
 
 TIMEOUT_S, SLACK_S = 2.0, 5.0
 LIBRARY = SimpleNamespace(device=torch.device("cpu"), num_sms=4)
@@ -83,7 +83,7 @@ def visible(num_bytes, device):
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
-def mapped(memory, roll, ranks, name):
+def mapped(memory, store_gather, ranks, name):
     return SimpleNamespace(buffer_ptrs=[memory.data_ptr()], get_buffer=lambda rank, size, dtype: memory)
 
 
@@ -114,19 +114,19 @@ def config_for(num_ranks, timeout_s) -> EngineConfig:
     return EngineConfig(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
 
 
-def open_on(roll, timeout_s=TIMEOUT_S) -> Communicator:
+def open_on(store_gather, timeout_s=TIMEOUT_S) -> Communicator:
     """The communicator of a rank, which has launched something."""
     OWN.device = Device()
-    num_ranks = roll.world_size
+    num_ranks = store_gather.world_size
     config = config_for(num_ranks, timeout_s)
     placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
     connections = connect(
-        roll, SegmentSizes.of_control(config.topology), Introduction(["here"] * num_ranks, [], "127.0.0.1")
+        store_gather, SegmentSizes.of_control(config.topology), PeerInfo(["here"] * num_ranks, [], "127.0.0.1")
     )
     engine = CudaEngine(connections, config, placement, LIBRARY)
     with engine._order.on_stream(Launch()):
         pass
-    session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)
+    session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
     return Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
 
 
@@ -139,9 +139,9 @@ def error_of(call):
 
 
 def test_nobody_ends_nccl_before_all_devices_are_done():
-    def close(roll):
-        communicator, began = open_on(roll, timeout_s=20.0), time.monotonic()
-        if roll.rank == 1:
+    def close(store_gather):
+        communicator, began = open_on(store_gather, timeout_s=20.0), time.monotonic()
+        if store_gather.rank == 1:
             OWN.device.is_done = lambda: time.monotonic() > began + 0.5
         communicator.close()
         return OWN.device, began
@@ -158,10 +158,10 @@ def left_alone(befall, timeout_s=TIMEOUT_S):
 
     has_left = threading.Event()
 
-    def close(roll):
-        communicator = open_on(roll, timeout_s)
-        if roll.rank == 1:
-            communicator.leave()
+    def close(store_gather):
+        communicator = open_on(store_gather, timeout_s)
+        if store_gather.rank == 1:
+            communicator.abort()
             has_left.set()
             return None
         has_left.wait()
@@ -186,7 +186,7 @@ def break_off(engine) -> None:
 
 
 def end_network(engine) -> None:
-    engine._network.guard.stall = Stall("the network", (1,), "slice 3", "nothing")
+    engine._network.nccl_watchdog.stall = Stall("the network", (1,), "slice 3", "nothing")
 
 
 def wait_in_vain(engine) -> None:
@@ -221,7 +221,7 @@ def test_an_overflow_is_told_though_a_rank_has_left():
         report.overflow_limit, report.overflow_needed = 8, 9
 
     error, _ = left_alone(overflow)
-    assert type(error) is SlotOverflowError
+    assert type(error) is RowOverflowError
 
 
 def fail() -> bool:
@@ -230,15 +230,15 @@ def fail() -> bool:
 
 @pytest.mark.parametrize("query", [lambda: False, fail], ids=["hangs", "failed"])
 def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
-    def leave(roll):
-        communicator = open_on(roll)
+    def leave(store_gather):
+        communicator = open_on(store_gather)
         engine = communicator._engine
-        address = engine._watch._sentinel.address
+        address = engine._watchdog._status_server.address
         OWN.device.is_done = query
         began = time.monotonic()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            communicator.leave()
+            communicator.abort()
         took_s = time.monotonic() - began
         assert len(engine._arena.buffers) == 1
         with pytest.raises(ConnectionRefusedError):
@@ -254,10 +254,10 @@ def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
 
 
 def test_a_device_that_is_done_keeps_nothing():
-    def leave(roll):
-        communicator = open_on(roll)
+    def leave(store_gather):
+        communicator = open_on(store_gather)
         engine = communicator._engine
-        communicator.leave()
+        communicator.abort()
         assert engine._arena.buffers == []
         return weakref.ref(engine)
 
@@ -268,28 +268,28 @@ def test_a_device_that_is_done_keeps_nothing():
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])
 def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
-    def synchronize(roll):
-        communicator = open_on(roll)
+    def synchronize(store_gather):
+        communicator = open_on(store_gather)
         if has_failed:
             communicator._session.abandon("a test")
         else:
-            communicator.leave()
+            communicator.abort()
         error = error_of(communicator.synchronize)
-        communicator.leave()
+        communicator.abort()
         return error
 
     assert type(on_ranks(1, synchronize)[0]) is ClosedError
 
 
 def test_nor_is_anybody_on_the_cpu():
-    def synchronize(roll):
+    def synchronize(store_gather):
         config = config_for(1, TIMEOUT_S)
-        connections = connect(roll, CpuLayout.of(config).segment_sizes, Introduction(["here"], [], "127.0.0.1"))
+        connections = connect(store_gather, CpuLayout.of(config).segment_sizes, PeerInfo(["here"], [], "127.0.0.1"))
         engine = CpuEngine(connections, config)
-        session = Session(roll.rank, connections, Access("a communicator"), on_broken=engine.abort)
+        session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
         communicator = Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
         communicator.synchronize()
-        communicator.leave()
+        communicator.abort()
         return error_of(communicator.synchronize)
 
     assert type(on_ranks(1, synchronize)[0]) is ClosedError

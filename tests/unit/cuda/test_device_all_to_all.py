@@ -13,9 +13,9 @@ import torch
 from fusco.bench.matrices import MatrixKind, make_matrix
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
-from fusco.cuda.all_to_all import RoundsOfMessages
+from fusco.cuda.all_to_all import MessageRounds
 from fusco.reference import copy_segments as twin
-from fusco.schedule.itinerary import make_itinerary
+from fusco.schedule.rank_schedule import make_rank_schedule
 from fusco.schedule.schedule import make_schedule
 from generator import any_bits
 
@@ -65,11 +65,11 @@ def exchange(topology, matrix, mode):
     sent = [any_bits((int(matrix[rank].sum()),), torch.uint8, "sent", rank) for rank in range(topology.world_size)]
 
     def run(rank):
-        itinerary, profile = make_itinerary(schedule, rank), CallProfile()
+        rank_schedule, profile = make_rank_schedule(schedule, rank), CallProfile()
         output = torch.full((int(matrix[:, rank].sum()),), 0xFF, dtype=torch.uint8)
-        spare = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in itinerary.spare_bytes]
+        spare = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in rank_schedule.spare_bytes]
         memories = [sent[rank], output, *spare]
-        RoundsOfMessages(itinerary, memories, Network(rank, mailboxes), twin.copy_segments).run(profile)
+        MessageRounds(rank_schedule, memories, Network(rank, mailboxes), twin.copy_segments).run(profile)
         return output, profile
 
     with ThreadPoolExecutor(topology.world_size) as threads:

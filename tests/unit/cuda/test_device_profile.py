@@ -20,7 +20,7 @@ class Engine(CudaEngine):
     """An engine on one node, whose byte streams move nothing."""
 
     def __init__(self, rank: int) -> None:
-        self._topology, self._rank, self._network, self._watch = Topology((0, 0, 0)), rank, None, mock.Mock()
+        self._topology, self._rank, self._network, self._watchdog = Topology((0, 0, 0)), rank, None, mock.Mock()
         self._order = SimpleNamespace(on_stream=lambda *_: nullcontext())
 
     def _streams(self, _stream):

@@ -16,7 +16,7 @@ from simulated_nodes import Rank, World
 from test_internode import PAYLOADS, Play, Scene
 
 from comparison import assert_same_bits
-from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
+from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena
@@ -139,7 +139,7 @@ EPOCHS = [1, 2, 3, 9]  # PLAN_EPOCH, ROWS_EPOCH, COMBINE_EPOCH and STAGED_EPOCH 
 
 
 class Repeated:
-    """Dispatches into static slots of one node, one after the other, which no host waits for."""
+    """Dispatches into static rows of one node, one after the other, which no host waits for."""
 
     def __init__(self, folder, order: int, num_ranks: int = 2, timeout_s: float = 60.0, patience: int = 1) -> None:
         capacity = Capacity(max_tokens_per_rank=NUM_TOKENS, max_bytes_per_token=8, num_topk=NUM_TOPK)
@@ -160,7 +160,7 @@ class Repeated:
             placement=self.placement,
             balancer=lambda *_: None,
             expert_alignment=1,
-            static=StaticSlots(self.layout.num_ranks * NUM_TOKENS * NUM_TOPK),
+            static=StaticRows(self.layout.num_ranks * NUM_TOKENS * NUM_TOPK),
             launch=Launch(),
         )
 

@@ -30,7 +30,7 @@ from fusco import (
     Launch,
     MismatchError,
     Settings,
-    StaticSlots,
+    StaticRows,
     Topology,
 )
 from fusco.core.profile import CallProfile
@@ -190,7 +190,7 @@ class Play:
             placement=scene.placement,
             balancer=BALANCERS[scene.balancer],
             expert_alignment=scene.alignment,
-            static=StaticSlots(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
+            static=StaticRows(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
             launch=Launch(),
         )
 

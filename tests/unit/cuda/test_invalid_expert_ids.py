@@ -9,7 +9,7 @@ import torch
 from simulated_device import Machine
 from simulated_nodes import Rank, World
 
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, StaticSlots, Topology
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -18,7 +18,7 @@ from fusco.planner.routing import Routing
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK = 3, 6, 2
 PLACEMENT = ExpertPlacement.contiguous(NUM_EXPERTS, NUM_RANKS)
 RANGE = "is no expert: ids go from 0 to 5, and -1 means none"
-STATIC = StaticSlots(64)
+STATIC = StaticRows(64)
 
 
 def ids(num_tokens: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def with_stranger(stranger: int, token: int) -> torch.Tensor:
     return wrong
 
 
-def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticSlots | None) -> Exception | None:
+def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticRows | None) -> Exception | None:
     request = DispatchRequest(
         routing=Routing(topk_idx),
         payloads=[torch.zeros(len(topk_idx), 4)],
@@ -73,7 +73,7 @@ def test_an_exact_dispatch_is_not_blamed_for_an_earlier_one(order, num_tokens):
     for rejection, pending, again in on_ranks(program, order):
         assert rejection is None
         assert type(pending) is ValueError
-        assert str(pending) == f"in an earlier dispatch into static slots, rank 1 gave topk_idx[5, 1] = 99 {RANGE}"
+        assert str(pending) == f"in an earlier dispatch into static rows, rank 1 gave topk_idx[5, 1] = 99 {RANGE}"
         assert again is None
 
 

@@ -51,7 +51,7 @@ def plan_of_rank_0() -> InternodePlan:
     )
 
 
-class Streams:
+class CpuSegmentChannels:
     """Streams of PyTorch's, of which one is current, and who reads which memory."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Streams:
         return self.readers.get(tensor.untyped_storage().data_ptr(), set())
 
     @contextmanager
-    def installed(self) -> Iterator[Streams]:
+    def installed(self) -> Iterator[CpuSegmentChannels]:
         def record(tensor: torch.Tensor, stream: Stream) -> None:
             self.readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream.cuda_stream)
 
@@ -85,8 +85,8 @@ class Streams:
 
 
 @pytest.fixture
-def streams() -> Iterator[Streams]:
-    with Streams().installed() as streams:
+def streams() -> Iterator[CpuSegmentChannels]:
+    with CpuSegmentChannels().installed() as streams:
         yield streams
 
 
@@ -126,7 +126,7 @@ VERBS = pytest.mark.parametrize("verb", [combine, dispatch_again])
 
 
 @VERBS
-def test_a_plan_lives_until_the_own_stream_has_read_it(streams: Streams, verb):
+def test_a_plan_lives_until_the_own_stream_has_read_it(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     verb(engine, plan, rows, Launch(own_stream=True))
     own = {engine._shuffle.stream.cuda_stream}
@@ -136,7 +136,7 @@ def test_a_plan_lives_until_the_own_stream_has_read_it(streams: Streams, verb):
 
 
 @VERBS
-def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: Streams, verb):
+def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     streams.current = streams.others
     verb(engine, plan, rows, Launch())
@@ -145,7 +145,7 @@ def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: St
 
 
 @VERBS
-def test_what_was_copied_from_a_plan_lives_as_long(streams: Streams, verb):
+def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     copies = [plan.own_rows, *plan.slices(1)]
     assert len(copies) == 3

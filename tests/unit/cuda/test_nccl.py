@@ -14,7 +14,7 @@ import torch
 from fusco.core.errors import PeerFailureError, TransportError
 from fusco.cuda import nccl
 from fusco.cuda.nccl import Message, NcclTransport
-from rolls import ThreadsRoll, on_ranks
+from store_gathers import ThreadStoreGather, on_ranks
 
 DEVICE = torch.device("cuda", 3)
 ID = bytes(range(128, 256))[::-1][:64] + bytes(64)[:-1] + b"\x01"  # zeros inside, and something behind them
@@ -106,8 +106,8 @@ def library():
         yield stand_in
 
 
-def connect(roll: ThreadsRoll) -> NcclTransport:
-    return NcclTransport(roll, DEVICE, roll.wait_until)
+def connect(store_gather: ThreadStoreGather) -> NcclTransport:
+    return NcclTransport(store_gather, DEVICE, store_gather.wait_until)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_rank_0s_id_reaches_all_ranks_whole(library):
 
 
 def test_channels_are_all_that_nccl_is_told(library):
-    on_ranks(1, lambda roll: NcclTransport(roll, DEVICE, roll.wait_until, channels_per_peer=4))
+    on_ranks(1, lambda store_gather: NcclTransport(store_gather, DEVICE, store_gather.wait_until, channels_per_peer=4))
     (*_, told) = library.calls[-1]
     # As NCCL's header has it for this version.
     assert (told.pop("size"), told.pop("magic"), told.pop("version")) == (80, 0xCAFEBEEF, 22800)
@@ -138,7 +138,7 @@ def test_channels_are_all_that_nccl_is_told(library):
 
 def test_an_nccl_that_cannot_be_told_goes_without(library):
     library.version = 22702
-    on_ranks(1, lambda roll: NcclTransport(roll, DEVICE, roll.wait_until, channels_per_peer=4))
+    on_ranks(1, lambda store_gather: NcclTransport(store_gather, DEVICE, store_gather.wait_until, channels_per_peer=4))
     assert library.calls[-1] == ("connect", 1, ID, 0)
 
 
@@ -161,7 +161,11 @@ def test_a_rank_that_does_not_connect_is_not_waited_for_beyond_the_limit(library
     may_connect = threading.Event()
     library.ncclCommInitRank = lambda *_: may_connect.wait() and 0
     began = time.monotonic()
-    error = on_ranks(2, lambda roll: connect(roll) if roll.rank == 0 else roll.gather("nccl", ""), timeout_s=0.2)[0]
+    error = on_ranks(
+        2,
+        lambda store_gather: connect(store_gather) if store_gather.rank == 0 else store_gather.all_gather("nccl", ""),
+        timeout_s=0.2,
+    )[0]
     assert 0.2 <= time.monotonic() - began < 0.2 + SLACK_S
     may_connect.set()
     assert type(error) is PeerFailureError

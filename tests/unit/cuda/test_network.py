@@ -12,7 +12,7 @@ import torch
 
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message
-from fusco.cuda.network import Guard, Network
+from fusco.cuda.network import NcclWatchdog, Network
 
 DEVICE = torch.device("cuda", 3)
 LIMIT_S, NO_LIMIT_S = 0.3, 600.0
@@ -40,7 +40,7 @@ class Nccl:
         self.finishes.append(time.monotonic())
 
 
-class Watch:
+class Watchdog:
     is_anybody_gone = False
 
     def wait_until(self, is_ready, stall) -> None:
@@ -51,33 +51,33 @@ class Scene:
     """A guard, and what it has done."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.nccl, self.watch = Nccl(), Watch()
+        self.nccl, self.watchdog = Nccl(), Watchdog()
         self.calls: list[tuple[Stall | None, int]] = []  # the stall and the aborts when the guard said that it gives up
         self._is_made = threading.Event()
-        self.guard = Guard(self.nccl, self.watch, timeout_s, DEVICE, self._note_stall)
+        self.nccl_watchdog = NcclWatchdog(self.nccl, self.watchdog, timeout_s, DEVICE, self._note_stall)
         self._is_made.set()
         self.began = time.monotonic()
-        self.close = self.guard.close
+        self.close = self.nccl_watchdog.close
 
     def _note_stall(self) -> None:
         self._is_made.wait(SLACK_S)
-        self.calls.append((self.guard.stall, len(self.nccl.aborts)))
+        self.calls.append((self.nccl_watchdog.stall, len(self.nccl.aborts)))
 
     def watch_over(self, what: str, done_after_s: float) -> None:
-        self.guard.watch_over(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
+        self.nccl_watchdog.watch_over(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
 
     def gave_up_on(self, what: str) -> float:
         """After how long the guard gave up; what it waited for was this, and it said so once, then ended everything."""
         assert self.nccl.has_aborted.wait(SLACK_S)
-        self.guard.close()  # when it has done all that it does
-        assert self.guard.stall == stall_of(what)
+        self.nccl_watchdog.close()  # when it has done all that it does
+        assert self.nccl_watchdog.stall == stall_of(what)
         assert self.calls == [(stall_of(what), 0)]
         assert len(self.nccl.aborts) == 1
         return self.nccl.aborts[0] - self.began
 
     @property
     def is_untouched(self) -> bool:
-        return (self.guard.stall, self.calls, self.nccl.aborts) == (None, [], [])
+        return (self.nccl_watchdog.stall, self.calls, self.nccl.aborts) == (None, [], [])
 
 
 def stall_of(what: str) -> Stall:
@@ -94,7 +94,7 @@ def test_what_gets_done_in_time_is_left_alone_however_long_all_of_it_takes():
             scene.watch_over(f"slice {number}", done_after_s=number * LIMIT_S / 3)
         time.sleep(3 * LIMIT_S)
         assert scene.is_untouched
-        assert scene.guard._thread.is_alive()
+        assert scene.nccl_watchdog._thread.is_alive()
 
 
 def test_a_guard_gives_up_when_nothing_has_been_done_for_the_limit():
@@ -127,7 +127,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
         time.sleep(0.1)
         assert scene.is_untouched
         if fault == "a rank is gone":
-            scene.watch.is_anybody_gone = True
+            scene.watchdog.is_anybody_gone = True
         else:
             scene.nccl.failure = "NCCL: socket closed"
         assert scene.gave_up_on("slice 0") < SLACK_S
@@ -135,7 +135,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
 
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.watch.is_anybody_gone = True
+        scene.watchdog.is_anybody_gone = True
         scene.watch_over("slice 0", done_after_s=0.0)
         time.sleep(0.1)
         assert scene.is_untouched
@@ -145,9 +145,9 @@ def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
 def test_closing_ends_the_thread_and_nothing_else(num_under_way):
     scene = Scene(NO_LIMIT_S)
     for number in range(num_under_way):
-        scene.guard.watch_over(never, stall_of(f"slice {number}"))
+        scene.nccl_watchdog.watch_over(never, stall_of(f"slice {number}"))
     scene.close()
-    assert not scene.guard._thread.is_alive()
+    assert not scene.nccl_watchdog._thread.is_alive()
     assert scene.is_untouched
 
 
@@ -158,7 +158,7 @@ def test_an_idle_guard_takes_no_time():
         began = time.process_time()
         time.sleep(0.3)
         assert time.process_time() - began < 0.1
-        assert scene.guard._thread.is_alive()
+        assert scene.nccl_watchdog._thread.is_alive()
 
 
 def test_a_guard_that_cannot_look_gives_up_and_says_why():
@@ -166,12 +166,15 @@ def test_a_guard_that_cannot_look_gives_up_and_says_why():
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.guard.watch_over(fail, stall_of("slice 0"))
+        scene.nccl_watchdog.watch_over(fail, stall_of("slice 0"))
         assert scene.nccl.has_aborted.wait(SLACK_S)
-        scene.guard.close()
-        assert scene.guard.stall.phase == "looking after the network"
-        assert scene.guard.stall.seen == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
-        assert scene.calls == [(scene.guard.stall, 0)]
+        scene.nccl_watchdog.close()
+        assert scene.nccl_watchdog.stall.phase == "looking after the network"
+        assert (
+            scene.nccl_watchdog.stall.seen
+            == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+        )
+        assert scene.calls == [(scene.nccl_watchdog.stall, 0)]
 
 
 def test_a_guard_enters_its_device_before_it_looks():
@@ -182,9 +185,9 @@ def test_a_guard_enters_its_device_before_it_looks():
         deeds.append((device, threading.current_thread()))
 
     with mock.patch("fusco.cuda.network.enter_device", enter), closing(Scene(NO_LIMIT_S)) as scene:
-        scene.guard.watch_over(lambda: not deeds.append("a look"), stall_of("slice 0"))
+        scene.nccl_watchdog.watch_over(lambda: not deeds.append("a look"), stall_of("slice 0"))
         time.sleep(0.3)
-    assert deeds == [(DEVICE, scene.guard._thread), "a look"]
+    assert deeds == [(DEVICE, scene.nccl_watchdog._thread), "a look"]
 
 
 def test_a_guard_that_cannot_enter_its_device_gives_up():
@@ -193,7 +196,7 @@ def test_a_guard_that_cannot_enter_its_device_gives_up():
         closing(Scene(NO_LIMIT_S)) as scene,
     ):
         assert scene.nccl.has_aborted.wait(SLACK_S)
-        assert scene.guard.stall.seen == "TransportError: no"
+        assert scene.nccl_watchdog.stall.seen == "TransportError: no"
 
 
 def test_a_guard_that_is_held_up_is_not_waited_for():
@@ -201,19 +204,19 @@ def test_a_guard_that_is_held_up_is_not_waited_for():
     may_end = threading.Event()
     with mock.patch.object(scene.nccl, "abort", may_end.wait):
         scene.watch_over("slice 0", NO_LIMIT_S)
-        while scene.guard.stall is None:
+        while scene.nccl_watchdog.stall is None:
             time.sleep(0.01)
         began = time.monotonic()
         scene.close()
         assert time.monotonic() - began < LIMIT_S + SLACK_S
-        assert scene.guard._thread.is_alive()
+        assert scene.nccl_watchdog._thread.is_alive()
         may_end.set()
 
 
 def test_a_guard_looks_now_and_then():
     looks = []
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.guard.watch_over(lambda: bool(looks.append(time.monotonic())), stall_of("slice 0"))
+        scene.nccl_watchdog.watch_over(lambda: bool(looks.append(time.monotonic())), stall_of("slice 0"))
         time.sleep(0.4)
     took_s = time.monotonic() - scene.began
     assert 2 <= len(looks) <= took_s / 0.02 + 2
@@ -243,7 +246,7 @@ def network_to(num_remote_nodes):
         mock.patch.object(torch.cuda, "Event", Event),
     ):
         stream = mock.Mock(cuda_stream=77, device=DEVICE)
-        network = Network(mock.Mock(), Watch(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
+        network = Network(mock.Mock(), Watchdog(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
         yield network
         network.close()
 
@@ -269,13 +272,13 @@ def test_messages_are_watched_over_until_the_event_behind_them(network):
     assert Event.made == [done]
     assert done.stream is network.stream
     assert network._nccl.has_aborted.wait(SLACK_S)
-    assert network.guard.stall == Stall("the network", (2, 3), "slice 4", "not all of 2,000 bytes")
+    assert network.nccl_watchdog.stall == Stall("the network", (2, 3), "slice 4", "not all of 2,000 bytes")
 
 
 def test_messages_that_have_travelled_are_forgotten(network):
     network.exchange(SENDS, RECEIVES, "slice 4").is_done = True
     time.sleep(1.5 * LIMIT_S)
-    assert network.guard.stall is None
+    assert network.nccl_watchdog.stall is None
     assert not network._nccl.aborts
 
 
@@ -284,21 +287,21 @@ def test_a_launch_that_hangs_is_ended_within_the_limit(network):
     began = time.monotonic()
     network.exchange(SENDS, [], "routing")
     assert LIMIT_S <= time.monotonic() - began < LIMIT_S + SLACK_S
-    assert network.guard.stall == Stall("the network", (3,), "routing", "not all of 0 bytes")
+    assert network.nccl_watchdog.stall == Stall("the network", (3,), "routing", "not all of 0 bytes")
 
 
 def test_closing_a_network_ends_what_is_under_way(network):
     network.exchange(SENDS, RECEIVES, "slice 4")
     network.close()
-    assert not network.guard._thread.is_alive()
-    assert network.guard.stall is None
+    assert not network.nccl_watchdog._thread.is_alive()
+    assert network.nccl_watchdog.stall is None
     assert len(network._nccl.aborts) == 1
 
 
 def test_a_network_that_finishes_ends_nothing(network):
     network.exchange(SENDS, RECEIVES, "slice 4").is_done = True
     network.finish()
-    assert not network.guard._thread.is_alive()
+    assert not network.nccl_watchdog._thread.is_alive()
     assert (len(network._nccl.finishes), network._nccl.aborts) == (1, [])
 
 

@@ -24,7 +24,7 @@ COUNTS = own_backlog("the number of rows for each node")
 
 
 class Patience:
-    """Stands in for ``Watch``: asks for words at the beginning of a wait, and at its end."""
+    """Stands in for ``Watchdog``: asks for words at the beginning of a wait, and at its end."""
 
     def __init__(self, machine: Machine, work: Work) -> None:
         self._machine, self._work = machine, work
@@ -55,7 +55,7 @@ def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[b
 
     def program(at: Rank) -> list[tuple[bool, Stall]]:
         ids, payload = torch.arange(4).view(4, 1), torch.zeros(4, 4)
-        at.context.watch = watch = Patience(machine, Work(at))
+        at.context.watchdog = watchdog = Patience(machine, Work(at))
         request = DispatchRequest(
             routing=Routing(ids),
             payloads=[payload],
@@ -66,7 +66,7 @@ def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[b
             launch=Launch(),
         )
         at.dispatch(request)
-        return watch.stalls
+        return watchdog.stalls
 
     return World(DeviceLayout(topology, capacity, Settings(slice_bytes=64)), PLACEMENT, machine).run(program)
 
@@ -91,11 +91,11 @@ class Engine(CudaEngine):
     """An engine with work under way."""
 
     def __init__(self) -> None:
-        self._order, self._watch = mock.Mock(), mock.Mock()
+        self._order, self._watchdog = mock.Mock(), mock.Mock()
 
 
 def test_synchronize_waits_for_no_peer():
     engine = Engine()
     engine.synchronize()
-    _, stall = engine._watch.wait_until.call_args.args
+    _, stall = engine._watchdog.wait_until.call_args.args
     assert stall() == own_backlog("everything launched to be done")

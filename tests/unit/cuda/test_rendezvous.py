@@ -1,4 +1,4 @@
-"""Symmetric memory's rendezvous through a roll call, with a stand-in for PyTorch's that counts as it does."""
+"""Symmetric memory's rendezvous through an all-gather, with a stand-in for PyTorch's that counts as it does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, _resolve_process_group
 from fusco.core.errors import PeerFailureError, SharedMemoryError
 from fusco.cuda import rendezvous as module
 from fusco.cuda.rendezvous import rendezvous
-from rolls import ThreadsRoll, on_ranks
+from store_gathers import ThreadStoreGather, on_ranks
 
 SLACK_S = 5.0
 
@@ -63,22 +63,22 @@ def symmetric_memory():
         yield stand_in
 
 
-def meet(roll: ThreadsRoll, nodes, name: str = "arena"):
-    ranks = next(ranks for ranks in nodes if roll.rank in ranks)
-    return rendezvous(torch.tensor([roll.rank]), roll, ranks, name)
+def meet(store_gather: ThreadStoreGather, nodes, name: str = "arena"):
+    ranks = next(ranks for ranks in nodes if store_gather.rank in ranks)
+    return rendezvous(torch.tensor([store_gather.rank]), store_gather, ranks, name)
 
 
 @pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5))], ids=str)
 def test_ranks_that_count_differently_meet_those_of_their_node(symmetric_memory, nodes):
-    met = on_ranks(sum(map(len, nodes)), lambda roll: meet(roll, nodes))
+    met = on_ranks(sum(map(len, nodes)), lambda store_gather: meet(store_gather, nodes))
     for ranks in nodes:
         expected = [[f"{number} of {rank}" for rank in ranks] for number in range(2)]
         assert [met[rank] for rank in ranks] == [expected] * len(ranks)
 
 
 def test_ranks_meet_again_under_another_name(symmetric_memory):
-    def meet_twice(roll):
-        return [meet(roll, ((0, 1),), name) for name in ("arena", "a buffer")]
+    def meet_twice(store_gather):
+        return [meet(store_gather, ((0, 1),), name) for name in ("arena", "a buffer")]
 
     expected = [[f"{number} of {rank}" for rank in range(2)] for number in range(2)]
     assert list(on_ranks(2, meet_twice).values()) == [[expected] * 2] * 2
@@ -86,7 +86,7 @@ def test_ranks_meet_again_under_another_name(symmetric_memory):
 
 def test_nodes_may_differ_in_how_often_they_gather(symmetric_memory):
     symmetric_memory.num_gathers = lambda rank: 2 if rank < 2 else 5
-    met = on_ranks(4, lambda roll: meet(roll, ((0, 1), (2, 3))))
+    met = on_ranks(4, lambda store_gather: meet(store_gather, ((0, 1), (2, 3))))
     assert [len(met[rank]) for rank in range(4)] == [2, 2, 5, 5]
 
 
@@ -94,11 +94,11 @@ def test_a_value_may_have_any_bytes():
     value = bytes(range(256))
     stores = {}
 
-    def exchange(roll):
-        stores[roll.rank] = store = module._RollCallStore(roll, [0, 1], "arena")
+    def exchange(store_gather):
+        stores[store_gather.rank] = store = module._StoreGatherStore(store_gather, [0, 1], "arena")
         through_cpp = PrefixStore("any", store)
-        through_cpp.set(f"7/{roll.rank}", value[roll.rank :])
-        return [through_cpp.get(f"{8 + roll.rank}/{rank}") for rank in range(2)]
+        through_cpp.set(f"7/{store_gather.rank}", value[store_gather.rank :])
+        return [through_cpp.get(f"{8 + store_gather.rank}/{rank}") for rank in range(2)]
 
     assert list(on_ranks(2, exchange).values()) == [[value, value[1:]]] * 2
     assert [store.failure for store in stores.values()] == [None, None]
@@ -106,7 +106,7 @@ def test_a_value_may_have_any_bytes():
 
 def test_a_rank_that_does_not_come_is_named(symmetric_memory):
     began = time.monotonic()
-    errors = on_ranks(3, lambda roll: meet(roll, ((0, 1, 2),)), absent=(1,), timeout_s=0.2)
+    errors = on_ranks(3, lambda store_gather: meet(store_gather, ((0, 1, 2),)), absent=(1,), timeout_s=0.2)
     assert time.monotonic() - began < 0.2 + SLACK_S
     assert {type(error) for error in errors.values()} == {PeerFailureError}
     assert [error.peers for error in errors.values()] == [(1,), (1,)]
@@ -118,7 +118,7 @@ def test_whatever_else_fails_is_told_in_its_own_words(symmetric_memory):
         raise RuntimeError("CUDA driver error: peer access is not supported\nException raised from here and there")
 
     with mock.patch.object(symmetric_memory, "rendezvous", fail):
-        error = on_ranks(1, lambda roll: meet(roll, ((0,),)))[0]
+        error = on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))[0]
     assert type(error) is SharedMemoryError
     assert str(error).startswith(
         "rank 0: peers' memory could not be mapped on cpu: CUDA driver error: peer access is not supported. Ranks of a "
@@ -133,7 +133,7 @@ def test_what_one_rank_cannot_map_no_rank_has(symmetric_memory, nodes, after_gat
             raise RuntimeError("CUDA driver error: peer access is not supported")
 
     symmetric_memory.after_gather = fail
-    errors = on_ranks(3, lambda roll: meet(roll, nodes))
+    errors = on_ranks(3, lambda store_gather: meet(store_gather, nodes))
     assert {type(error) for error in errors.values()} == {SharedMemoryError}
     assert all(str(error).startswith("rank 1: peers' memory could not be mapped on cpu:") for error in errors.values())
 
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_before_it_hands_its_memory_over_is_named(symmetric_mem
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / f"symm_mem-{os.getpid()}"))
         began = time.monotonic()
-        errors = on_ranks(2, lambda roll: meet(roll, ((0, 1),)), timeout_s=1.0)
+        errors = on_ranks(2, lambda store_gather: meet(store_gather, ((0, 1),)), timeout_s=1.0)
         assert time.monotonic() - began < 1.5 + SLACK_S
         assert channel.fileno() >= 0
     assert type(errors[0]) is PeerFailureError
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_before_it_hands_its_memory_over_is_named(symmetric_mem
 def test_no_other_socket_is_given_a_limit(symmetric_memory, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(tmp_path / "somebody's"))
-        on_ranks(1, lambda roll: meet(roll, ((0,),)))
+        on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))
         assert not any(other.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
 
 
@@ -178,7 +178,7 @@ def test_the_group_is_gone_afterwards(symmetric_memory, fails):
 
     with mock.patch.object(symmetric_memory, "rendezvous", end):
         for _ in range(2):  # under the same name, which must be free again
-            on_ranks(1, lambda roll: meet(roll, ((0,),)))
+            on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))
     assert known == [1, 1]
     with pytest.raises(RuntimeError, match="arena of rank 0"):
         _resolve_process_group("arena of rank 0")

@@ -24,7 +24,7 @@ _FEW_SMS, _MANY_SMS = 32, 128  # either kind of launch: with a budget, and with 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelShape:
-    """What kernels are compiled for: ranks of a node, expert slots of a token, and rows of a dtype.
+    """What kernels are compiled for: ranks of a node, experts of a token (top-k), and rows of a dtype.
 
     ids are int64 and weights float32, as routers give them.
     """

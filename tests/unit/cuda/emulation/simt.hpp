@@ -34,7 +34,7 @@ template <typename T, int NUMBER> T& shared() {
     return *static_cast<T*>(shared_at(&key, sizeof(T)));
 }
 
-// Exchange a value among all lanes of the warp: `look` gets a function from lane to value.
+// RecordExchange a value among all lanes of the warp: `look` gets a function from lane to value.
 template <typename T, typename F> auto with_all_lanes(T mine, F&& look) {
     std::uint64_t* const slots = warp_slots();
     std::uint64_t bits = 0;

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import Topology
-from fusco.engine.all_to_all import cut
+from fusco.engine.all_to_all import cut_flow
 from fusco.schedule import make_schedule
-from fusco.schedule.itinerary import ARRIVED, CARRIED, INPUT, NUM_MEMORIES, OUTPUT, Course, make_itinerary
+from fusco.schedule.rank_schedule import ARRIVED, CARRIED, INPUT, NUM_MEMORIES, OUTPUT, Flow, make_rank_schedule
 from matrices import families
 
 MODES = ["exact", "few", "spread-out"]
@@ -22,15 +22,15 @@ UNWRITTEN = -1
 class Rank:
     """A rank's memories, in which every byte of a message has a number of its own, and what it still has to do."""
 
-    def __init__(self, itinerary, rank, rank_bytes, slice_bytes):
-        self.memories = [np.full(size, UNWRITTEN) for size in itinerary.memory_bytes]
+    def __init__(self, rank_schedule, rank, rank_bytes, slice_bytes):
+        self.memories = [np.full(size, UNWRITTEN) for size in rank_schedule.memory_bytes]
         self.memories[INPUT][:] = labels(rank_bytes, [(rank, dst) for dst in range(len(rank_bytes))])
-        self.filled = [0] * itinerary.num_regions
-        within, across = itinerary.sends_within, itinerary.sends_across
-        self.sends = [messages(courses, slice_bytes) for courses in (*within.values(), across)]
-        self.receives = {peer: messages(courses, slice_bytes) for peer, courses in itinerary.receives_within.items()}
-        self.crossing = messages(itinerary.receives_across, slice_bytes)
-        (source, *_), (target, *_) = (pieces.tolist() for pieces in itinerary.own)
+        self.filled = [0] * rank_schedule.num_regions
+        within, across = rank_schedule.sends_within, rank_schedule.sends_across
+        self.sends = [messages(flows, slice_bytes) for flows in (*within.values(), across)]
+        self.receives = {peer: messages(flows, slice_bytes) for peer, flows in rank_schedule.receives_within.items()}
+        self.crossing = messages(rank_schedule.receives_across, slice_bytes)
+        (source, *_), (target, *_) = (pieces.tolist() for pieces in rank_schedule.own)
         self.write([(OUTPUT, *target[1:])], self.memories[INPUT][source[1] :][: source[2]])
 
     def is_ready(self, message):
@@ -57,8 +57,8 @@ def labels(rank_bytes, pairs):
     return np.concatenate(parts)
 
 
-def messages(courses, slice_bytes):
-    return [message for course in courses for message in cut(course, slice_bytes)]
+def messages(flows, slice_bytes):
+    return [message for flow in flows for message in cut_flow(flow, slice_bytes)]
 
 
 def deliver(sender, rank, ranks, topology):
@@ -75,10 +75,10 @@ def deliver(sender, rank, ranks, topology):
 
 
 def follow(rank_bytes, topology, mode, slice_bytes, seed=0):
-    """Follow all itineraries in random order; everything is checked."""
+    """Follow all rank_schedules in random order; everything is checked."""
     schedule = make_schedule(rank_bytes, topology, mode=mode)
     size = topology.world_size
-    ranks = [Rank(make_itinerary(schedule, rank), rank, rank_bytes, slice_bytes) for rank in range(size)]
+    ranks = [Rank(make_rank_schedule(schedule, rank), rank, rank_bytes, slice_bytes) for rank in range(size)]
     choice = random.Random(seed)
     while any(senders := [(sends, rank) for rank in range(size) for sends in ranks[rank].sends if sends]):
         choice.shuffle(senders)
@@ -127,10 +127,10 @@ def test_balancing_comes_in_the_order_of_stages():
     rank_bytes[0, 2:] = [40, 0, 8, 0]
     schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(6, 2))
     assert schedule.stages.num_bytes[:, 0].tolist() == [8, 40]
-    [handed_over] = make_itinerary(schedule, 0).sends_within[1]
+    [handed_over] = make_rank_schedule(schedule, 0).sends_within[1]
     assert handed_over.pieces[:, 1:3].tolist() == [[44, 4], [20, 20]]  # to node 2 first
 
 
 def test_a_course_of_nothing_has_no_messages():
-    assert not list(cut(Course(1, 0, np.empty((0, 4), np.int64)), 8))
-    assert not list(cut(Course(1, 0, np.array([[INPUT, 5, 0, -1]])), 8))
+    assert not list(cut_flow(Flow(1, 0, np.empty((0, 4), np.int64)), 8))
+    assert not list(cut_flow(Flow(1, 0, np.array([[INPUT, 5, 0, -1]])), 8))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusco.control.store_gather import RollCall
+from fusco.control.store_gather import StoreGather
 
 
-class ThreadsRoll(RollCall):
+class ThreadStoreGather(StoreGather):
     """The roll of one thread; all of a world share a store."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, timeout_s: float) -> None:
@@ -22,7 +22,7 @@ class ThreadsRoll(RollCall):
 
 def on_ranks(
     world_size: int,
-    function: Callable[[ThreadsRoll], Any],
+    function: Callable[[ThreadStoreGather], Any],
     *,
     absent: tuple[int, ...] = (),
     timeout_s: float = 20.0,
@@ -33,7 +33,7 @@ def on_ranks(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadsRoll(rank, world_size, store, timeout_s))
+            results[rank] = function(ThreadStoreGather(rank, world_size, store, timeout_s))
         except Exception as error:  # noqa: BLE001  whoever asks looks at it
             results[rank] = error
 

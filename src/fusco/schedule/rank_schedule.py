@@ -15,12 +15,12 @@ INPUT, OUTPUT, CARRIED, ARRIVED = range(4)
 NUM_MEMORIES = 4
 
 # Columns of a table of pieces. What is read from CARRIED or ARRIVED must be there first: each of their regions is
-# filled by one course, in order, so it is there once the region is filled to the piece's end. -1: always there.
+# filled by one flow, in order, so it is there once the region is filled to the piece's end. -1: always there.
 MEMORY, OFFSET, NUM_BYTES, REGION = range(4)
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class Flow:
     """Bytes that travel from one rank to another as one, in order: the same number on both ends.
 
     Attributes:
@@ -41,18 +41,18 @@ class Course:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Itinerary:
+class RankSchedule:
     """What one rank of a schedule does. Each list is in order; different lists may advance beside each other.
 
-    Within a node, the courses between two ranks are: what the other carries for this one (*balancing*, in the order
+    Within a node, the flows between two ranks are: what the other carries for this one (*balancing*, in the order
     in which it crosses), the message between the two, then, stage by stage, what came for the other (*redistribution*).
     Each needs only what is in earlier stages or earlier on its list, so whoever follows all lists never waits in a
     circle.
 
     Attributes:
         own: the message to the rank itself: one piece of ``INPUT`` and one of ``OUTPUT``.
-        sends_within: courses to each rank of the node, by rank.
-        receives_within: courses from each.
+        sends_within: flows to each rank of the node, by rank.
+        receives_within: flows from each.
         sends_across: to the same local rank of other nodes, by stage, one at most in each.
         receives_across: from there.
         memory_bytes: size of each memory (``INPUT``, ``OUTPUT``, ``CARRIED``, ``ARRIVED``).
@@ -61,10 +61,10 @@ class Itinerary:
     """
 
     own: tuple[IntArray, IntArray]
-    sends_within: dict[int, list[Course]]
-    receives_within: dict[int, list[Course]]
-    sends_across: list[Course]
-    receives_across: list[Course]
+    sends_within: dict[int, list[Flow]]
+    receives_within: dict[int, list[Flow]]
+    sends_across: list[Flow]
+    receives_across: list[Flow]
     memory_bytes: tuple[int, ...]
     num_regions: int
 
@@ -74,7 +74,7 @@ class Itinerary:
         return self.memory_bytes[CARRIED], self.memory_bytes[ARRIVED]
 
 
-def make_itinerary(schedule: Schedule, rank: int) -> Itinerary:
+def make_rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     """Say what a rank does in a schedule.
 
     Messages stand in ``INPUT`` by destination and in ``OUTPUT`` by source, without gaps, as ``all_to_all_single`` has
@@ -87,9 +87,9 @@ def make_itinerary(schedule: Schedule, rank: int) -> Itinerary:
     >>> from fusco.core.topology import Topology
     >>> rank_bytes = np.array([[0, 0, 0, 0], [0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 0, 0]])
     >>> schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(world_size=4, ranks_per_node=2))
-    >>> [course.pieces.tolist() for course in make_itinerary(schedule, 2).sends_within[3]]
+    >>> [flow.pieces.tolist() for flow in make_rank_schedule(schedule, 2).sends_within[3]]
     [[[0, 6, 2, -1]]]
-    >>> [course.pieces.tolist() for course in make_itinerary(schedule, 3).sends_across]
+    >>> [flow.pieces.tolist() for flow in make_rank_schedule(schedule, 3).sends_across]
     [[[0, 2, 2, -1], [0, 0, 2, -1], [2, 0, 2, 0]]]
 
     """
@@ -112,14 +112,14 @@ def make_itinerary(schedule: Schedule, rank: int) -> Itinerary:
         to_peer, from_peer = handed_over.from_rank == peer, leaving.src_rank == peer
         on, back = arriving.dst_rank == peer, handed_on.from_rank == peer
         local = (message(INPUT, input_start, rank, peer), message(OUTPUT, output_start, peer, rank))
-        sends[peer] = [Course(peer, -1, given[to_peer]), Course(peer, -1, local[0])]
+        sends[peer] = [Flow(peer, -1, given[to_peer]), Flow(peer, -1, local[0])]
         sends[peer] += _by_stage(peer, arriving.stage[on], into[on])
-        receives[peer] = [Course(peer, -1, out[from_peer]), Course(peer, -1, local[1])]
+        receives[peer] = [Flow(peer, -1, out[from_peer]), Flow(peer, -1, local[1])]
         receives[peer] += _by_stage(peer, handed_on.stage[back], taken[back])
-    return Itinerary(
+    return RankSchedule(
         own=(message(INPUT, input_start, rank, rank), message(OUTPUT, output_start, rank, rank)),
-        sends_within={peer: _not_empty(courses) for peer, courses in sends.items()},
-        receives_within={peer: _not_empty(courses) for peer, courses in receives.items()},
+        sends_within={peer: _not_empty(flows) for peer, flows in sends.items()},
+        receives_within={peer: _not_empty(flows) for peer, flows in receives.items()},
         sends_across=_by_stage(leaving.to_rank, leaving.stage, out),
         receives_across=_by_stage(arriving.from_rank, arriving.stage, into),
         memory_bytes=(int(rank_bytes[rank].sum()), int(rank_bytes[:, rank].sum()), carried_bytes, arrived_bytes),
@@ -159,15 +159,15 @@ def _arriving(arriving: Transfers, rank: int, output_start: IntArray, num_locals
     return _pieces(np.where(is_own, OUTPUT, ARRIVED), offset, arriving.num_bytes, region), int(kept.sum())
 
 
-def _by_stage(peer: int | IntArray, stage: IntArray, pieces: IntArray) -> list[Course]:
-    """One course for each stage; ``stage`` ascends, and each has one peer."""
+def _by_stage(peer: int | IntArray, stage: IntArray, pieces: IntArray) -> list[Flow]:
+    """One flow for each stage; ``stage`` ascends, and each has one peer."""
     peers = np.broadcast_to(peer, stage.shape)
     firsts = np.flatnonzero(np.append(True, stage[1:] != stage[:-1])[: len(stage)])
     return [
-        Course(int(peers[first]), int(stage[first]), pieces[first:end])
+        Flow(int(peers[first]), int(stage[first]), pieces[first:end])
         for first, end in zip(firsts, [*firsts[1:], len(stage)], strict=False)
     ]
 
 
-def _not_empty(courses: list[Course]) -> list[Course]:
-    return [course for course in courses if course.total_bytes]
+def _not_empty(flows: list[Flow]) -> list[Flow]:
+    return [flow for flow in flows if flow.total_bytes]
