@@ -29,7 +29,7 @@ class MessageRounds:
     def __init__(
         self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], network: Network, copy: Copy
     ) -> None:
-        """``memories`` are uint8, in the order and of the sizes of the rank schedule; ``copy`` is on the network's stream."""
+        """``memories`` are uint8, as the rank schedule says; ``copy`` is on the network's stream."""
         self._rank_schedule, self._memories, self._network, self._copy = rank_schedule, memories, network, copy
 
     def run(self, profile: CallProfile) -> None:
