@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu attack lint
+.PHONY: setup demo test test-minimum test-gpu attack lint docs
 
 setup: .venv/.installed
 
@@ -46,6 +46,10 @@ attack: setup
 	PYTHONPATH=tests:tests/multirank $(BIN)/python -m attack $(ATTACK)
 
 lint: setup
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
+
+# docs/api.md from signatures and docstrings. It parses the sources, so any Python from 3.10 on does, without packages.
+docs:
+	$(PYTHON) tools/api_reference.py
