@@ -88,9 +88,8 @@ def entries(name: str, source: str) -> Iterator[Entry]:
 def class_entries(node: ast.ClassDef, lines: list[str]) -> Iterator[Entry]:
     """Yield the entry of a class, with its constructor or fields and its properties, then those of its methods."""
     members = [member for member in node.body if isinstance(member, ast.FunctionDef)]
-    fields = [
-        lines[f.lineno - 1] for f in node.body if isinstance(f, ast.AnnAssign) and "dataclass" in head(node, lines)
-    ]
+    annotated = [field for field in node.body if isinstance(field, ast.AnnAssign) and "dataclass" in head(node, lines)]
+    fields = [line for field in annotated for line in lines[field.lineno - 1 : field.end_lineno]]
     inits = [member for member in members if member.name == "__init__"]
     public = [member for member in members if not member.name.startswith("_")]
     properties = [member for member in public if "property" in head(member, lines).split("def ")[0]]

@@ -122,7 +122,9 @@ def test_entries_of_a_class_are_its_fields_properties_and_public_methods(referen
 class Pair:
     """Two values."""
 
-    first: int  # noqa: A003
+    first: Annotated[
+        int, 1  # noqa: A003
+    ]
     second: int = 2
 
     @property
@@ -139,7 +141,8 @@ class Pair:
     def _hidden(self): ...
 '''
     pair, method = reference.entries("Pair", source)
-    assert pair.code == "@dataclass(frozen=True)\nclass Pair:\n    first: int\n    second: int = 2"
+    fields = "    first: Annotated[\n        int, 1\n    ]\n    second: int = 2"
+    assert pair.code == f"@dataclass(frozen=True)\nclass Pair:\n{fields}"
     assert reference.markdown(pair.doc) == "Two values.\n\n**Properties**\n\n- `total`: Their sum,\n  as an int."
     assert method == ("Pair.of", "@classmethod\ndef of(\n    cls, value: int\n) -> Pair", "Twice the same.")
 
