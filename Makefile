@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu attack lint
+.PHONY: setup demo test test-minimum test-gpu attack lint docs
 
 setup: .venv/.installed
 
@@ -16,7 +16,7 @@ setup: .venv/.installed
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
-# Real routing of Qwen3-30B-A3B on this machine playing 2 nodes x 2 ranks: verified, then measured beside the baseline.
+# Real routing of Qwen3-30B-A3B on this machine playing 2 nodes x 2 ranks: verified, then compared with the baseline.
 demo: setup
 	mkdir -p out
 	$(BIN)/fusco bench shuffle --nodes 2 --ranks-per-node 2 --traffic trace --json out/demo.jsonl
@@ -41,11 +41,15 @@ test-gpu: setup
 	$(BIN)/pytest tests/multirank --device cuda
 	$(BIN)/pytest tests/multirank --device cuda-nodes
 
-# Minutes of random work, faults and strangers; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
+# Minutes of random work, faults and unauthenticated connections; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
 attack: setup
 	PYTHONPATH=tests:tests/multirank $(BIN)/python -m attack $(ATTACK)
 
 lint: setup
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
+
+# docs/api.md from signatures and docstrings. It parses the sources, so any Python from 3.10 on does, without packages.
+docs:
+	$(PYTHON) tools/api_reference.py

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fusco.planner.balancer import Balancer as Balancer
     from fusco.planner.balancer import Traffic as Traffic
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAME_TO_MODULE = {
     "Communicator": "api.communicator",

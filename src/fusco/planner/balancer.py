@@ -53,6 +53,7 @@ class Traffic:
         return _received(self.num_rows, np.array(groups.group_to_locals))
 
 
+# A pure function that chooses who forwards for whom. All ranks call it with the same traffic.
 Balancer = Callable[[Traffic], Groups]
 
 
@@ -109,6 +110,7 @@ def balance_send_and_receive(traffic: Traffic) -> Groups:
     return _as_groups(traffic.topology, _balance(traffic.num_rows))
 
 
+# The balancers of fusco by name; "send-and-receive" is the default.
 BALANCERS: dict[str, Balancer] = {
     "static": balance_static,
     "rotation": balance_by_rotation,
