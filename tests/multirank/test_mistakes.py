@@ -147,7 +147,7 @@ def test_a_rank_without_memory_for_its_output(world):
     outcomes = world.run(jobs.dispatch_without_memory, 4, SETUP, MISTAKEN)
     first = [of_rank[0] for of_rank in outcomes]
     assert kinds(first) == ["OutputMemoryError" if rank == MISTAKEN else "PeerFailureError" for rank in range(4)], first
-    assert "rows of 12, could not be had" in first[MISTAKEN].text
+    assert "rows of 12, could not be allocated" in first[MISTAKEN].text
     assert all("an output of" in outcome.text for outcome in first), first
     check_that_it_broke(outcomes)
 
@@ -157,7 +157,7 @@ def test_a_balancer_that_gives_no_groups(world):
     outcomes = world.run(jobs.dispatch_balanced_badly, 4, SETUP)
     first = [of_rank[0] for of_rank in outcomes]
     assert "TypeError" in kinds(first), first
-    assert all("a balancer must give Groups, got str from balance_badly" in outcome.text for outcome in first), first
+    assert all("a balancer must return Groups, got str from balance_badly" in outcome.text for outcome in first), first
     check_that_it_broke(outcomes)
 
 

@@ -28,7 +28,7 @@ from fusco.core.topology import Topology
 from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
-from fusco.planner.balancer import Balancer, describe_balancer, giving_groups
+from fusco.planner.balancer import Balancer, checked_balancer, describe_balancer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     validator = Validator(
         rank=store_gather.rank,
         placement=checked.placement,
-        balancer=giving_groups(config.balancer),
+        balancer=checked_balancer(config.balancer),
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,

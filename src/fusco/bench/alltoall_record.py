@@ -14,9 +14,7 @@ from fusco.bench.links import LinkPeaks
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import LINKS as CPU_LINKS
-from fusco.cuda.all_to_all import LINKS as CUDA_LINKS
-from fusco.schedule.choice import schedule_for
+from fusco.schedule.cost import CPU_LINKS, CUDA_LINKS, schedule_for
 from fusco.schedule.schedule import Schedule, ScheduleMode
 from fusco.schedule.stages import IntArray, lower_bound_bytes
 

@@ -1,13 +1,14 @@
-"""The tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over gloo.
+"""Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over gloo.
 
-Nothing is synchronised between stages. A rank sends its stages in order, and posts receives in order, a few messages
-at a time, so that a message of a later stage stays with its sender (gloo sends nothing that nobody waits for) until
-all but the last few of the stage before it are here.
+Ranks do not synchronise between stages. A rank sends its stages in order, and posts receives in order, a few messages
+at a time. gloo sends a message only once its receive is posted. So a message of a later stage stays at its sender until
+all but the last few messages of the stage before it have arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,19 +17,54 @@ from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.staging import Staging
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
-from fusco.schedule.cost import Links
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
-# By which links a schedule is chosen unless it is given: ranks that run gloo over 10 Gbit/s or a loopback device, where
-# a stage costs the way of its first message through Python and TCP (docs/performance/alltoall.md has it measured).
-LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
+
+class Staging:
+    """Memories of a rank in an all-to-all, and how far their regions are filled."""
+
+    def __init__(self, memories: Sequence[torch.Tensor], num_regions: int) -> None:
+        """``memories`` are uint8, in the order of ``fusco.schedule.rank_schedule``."""
+        self._tensors = list(memories)
+        self._arrays = [memory.numpy() for memory in memories]
+        self._filled = [0] * num_regions
+
+    def is_there(self, message: FlowSlice) -> bool:
+        """Return True if all bytes of a message have arrived in its source memory."""
+        return all(span.region < 0 or self._filled[span.region] >= span.end for span in message.spans)
+
+    def in_place(self, message: FlowSlice) -> torch.Tensor | None:
+        """Return the memory of a message if it is one span; else ``None``."""
+        if len(message.spans) > 1:
+            return None
+        span = message.spans[0]
+        return self._tensors[span.memory][span.offset : span.end]
+
+    def gather(self, message: FlowSlice, slot: torch.Tensor) -> None:
+        """Copy a message to the first bytes of a slot."""
+        target, begin = slot.numpy(), 0
+        for span in message.spans:
+            target[begin : begin + span.num_bytes] = self._arrays[span.memory][span.offset : span.end]
+            begin += span.num_bytes
+
+    def scatter(self, slot: torch.Tensor, message: FlowSlice) -> None:
+        """Copy a message from the first bytes of a slot to its spans; call ``mark_filled`` afterwards."""
+        source, begin = slot.numpy(), 0
+        for span in message.spans:
+            self._arrays[span.memory][span.offset : span.end] = source[begin : begin + span.num_bytes]
+            begin += span.num_bytes
+
+    def mark_filled(self, message: FlowSlice) -> None:
+        """Record that the bytes of a message are in their spans."""
+        for span in message.spans:
+            if span.region >= 0:
+                self._filled[span.region] = span.end
 
 
 class MessageQueue:
-    """The messages of a list of flows, one after the other."""
+    """Messages of a list of flows, in order."""
 
     def __init__(self, flows: Sequence[Flow], slice_bytes: int) -> None:
         self.peers = tuple(dict.fromkeys(flow.peer for flow in flows))
@@ -38,19 +74,19 @@ class MessageQueue:
         self.next = next(self._messages, None)
 
     def take(self) -> None:
-        """The next message is dealt with."""
+        """Remove the next message."""
         self.num_taken += 1
         self.next = next(self._messages, None)
 
 
 class SendWithin:
-    """Copies messages for another rank of the node into the ring between the two."""
+    """Task that copies messages for another rank of the node into the ring between the two."""
 
     def __init__(self, flows: Sequence[Flow], staging: Staging, ring: RingOut, slice_bytes: int) -> None:
         self._message_queue, self._staging, self._ring = MessageQueue(flows, slice_bytes), staging, ring
 
     def step(self) -> bool:
-        """Copy one message, if it is there and the ring has room."""
+        """Copy one message, if it has arrived here and the ring has room."""
         message = self._message_queue.next
         if message is None or not self._staging.is_there(message) or (slot := self._ring.slot()) is None:
             return False
@@ -61,16 +97,16 @@ class SendWithin:
 
     @property
     def is_done(self) -> bool:
-        """Whether the other rank has everything."""
+        """True if the other rank has everything."""
         return self._message_queue.next is None and self._ring.is_drained
 
     def stall(self) -> Stall:
-        """The other rank does not take messages, or what it shall get is not here yet."""
+        """Describe the wait for the other rank to take messages, or for the bytes to send."""
         return _stall("sending within the node", self._message_queue)
 
 
 class ReceiveWithin:
-    """Takes messages of another rank of the node out of the ring between the two."""
+    """Task that takes messages of another rank of the node from the ring between the two."""
 
     def __init__(
         self, flows: Sequence[Flow], staging: Staging, ring: RingIn, slice_bytes: int, profile: CallProfile
@@ -79,12 +115,12 @@ class ReceiveWithin:
         self._profile = profile
 
     def step(self) -> bool:
-        """Take one message, if it is there."""
+        """Take one message, if it has arrived."""
         message = self._message_queue.next
         if message is None or (slot := self._ring.message()) is None:
             return False
         self._staging.scatter(slot, message)
-        self._staging.note(message)
+        self._staging.mark_filled(message)
         self._ring.release()
         self._profile.intranode_row_bytes += message.num_bytes
         self._message_queue.take()
@@ -92,16 +128,16 @@ class ReceiveWithin:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is here."""
+        """True if everything has arrived."""
         return self._message_queue.next is None
 
     def stall(self) -> Stall:
-        """The other rank does not send."""
+        """Describe the wait for the other rank to send."""
         return _stall("receiving within the node", self._message_queue)
 
 
 class SendAcross:
-    """Sends the stages to other nodes, from where their bytes stand if a message stands there in one piece."""
+    """Task that sends the stages to other nodes, without a copy if a message is contiguous in memory."""
 
     def __init__(
         self,
@@ -111,98 +147,105 @@ class SendAcross:
         slots: Sequence[torch.Tensor],
         profile: CallProfile,
     ) -> None:
-        """As many messages as there are ``slots`` are on the network at once."""
+        """``slots`` limit the number of messages that are on the network at once."""
         self._message_queue, self._staging = MessageQueue(flows, len(slots[0])), staging
         self._transport, self._profile = transport, profile
         self._free = list(slots)
-        self._leaving: list[tuple[Ticket, torch.Tensor]] = []
+        self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
 
     def step(self) -> bool:
-        """Send one message, if it is there and not too many are on the network."""
-        has_left = self._collect()
+        """Send one message, if it has arrived here and a slot is free."""
+        has_freed = self._reap()
         message = self._message_queue.next
         if message is None or not self._free or not self._staging.is_there(message):
-            return has_left
+            return has_freed
         slot = self._free.pop()
         bytes_ = self._staging.in_place(message)
         if bytes_ is None:
             self._staging.gather(message, slot)
             bytes_ = slot[: message.num_bytes]
-        self._leaving.append((self._transport.send(bytes_, message.peer), slot))
+        self._in_flight.append((self._transport.send(bytes_, message.peer), slot))
         self._profile.internode_row_bytes += message.num_bytes
         self._message_queue.take()
         return True
 
-    def _collect(self) -> bool:
-        leaving, self._leaving = self._leaving, []
-        for ticket, slot in leaving:
+    def _reap(self) -> bool:
+        sent, self._in_flight = self._in_flight, []
+        for ticket, slot in sent:
             if ticket.is_done:
                 self._free.append(slot)
             else:
-                self._leaving.append((ticket, slot))
-        return len(self._leaving) < len(leaving)
+                self._in_flight.append((ticket, slot))
+        return len(self._in_flight) < len(sent)
 
     @property
     def is_done(self) -> bool:
-        """Whether every message has left."""
-        return self._message_queue.next is None and not self._leaving
+        """True if every message has been sent."""
+        return self._message_queue.next is None and not self._in_flight
 
     def stall(self) -> Stall:
-        """Other nodes do not take messages, or what they shall get is not here yet."""
+        """Describe the wait for other nodes to take messages, or for the bytes to send."""
         return _stall("sending stages", self._message_queue)
 
 
+class _PostedReceive(NamedTuple):
+    ticket: Ticket
+    message: FlowSlice
+    slot: torch.Tensor
+
+
 class ReceiveAcross:
-    """Takes the stages from other nodes in, to where their bytes shall stand if a message does so in one piece."""
+    """Task that receives the stages from other nodes, without a copy if a message is contiguous in memory."""
 
     def __init__(
         self, flows: Sequence[Flow], staging: Staging, transport: GlooTransport, slots: Sequence[torch.Tensor]
     ) -> None:
-        """As many messages as there are ``slots`` are waited for at once."""
+        """``slots`` limit the number of receives that are posted at once."""
         self._message_queue, self._staging, self._transport = MessageQueue(flows, len(slots[0])), staging, transport
         self._free = list(slots)
-        self._coming: list[tuple[Ticket, FlowSlice, torch.Tensor]] = []
+        self._posted: list[_PostedReceive] = []
         self._post()
 
     def step(self) -> bool:
-        """Put what has come where it belongs, and wait for more."""
+        """Put received messages into their spans, and post more receives."""
         late: set[int] = set()
-        coming, self._coming = self._coming, []
-        for ticket, message, slot in coming:
-            # Those of one rank come in order, and must be noted so, though this one may be done while we look.
-            if message.peer in late or not ticket.is_done:
+        posted, self._posted = self._posted, []
+        for receive in posted:
+            message = receive.message
+            # Messages of one rank arrive in order and must be recorded in order; a later one may complete meanwhile.
+            if message.peer in late or not receive.ticket.is_done:
                 late.add(message.peer)
-                self._coming.append((ticket, message, slot))
+                self._posted.append(receive)
                 continue
             if len(message.spans) > 1:
-                self._staging.scatter(slot, message)
-            self._staging.note(message)
-            self._free.append(slot)
-        has_come = len(self._coming) < len(coming)
+                self._staging.scatter(receive.slot, message)
+            self._staging.mark_filled(message)
+            self._free.append(receive.slot)
+        has_received = len(self._posted) < len(posted)
         self._post()
-        return has_come
+        return has_received
 
     def _post(self) -> None:
         while self._free and (message := self._message_queue.next) is not None:
             slot, place = self._free.pop(), self._staging.in_place(message)
             ticket = self._transport.receive(slot[: message.num_bytes] if place is None else place, message.peer)
-            self._coming.append((ticket, message, slot))
+            self._posted.append(_PostedReceive(ticket, message, slot))
             self._message_queue.take()
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is here."""
-        return self._message_queue.next is None and not self._coming
+        """True if everything has arrived."""
+        return self._message_queue.next is None and not self._posted
 
     def stall(self) -> Stall:
-        """Other nodes do not send."""
-        peers = tuple(dict.fromkeys(message.peer for _, message, _ in self._coming))
-        num_here = self._message_queue.num_taken - len(self._coming)
-        return Stall("receiving stages", peers, f"{self._message_queue.num_messages} messages", f"{num_here}")
+        """Describe the wait for other nodes to send."""
+        peers = tuple(dict.fromkeys(receive.message.peer for receive in self._posted))
+        num_received = self._message_queue.num_taken - len(self._posted)
+        return Stall("receiving stages", peers, f"{self._message_queue.num_messages} messages", f"{num_received}")
 
 
 class CopyOwn:
-    """Copies what a rank has for itself, a slice at a time."""
+    """Task that copies the rank's message to itself, one slice at a time."""
 
     def __init__(self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], slice_bytes: int) -> None:
         source, target = (pieces[0].tolist() for pieces in rank_schedule.own)
@@ -219,11 +262,11 @@ class CopyOwn:
 
     @property
     def is_done(self) -> bool:
-        """Whether all is copied."""
+        """True if all is copied."""
         return self._num_copied >= len(self._source)
 
     def stall(self) -> Stall:
-        """It never waits."""
+        """Return an empty stall: this task never waits."""
         return Stall("copying", (), "", "")
 
 
@@ -235,15 +278,15 @@ def make_tasks(
     private: torch.Tensor,
     profile: CallProfile,
 ) -> list[Task]:
-    """All tasks of a rank.
+    """Make all tasks of a rank.
 
     Args:
-        rank_schedule: what the rank does.
-        memories: uint8, of the sizes that the rank schedule says, in its order.
-        memory: of the node, for its rings.
-        transport: to other nodes.
+        rank_schedule: the flows of the rank.
+        memories: uint8, with the sizes and in the order of the rank schedule.
+        memory: shared memory of the node, for its rings.
+        transport: connections to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
-        profile: where bytes are counted.
+        profile: counts the bytes.
 
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes

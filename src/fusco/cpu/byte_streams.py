@@ -1,4 +1,4 @@
-"""Byte streams to and from any rank, over shared memory or gloo as the rank's node demands."""
+"""Byte streams to and from any rank: over shared memory within a node, over gloo between nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusco.engine.tasks import Task
 
 
 class CpuSegmentChannels:
-    """Makes the two ends of streams to and from any rank, over shared memory or gloo as the rank's node demands."""
+    """Factory of the tasks of streams: over shared memory within a node, over gloo between nodes."""
 
     def __init__(self, memory: CpuMemory, transport: GlooTransport, private: torch.Tensor) -> None:
         """``private`` are the rank's slots outside shared memory (``CpuLayout.num_private_slots``)."""
@@ -53,7 +53,7 @@ class CpuSegmentChannels:
 
 
 def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:
-    """Sizes of the slices of a stream.
+    """Yield the sizes of the slices of a stream.
 
     >>> list(slice_sizes(5, 2))
     [2, 2, 1]

@@ -1,4 +1,4 @@
-"""Messages between two ranks through bounded rings: shared memory within a node, gloo between nodes."""
+"""Channels: bounded message rings between two ranks, in shared memory within a node, over gloo between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusco.cpu.memory import CpuMemory
 
 
 class RingOut:
-    """A shared-memory ring to a rank of the node; its counters never start anew, so any verb may use it."""
+    """Sending end of a shared-memory ring to a rank of the node. Counters never reset, so any verb may use it."""
 
     def __init__(self, memory: CpuMemory, consumer: int) -> None:
         self._memory, self._consumer = memory, consumer
@@ -22,7 +22,7 @@ class RingOut:
 
     @property
     def num_consumed(self) -> int:
-        """Messages that the consumer took."""
+        """Number of messages that the consumer took."""
         return self._memory.flags[self._consumer].load(self._memory.layout.control.consumed_flag(self._memory.local))
 
     def slot(self) -> torch.Tensor | None:
@@ -43,7 +43,7 @@ class RingOut:
 
 
 class RingIn:
-    """The other end of a ``RingOut``."""
+    """Receiving end of a ``RingOut``."""
 
     def __init__(self, memory: CpuMemory, producer: int) -> None:
         self._memory, self._producer = memory, producer
@@ -53,7 +53,7 @@ class RingIn:
 
     @property
     def num_produced(self) -> int:
-        """Messages that the producer put in."""
+        """Number of messages that the producer put in."""
         return self._memory.flags[self._producer].load(self._memory.layout.control.produced_flag(self._memory.local))
 
     def message(self) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ class RingIn:
 
 
 class SendRing:
-    """Private slots for messages to other nodes, shared by all destinations; a slot is free once its bytes are out."""
+    """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
 
     def __init__(self, transport: GlooTransport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
@@ -82,23 +82,23 @@ class SendRing:
         self._next = 0
 
     def slot(self) -> torch.Tensor | None:
-        """Room for the next message, uint8 (slot_bytes,), or ``None`` if the oldest one is still on the network."""
+        """Return the next slot, uint8 (slot_bytes,), or ``None`` while its last message is still on the network."""
         ticket = self._tickets[self._next]
         return self._slots[self._next] if ticket is None or ticket.is_done else None
 
     def commit(self, num_bytes: int, dst: int) -> None:
-        """Send the first bytes of the slot."""
+        """Send the first ``num_bytes`` of the slot."""
         self._tickets[self._next] = self._transport.send(self._slots[self._next][:num_bytes], dst)
         self._next = (self._next + 1) % len(self._slots)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is on the network any more."""
+        """True if all messages have been sent."""
         return all(ticket is None or ticket.is_done for ticket in self._tickets)
 
 
 class GlooOut:
-    """The part of a ``SendRing`` that goes to one rank."""
+    """Sending end of a ``SendRing`` to one rank."""
 
     def __init__(self, ring: SendRing, dst: int) -> None:
         self._ring, self._dst = ring, dst
@@ -118,7 +118,7 @@ class GlooOut:
 
 
 class GlooIn:
-    """Messages of known sizes from a rank of another node, received into two slots in turn."""
+    """Receiving end for messages of known sizes from a rank of another node, with two slots in turn."""
 
     def __init__(self, transport: GlooTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
         self._transport, self._src = transport, src

@@ -1,8 +1,8 @@
-"""The tasks of combine: sum rows where their experts are, then where the token's row stood, then at its owner.
+"""Tasks of combine: sum rows on the ranks of their experts, then at the holder of the row, then at the token's rank.
 
-All sums are in float32 (float64 for float64 rows), in an order that depends on ranks and nodes only: for each token and
-rank over k, then over the ranks of a node, then the own node and the other nodes, ascending. What crosses between nodes
-is one row for each token and node, in the wire's dtype.
+All sums are in float32 (float64 for float64 rows). Their order depends on ranks and nodes only: for each token, over k
+on each rank, then over the ranks of each node, then this node and the other nodes, ascending. One row for each token
+and node is sent between nodes, in the wire dtype.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fusco.cpu.dispatch import ReceiveRows, row_slices
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.reduce_rows import reduce_rows
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.plan import DispatchPlan
+from fusco.planner.dispatch_plan import DispatchPlan
 
 
 class PartialSums:
-    """One rank's sums over its own experts, for any range of the node's rows."""
+    """Sums over the local experts of one rank, for any range of the node's rows."""
 
     def __init__(self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None) -> None:
         self._rows = rows
@@ -35,25 +35,25 @@ class PartialSums:
             else pair_weights.to(self.dtype)
         )
         first_pair = plan.row_to_first_pair
-        # By the routing, as the token's owner goes by it, too: a row may have lost all its pairs to a static size.
+        # By the routing, since the token's rank uses it, too: static rows may have dropped all pairs of a row.
         is_touched = plan.row_to_locals[:, plan.topology.rank_to_local[plan.rank]]
         self._touched_rows = is_touched.nonzero().squeeze(1)
         self._first_pair = torch.cat([first_pair[self._touched_rows], first_pair[-1:]])
 
     def range_of(self, first_row: int, end_row: int) -> tuple[int, int]:
-        """Which of this rank's sums fall into rows ``first_row`` to ``end_row`` of the node's routing."""
+        """Return the range of this rank's sums in rows ``first_row`` to ``end_row`` of the node's routing."""
         first, end = torch.searchsorted(self._touched_rows, torch.tensor([first_row, end_row], device="cpu")).tolist()
         return first, end
 
     def write(self, first: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Compute sums ``first`` to ``end`` into the front of ``memory`` (uint8); returns them as a matrix."""
+        """Compute sums ``first`` to ``end`` into the first bytes of ``memory`` (uint8); returns them as a matrix."""
         sums = as_rows(memory, end - first, self.hidden, self.dtype)
         reduce_rows(self._rows, self._first_pair[first : end + 1], self._pair_to_slot, self._weights, sums)
         return sums
 
 
 def as_rows(memory: torch.Tensor, num_rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    """The front of some bytes as a matrix."""
+    """View the first bytes of ``memory`` as a matrix."""
     return memory[: num_rows * hidden * dtype.itemsize].view(dtype).view(num_rows, hidden)
 
 
@@ -67,7 +67,7 @@ class RowChunk:
 
 
 def chunks_held_by(plan: DispatchPlan, rank: int, rows_per_chunk: int) -> list[RowChunk]:
-    """What a rank of the node sums up, in order: what it forwards first, as that has the network ahead of it."""
+    """Return the chunks that a rank of the node sums, in order: forwarded rows first, since they need the network."""
     first_row = plan.routing.src_to_first_row
     return [
         RowChunk(src, first_row[src] + piece.first, first_row[src] + piece.end)
@@ -77,7 +77,7 @@ def chunks_held_by(plan: DispatchPlan, rank: int, rows_per_chunk: int) -> list[R
 
 
 class ProducePartialSums:
-    """Computes the partial sums that other ranks of the node wait for, into their rings."""
+    """Task that computes the partial sums for other ranks of the node, into their rings."""
 
     def __init__(self, plan: DispatchPlan, memory: CpuMemory, partials: PartialSums, rows_per_chunk: int) -> None:
         self._partials = partials
@@ -85,7 +85,7 @@ class ProducePartialSums:
         self._rings: dict[int, RingOut] = {}
         self._ranks = memory.ranks
         num_locals = len(memory.ranks)
-        for step in range(1, num_locals):  # not all producers serve the same consumer at first
+        for step in range(1, num_locals):  # so that producers start with different consumers
             consumer = (memory.local + step) % num_locals
             chunks = chunks_held_by(plan, memory.ranks[consumer], rows_per_chunk)
             ranges = [partials.range_of(chunk.first, chunk.end) for chunk in chunks]
@@ -93,7 +93,7 @@ class ProducePartialSums:
             self._rings[consumer] = RingOut(memory, consumer)
 
     def step(self) -> bool:
-        """Produce one chunk for each consumer with room for it."""
+        """Produce one chunk for each consumer with a free slot."""
         moved = False
         for consumer, todo in self._todo.items():
             slot = self._rings[consumer].slot() if todo else None
@@ -105,19 +105,19 @@ class ProducePartialSums:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is produced."""
+        """True if everything is produced."""
         return not any(self._todo.values())
 
     def stall(self) -> Stall:
-        """Consumers do not take what is there."""
+        """Describe the wait for consumers to free slots."""
         waiting = {self._ranks[consumer]: len(todo) for consumer, todo in self._todo.items() if todo}
         return Stall("producing sums", tuple(waiting), "room in their rings", f"none, with {waiting} chunks to go")
 
 
 class FoldSums:
-    """Adds up partial sums of the rows that this rank holds; sends forwarded ones home, finishes its own tokens'."""
+    """Task that adds the partial sums of held rows: returns forwarded rows to their source, finishes local tokens."""
 
-    def __init__(  # noqa: PLR0913  the meeting point of everything that combine moves
+    def __init__(  # noqa: PLR0913  uses everything that combine moves
         self,
         *,
         plan: DispatchPlan,
@@ -137,10 +137,10 @@ class FoldSums:
         self._chunks = chunks_held_by(plan, plan.rank, rows_per_chunk)
         self._rings = {q: RingIn(memory, q) for q in range(len(memory.ranks)) if q != memory.local}
         self._num_done = 0
-        self._next_local = 0  # whose partial sums the current chunk takes next
+        self._next_local = 0  # local rank whose partial sums the current chunk adds next
 
     def step(self) -> bool:
-        """Carry the current chunk as far as it goes."""
+        """Advance the current chunk as far as possible."""
         if self._num_done == len(self._chunks):
             return False
         chunk = self._chunks[self._num_done]
@@ -148,8 +148,8 @@ class FoldSums:
         moved = self._add_partials(chunk, sums)
         if self._next_local < len(self._memory.ranks):
             return moved
-        is_own = chunk.src == self._plan.rank
-        if not (self._finish_own(chunk, sums) if is_own else self._send_home(chunk, sums)):
+        is_local = chunk.src == self._plan.rank
+        if not (self._finish_local(chunk, sums) if is_local else self._send_back(chunk, sums)):
             return moved
         self._num_done += 1
         self._next_local = 0
@@ -157,14 +157,14 @@ class FoldSums:
 
     @property
     def is_done(self) -> bool:
-        """Whether every held row is summed, and every forwarded one has left."""
+        """True if every held row is summed and every forwarded one has been sent."""
         return self._num_done == len(self._chunks) and self._send_ring.is_drained
 
     def stall(self) -> Stall:
-        """Partial sums did not come from a rank of the node, or rows from another node, or the network is full."""
+        """Describe the wait for partial sums of a rank of the node, for rows of another node, or for the network."""
         expected = f"chunk {self._num_done + 1} of {len(self._chunks)}"
         if self._num_done == len(self._chunks):
-            return Stall("sending sums", self._remote_sources(), "all slices taken", "some still under way")
+            return Stall("sending sums", self._remote_sources(), "all slices taken", "some still being sent")
         if self._next_local < len(self._memory.ranks):
             producer = self._memory.ranks[self._next_local]
             return Stall("adding partial sums", (producer,), f"partial sums for {expected}", "none")
@@ -198,7 +198,7 @@ class FoldSums:
             moved = True
         return moved
 
-    def _send_home(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
+    def _send_back(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         slot = self._send_ring.slot()
         if slot is None:
             return False
@@ -208,10 +208,10 @@ class FoldSums:
         self._profile.internode_row_bytes += message.nbytes
         return True
 
-    def _finish_own(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
+    def _finish_local(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         plan, memory = self._plan, self._memory
-        own_first = plan.routing.src_to_first_row[plan.rank]
-        tokens = torch.tensor([chunk.first - own_first, chunk.end - own_first], device="cpu")
+        first_row = plan.routing.src_to_first_row[plan.rank]
+        tokens = torch.tensor([chunk.first - first_row, chunk.end - first_row], device="cpu")
         ranges = {}
         for node in plan.topology.remote_nodes(plan.rank):
             first, end = torch.searchsorted(plan.forwarding.node_to_tokens[node], tokens).tolist()

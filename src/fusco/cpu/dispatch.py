@@ -1,4 +1,4 @@
-"""The tasks of dispatch: pack and send slices, take slices in, scatter rows to their slots."""
+"""Tasks of dispatch: gather and send slices, receive slices, scatter rows to their slots."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.plan import DispatchPlan
+from fusco.planner.dispatch_plan import DispatchPlan
 from fusco.planner.sending import SendingStage, order_of_slices
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows ``first`` to ``end`` of what goes from one rank to one node."""
+    """Rows ``first`` to ``end`` of those that one rank sends to one node."""
 
     first: int
     end: int
@@ -36,7 +36,7 @@ def row_slices(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
 
 
 class SendRows:
-    """Gathers the rows that other nodes want, slice by slice, while earlier slices are on the network."""
+    """Task that gathers rows for other nodes, slice by slice, while earlier slices are on the network."""
 
     def __init__(
         self, plan: DispatchPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, profile: CallProfile
@@ -54,7 +54,7 @@ class SendRows:
         self._num_sent = 0
 
     def step(self) -> bool:
-        """Gather and send one slice, if a slot is free."""
+        """Gather and send one slice if a slot is free."""
         slot = self._ring.slot()
         if slot is None or self._num_sent == len(self._todo):
             return False
@@ -68,17 +68,17 @@ class SendRows:
 
     @property
     def is_done(self) -> bool:
-        """Whether every slice has left."""
+        """True if every slice has been sent."""
         return self._num_sent == len(self._todo) and self._ring.is_drained
 
     def stall(self) -> Stall:
-        """The forwarders do not take slices."""
+        """Describe the wait for forwarders to take slices."""
         forwarders = tuple(dict.fromkeys(forwarder for forwarder, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 
 
 class ReceiveRows:
-    """Takes slices in, straight to their places in the pool, and announces them to the node."""
+    """Task that receives slices directly into the pool and announces them to the node."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ReceiveRows:
         row_bytes: int,
         rows_per_slice: int,
     ) -> None:
-        """``src_to_rows[r]`` rows of ``row_bytes`` come from rank ``r``, at most one rank of each node."""
+        """``src_to_rows[r]`` rows of ``row_bytes`` come from rank ``r``, from at most one rank of each node."""
         self._tickets: dict[int, list[Ticket]] = {}
         layout = memory.layout
         for src, num_rows in src_to_rows.items():
@@ -100,32 +100,32 @@ class ReceiveRows:
                 transport.receive(rows[piece.first : piece.end], src, on_done=announce)
                 for piece in row_slices(num_rows, rows_per_slice)
             ]
-        self._num_seen = 0
+        self._num_arrived = 0
 
     def num_arrived(self, src: int) -> int:
-        """Slices from ``src`` that are here."""
+        """Return the number of slices from ``src`` that have arrived."""
         return sum(ticket.is_done for ticket in self._tickets[src])
 
     def step(self) -> bool:
-        """Nothing to do but to notice that slices came (or never will)."""
-        before, self._num_seen = self._num_seen, sum(map(self.num_arrived, self._tickets))
-        return self._num_seen > before
+        """Count the slices that have arrived; the transport does the work."""
+        before, self._num_arrived = self._num_arrived, sum(map(self.num_arrived, self._tickets))
+        return self._num_arrived > before
 
     @property
     def is_done(self) -> bool:
-        """Whether every slice is here."""
+        """True if every slice has arrived."""
         return all(ticket.is_done for tickets in self._tickets.values() for ticket in tickets)
 
     def stall(self) -> Stall:
-        """Some source does not send."""
+        """Describe the wait for sources to send."""
         missing = {src: len(tickets) - self.num_arrived(src) for src, tickets in self._tickets.items()}
         late = tuple(src for src, count in missing.items() if count)
         total = sum(map(len, self._tickets.values()))
-        return Stall("receiving rows", late, f"{total} slices", f"{self._num_seen}")
+        return Stall("receiving rows", late, f"{total} slices", f"{self._num_arrived}")
 
 
 class ScatterRows:
-    """Reads every row that concerns this rank once, where it stands in a pool, and writes it to all its slots."""
+    """Task that reads every row for this rank once, from its pool, and writes it to all its slots."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class ScatterRows:
         self._row_bytes = row_bytes
         self._slots = plan.distribution.pair_to_slot
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        self._sources = [_SourceRows(plan, memory, src, rows_per_slice, row_bytes) for src in _own_node_first(plan)]
+        self._sources = [_SourceRows(plan, memory, src, rows_per_slice, row_bytes) for src in _local_node_first(plan)]
 
     def step(self) -> bool:
         """Scatter one slice of the first source that has one."""
@@ -154,11 +154,11 @@ class ScatterRows:
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot is filled."""
+        """True if every slot is filled."""
         return all(source.num_done == len(source.slices) for source in self._sources)
 
     def stall(self) -> Stall:
-        """Rows did not come to some pool of this node."""
+        """Describe the wait for rows in the pools of this node."""
         waiting = [source for source in self._sources if source.num_done < len(source.slices)]
         ranks = dict.fromkeys([source.src for source in waiting] + [source.holder for source in waiting])
         ranks.pop(self._memory.rank, None)
@@ -192,7 +192,7 @@ class ScatterRows:
 
 
 class _SourceRows:
-    """The rows of one source rank on this node, and this rank's pairs of them, slice by slice."""
+    """Rows of one source rank on this node, and their pairs on this rank, slice by slice."""
 
     def __init__(self, plan: DispatchPlan, memory: CpuMemory, src: int, rows_per_slice: int, row_bytes: int) -> None:
         topology = plan.topology
@@ -210,7 +210,7 @@ class _SourceRows:
 
 
 def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
-    """What to call for each slice that arrives from a source: raises its flag by one."""
+    """Return a callback for each slice that arrives from a source: it increments the source's flag."""
     arrived = itertools.count(1)
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
@@ -219,14 +219,14 @@ def _num_distinct(ascending: torch.Tensor) -> int:
     return int((ascending.diff() != 0).sum()) + (len(ascending) > 0)
 
 
-def _own_node_first(plan: DispatchPlan) -> list[int]:
-    """All source ranks; those of the own node first, as their rows need not wait for the network."""
+def _local_node_first(plan: DispatchPlan) -> list[int]:
+    """Return all source ranks, those of this node first: their rows do not wait for the network."""
     nodes = plan.topology.rank_to_node
     return sorted(range(len(nodes)), key=lambda src: (nodes[src] != plan.node, src))
 
 
 def _in_turn(per_node: Mapping[int, list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:
-    """One slice for each node, then the next for each: destinations take turns."""
+    """Interleave the slices: one for each node, then the next for each."""
     longest = max(map(len, per_node.values()), default=0)
     return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
 
@@ -234,6 +234,6 @@ def _in_turn(per_node: Mapping[int, list[tuple[int, torch.Tensor]]]) -> list[tup
 def _staged(
     per_node: Mapping[int, list[tuple[int, torch.Tensor]]], stages: Sequence[SendingStage]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Slices in the order of the stages."""
+    """Sort the slices in the order of the stages."""
     slices = {node: iter(of_node) for node, of_node in per_node.items()}
     return [next(slices[node]) for node in order_of_slices({n: len(s) for n, s in per_node.items()}, stages)]

@@ -1,4 +1,4 @@
-"""The CPU engine: one rank's part in every verb, as sets of tasks over shared memory and gloo."""
+"""CPU engine: implements every verb as a set of tasks over shared memory and gloo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import LINKS, make_tasks
+from fusco.cpu.all_to_all import make_tasks
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
@@ -43,16 +43,17 @@ from fusco.engine.base import (
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
 from fusco.planner.balancer import Traffic
+from fusco.planner.dispatch_plan import DispatchPlan, make_plan
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
-from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.schedule.cost import CPU_LINKS
 
 
 class CpuEngine:
-    """See ``fusco.engine.base.Engine``."""
+    """Engine of one rank on the CPU; see ``fusco.engine.base.Engine``."""
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
-        """Connect to all other ranks over gloo, too. The connections stay the caller's, who closes them after this."""
+        """Connect to all other ranks over gloo. The caller keeps the connections, and closes them after the engine."""
         self._layout, self._rank = CpuLayout.of(config), connections.store_gather.rank
         self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
         self._recycler = OutputRecycler()
@@ -62,7 +63,7 @@ class CpuEngine:
             is_alone = self._topology.num_nodes == 1
             timeout_s = config.settings.timeout_s
             self._transport = NoTransport() if is_alone else _connect_over_gloo(timeout_s, connections)
-            resources.callback(self._transport.close)  # before the memory, into which messages may still come
+            resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
@@ -75,11 +76,11 @@ class CpuEngine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """See ``Engine``: every call returns when all is done."""
+        """See ``Engine``: every call returns when its work is complete."""
         return False
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``: here everything shows at once."""
+        """See ``Engine``: errors are never deferred."""
         return None
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DispatchPlan]]:
@@ -115,7 +116,7 @@ class CpuEngine:
         is_staged = self._settings.slice_order == "staged"
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
-        known = self._routing_exchange.exchange(
+        routing = self._routing_exchange.exchange(
             call.sequence_number, request.routing, forwarding, num_tokens_to_node, call.profile
         )
         return make_plan(
@@ -123,9 +124,9 @@ class CpuEngine:
             placement=request.placement,
             groups=groups,
             forwarding=forwarding,
-            routing=known,
+            routing=routing,
             expert_alignment=request.expert_alignment,
-            static_slots=request.static.num_rows if request.static else None,
+            static_rows=request.static.num_rows if request.static else None,
             sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
         )
 
@@ -205,7 +206,7 @@ class CpuEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
             with call.profile.spend("wire"):
                 spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
                 memories = [*request.memories, *spare]
@@ -228,32 +229,32 @@ class CpuEngine:
             run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """See ``Engine``: here rows are copied in any case, since peers would need the caller's pages."""
+        """See ``Engine``: rows are always copied, since peers cannot read the caller's memory."""
         try:
             memory = torch.empty(request.shape, dtype=request.dtype, device="cpu")
         except RuntimeError as failure:
             why = str(failure).splitlines()[0]
-            raise SharedMemoryError(f"{request.num_bytes:,} bytes of memory could not be had: {why}") from failure
+            raise SharedMemoryError(f"{request.num_bytes:,} bytes of memory could not be allocated: {why}") from failure
         return Pending((), lambda _: memory)
 
     def wait(self) -> None:
-        """See ``Engine``: here nothing is ever under way."""
+        """See ``Engine``: nothing is asynchronous."""
 
     def synchronize(self) -> None:
-        """See ``Engine``: here nothing is ever under way."""
+        """See ``Engine``: nothing is asynchronous."""
 
     def finish(self) -> None:
-        """See ``Engine``: here whoever has come to the end has all that it needs."""
+        """See ``Engine``: a rank that has reached the end needs nothing more from its peers."""
 
     def has_finished(self) -> bool:
         """See ``Engine``."""
         return True
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """See ``Engine``. Nothing is launched here; ``profile`` has the times."""
+        """See ``Engine``: nothing is launched; ``profile`` has the times."""
 
     def abort(self) -> None:
-        """See ``Engine``: no device waits for anybody."""
+        """See ``Engine``: there are no device-side waits."""
 
     def close(self) -> None:
         """See ``Engine``."""
@@ -274,7 +275,7 @@ class CpuEngine:
 
 
 def warm_up(config: EngineConfig) -> None:
-    """Compile what an engine runs, which can take seconds: before ranks connect, as connecting has a limit."""
+    """Compile everything an engine runs. This can take seconds, so call it before connecting, which has a timeout."""
     warm_up_cpu()
     if config.settings.slice_order == "staged":
         warm_up_stages()

@@ -1,8 +1,8 @@
 """Point-to-point messages over gloo that a caller can poll.
 
-Gloo moves bytes in a thread of its own, but its work objects can only be waited for, and a wait that times out closes
-every connection of the group. So for each peer one thread waits for sends and one for receives, in the order of
-posting, and the caller looks at tickets. Only in closing is a wait made to time out: that ends all others.
+gloo moves bytes in a separate thread. Its work objects can only be waited for, not polled, and a wait that times out
+closes every connection of the group. So two threads per peer wait, one for sends and one for receives, in the order of
+posting, and the caller polls tickets. Only ``close`` lets a wait time out, which ends all others.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.distributed.distributed_c10d import Store
 
 from fusco.control.threads import in_thread
 
-# What connecting may take of the limit: less than it takes to give ranks up, so that gloo can say what is wrong.
-_CONNECTING = 0.6
-# In closing: how long threads may take to end, which they do at once; and a tag that no message has.
-_ENDING_S = 1.0
-_NO_MESSAGES_TAG = 1 << 30
+# Connecting may take this part of the timeout: less than it takes to give up on ranks, so that gloo reports the error.
+_CONNECT_FRACTION = 0.6
+# For ``close``: timeout for threads to end, which they do at once; and a tag that no message has.
+_JOIN_TIMEOUT_S = 1.0
+_UNUSED_TAG = 1 << 30
 
 
 class Ticket:
-    """A message under way. One that fails is never done; the transport says why."""
+    """Message in flight. One that fails is never done; ``GlooTransport.failure`` has the reason."""
 
     def __init__(self) -> None:
         self.is_done = False
 
 
 class GlooTransport:
-    """Messages among the ranks of one gloo group of its own."""
+    """Messages between the ranks of a private gloo group."""
 
     def __init__(
         self,
@@ -49,34 +49,36 @@ class GlooTransport:
         """Connect all ranks.
 
         Args:
-            store: where ranks leave their addresses; it must not have served another transport.
+            store: store for the addresses of ranks; no other transport may have used it.
             rank: this rank.
             world_size: number of ranks.
-            timeout_s: when gloo gives a message up. Errors of ours come first; this only ends threads.
+            timeout_s: timeout of gloo for a message. The watchdog's errors come first; this one only ends threads.
             listen_on: address at which other ranks reach this one; gloo uses it if it is a loopback address. Otherwise,
-                or where ``GLOO_SOCKET_IFNAME`` is set, gloo chooses its interface itself.
+                or if ``GLOO_SOCKET_IFNAME`` is set, gloo chooses its interface.
             wait_until: waits for a condition, and raises if a rank fails meanwhile.
 
         Raises:
-            RuntimeError: of gloo, if the ranks cannot be connected.
+            RuntimeError: gloo cannot connect the ranks.
 
         """
-        self._limit = timedelta(seconds=timeout_s)
-        # Where a rank dies while others connect to it, gloo takes several times its limit.
+        self._timeout = timedelta(seconds=timeout_s)
+        # If a rank dies while others connect to it, gloo takes several times its timeout.
         connecting = in_thread(
-            lambda: dist.ProcessGroupGloo(store, rank, world_size, _options(_CONNECTING * self._limit, listen_on))
+            lambda: dist.ProcessGroupGloo(
+                store, rank, world_size, _options(_CONNECT_FRACTION * self._timeout, listen_on)
+            )
         )
         wait_until(connecting.done)
         self._group = connecting.result()
         self._waiters: dict[tuple[str, int], _Waiter] = {}
-        self._under_way: set[Ticket] = set()
-        self.failure = ""  # why the first message failed, if one did
+        self._in_flight: set[Ticket] = set()
+        self.failure = ""  # the reason why the first message failed, or empty
 
     def send(self, message: torch.Tensor, dst: int, tag: int = 0) -> Ticket:
-        """Start to send a contiguous, not empty CPU tensor, which must not change until the ticket is done.
+        """Start to send a contiguous, non-empty CPU tensor, which must not change until the ticket is done.
 
         Args:
-            message: what to send.
+            message: tensor to send.
             dst: rank in the group.
             tag: messages of different tags do not wait for each other.
 
@@ -86,32 +88,32 @@ class GlooTransport:
     def receive(
         self, message: torch.Tensor, src: int, tag: int = 0, on_done: Callable[[], None] | None = None
     ) -> Ticket:
-        """Start to receive into a contiguous, not empty CPU tensor of the very size that ``src`` sends.
+        """Start to receive into a contiguous, non-empty CPU tensor of exactly the size that ``src`` sends.
 
         Args:
-            message: where to receive.
+            message: tensor to receive into.
             src: rank in the group.
-            tag: as the sender's.
-            on_done: called in the waiting thread as soon as the message is there.
+            tag: the sender's tag.
+            on_done: called in the waiting thread as soon as the message has arrived.
 
         """
         return self._start("receive", self._group.recv, message, src, tag, on_done)
 
     def close(self) -> None:
-        """End the threads and the connections, and with them what is still under way."""
-        if self._under_way:
-            self._hang_up()
+        """End the threads and the connections; messages in flight are dropped."""
+        if self._in_flight:
+            self._disconnect()
         for waiter in self._waiters.values():
             waiter.end()
         self._waiters, self._group = {}, None
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         for peer in {peer for _, peer in self._waiters}:
             try:
                 byte = torch.empty(1, dtype=torch.uint8, device="cpu")
-                self._group.recv([byte], peer, _NO_MESSAGES_TAG).wait(timedelta(milliseconds=1))
+                self._group.recv([byte], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
-                pass  # as it should: that connection is closed now, or was before
+                pass  # expected: the connection is closed now, or was before
 
     def _start(
         self,
@@ -127,26 +129,26 @@ class GlooTransport:
         try:
             work = post([message], peer, tag)
         except RuntimeError as error:
-            self._note_failure(direction, peer, error)
+            self._record_failure(direction, peer, error)
             return ticket
 
         def wait() -> None:
             try:
-                work.wait(self._limit)
+                work.wait(self._timeout)
             except RuntimeError as error:
-                self._note_failure(direction, peer, error)
-                self._under_way.discard(ticket)
+                self._record_failure(direction, peer, error)
+                self._in_flight.discard(ticket)
                 return
             if on_done:
                 on_done()
-            self._under_way.discard(ticket)
+            self._in_flight.discard(ticket)
             ticket.is_done = True
 
-        self._under_way.add(ticket)
+        self._in_flight.add(ticket)
         waiter.add(wait)
         return ticket
 
-    def _note_failure(self, direction: str, peer: int, error: RuntimeError) -> None:
+    def _record_failure(self, direction: str, peer: int, error: RuntimeError) -> None:
         if not self.failure:
             self.failure = f"the network failed to {direction} (rank {peer}): {str(error).splitlines()[0]}"
 
@@ -157,13 +159,13 @@ class GlooTransport:
 
 
 class NoTransport(GlooTransport):
-    """What a rank has whose node is the only one: nobody to send to, and nothing opened."""
+    """Transport of a rank whose node is the only one: no peers, no connections."""
 
     def __init__(self) -> None:
-        self._waiters, self._under_way, self._group, self.failure = {}, set(), None, ""
+        self._waiters, self._in_flight, self._group, self.failure = {}, set(), None, ""
 
 
-def _options(limit: timedelta, listen_on: str) -> Any:
+def _options(timeout: timedelta, listen_on: str) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  the only way to choose the interface
     is_local = listen_on.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME")
     device = (
@@ -171,12 +173,12 @@ def _options(limit: timedelta, listen_on: str) -> Any:
         if is_local
         else dist.ProcessGroupGloo.create_default_device()
     )
-    options._devices, options._timeout = [device], limit  # noqa: SLF001
+    options._devices, options._timeout = [device], timeout  # noqa: SLF001
     return options
 
 
 class _Waiter:
-    """A thread that waits for messages, one after the other."""
+    """Thread that waits for messages, one after the other."""
 
     def __init__(self, name: str) -> None:
         self._waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -184,13 +186,13 @@ class _Waiter:
         self._thread.start()
 
     def add(self, wait: Callable[[], None]) -> None:
-        """Wait for this, too."""
+        """Append a wait."""
         self._waits.put(wait)
 
     def end(self) -> None:
-        """End the thread once it has waited for everything."""
+        """End the thread after all waits."""
         self._waits.put(None)
-        self._thread.join(_ENDING_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _wait_in_order(self) -> None:
         while wait := self._waits.get():

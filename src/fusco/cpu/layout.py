@@ -1,4 +1,4 @@
-"""Where everything is in a rank's shared segment on the CPU: the one place that computes offsets, and so sizes."""
+"""Layout of a rank's shared segment on the CPU: computes all offsets and sizes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 
-_SLICE_BYTES = 1 << 20  # unless settings say otherwise
+_SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 
 
 @dataclass(frozen=True)
 class CpuLayout:
     """Offsets in bytes from the start of a rank's segment, the same on every rank; ``control`` comes first.
 
-    A *region* holds what comes from one node: region 0 the own rank's tokens, region ``1 + i`` those that the rank
-    forwards (or whose routing it takes in) for the i-th other node.
+    A *region* contains the data of one node: region 0 this rank's tokens, region ``1 + i`` the tokens of the i-th other
+    node that this rank forwards (or whose routing it receives).
     """
 
     topology: Topology
@@ -27,39 +27,39 @@ class CpuLayout:
 
     @classmethod
     def of(cls, config: EngineConfig) -> CpuLayout:
-        """The layout of an engine."""
+        """Make the layout of an engine."""
         return cls(config.topology, config.capacity, config.settings)
 
     @cached_property
     def control(self) -> ControlLayout:
-        """Flags and records."""
+        """Layout of flags and records."""
         return ControlLayout(self.topology, num_data_flags=1 + 2 * self.topology.num_nodes)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """One ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
+        """Size of a ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
         return align(max(self.settings.slice_bytes or _SLICE_BYTES, 2 * self.capacity.max_row_bytes))
 
     def rows_per_slot(self, row_bytes: int) -> int:
-        """How many rows make a slice: what fits into a slot. Sender and receiver cut by it."""
+        """Return the rows per slice: as many as fit into a slot. Sender and receiver cut by it."""
         return self.slot_bytes // row_bytes
 
     @property
     def rows_flag(self) -> int:
-        """Number of the last collective for which the own rows stand in the pool."""
+        """Flag: number of the last collective whose local rows are in the pool."""
         return self.control.data_flag(0)
 
     def routing_flag(self, node: int) -> int:
-        """Number of the last collective for which the routing of the counterpart on ``node`` is here."""
+        """Flag: number of the last collective for which the routing of the counterpart on ``node`` has arrived."""
         return self.control.data_flag(1 + node)
 
     def arrival_flag(self, node: int) -> int:
-        """Slices that arrived from ``node``, tagged with the collective (see ``tag``)."""
+        """Flag: number of slices that arrived from ``node``, tagged with the collective (see ``tag``)."""
         return self.control.data_flag(1 + self.topology.num_nodes + node)
 
     @staticmethod
     def tag(collective: int, count: int) -> int:
-        """A counter value that grows with the collective first, then with the count within it."""
+        """Return a counter value that grows with the collective first, then with the count within it."""
         return collective << 32 | count
 
     # Sections.
@@ -73,43 +73,43 @@ class CpuLayout:
         return align(8 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
 
     def ids_offset(self, region: int) -> int:
-        """Expert ids, int32 (num_tokens, num_topk)."""
+        """Offset of expert ids, int32 (num_tokens, num_topk)."""
         return self.control.num_bytes + region * self._ids_region_bytes
 
     def weights_offset(self, region: int) -> int:
-        """Weights, at most eight bytes each, (num_tokens, num_topk)."""
+        """Offset of weights, at most eight bytes each, (num_tokens, num_topk)."""
         return self.ids_offset(self.topology.num_nodes) + region * self._weights_region_bytes
 
     def pool_offset(self, region: int) -> int:
-        """Rows of a region, packed."""
+        """Offset of the packed rows of a region."""
         region_bytes = align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
         return self.weights_offset(self.topology.num_nodes) + region * region_bytes
 
     def ring_offset(self, consumer: int, slot: int) -> int:
-        """A slot of the ring that local rank ``consumer`` reads."""
+        """Offset of a slot of the ring that local rank ``consumer`` reads."""
         before = consumer * self.settings.ring_depth + slot
         return self.pool_offset(self.topology.num_nodes) + before * self.slot_bytes
 
     @property
     def num_bytes(self) -> int:
-        """The whole segment."""
+        """Size of the whole segment."""
         return self.ring_offset(self.topology.ranks_per_node, 0)
 
-    def region_of(self, own_node: int, node: int) -> int:
-        """The region for what comes from ``node``, on a rank of ``own_node``."""
-        if node == own_node:
+    def region_of(self, local_node: int, node: int) -> int:
+        """Return the region for the data of ``node`` on a rank of ``local_node``."""
+        if node == local_node:
             return 0
-        return 1 + node - (node > own_node)
+        return 1 + node - (node > local_node)
 
     @property
     def num_private_slots(self) -> int:
-        """Slots outside shared memory: a send ring, two receive slots a peer beyond the node, two for sums."""
+        """Slots outside shared memory: a send ring, two receive slots for each rank of other nodes, two for sums."""
         num_remote = self.topology.world_size - self.topology.ranks_per_node
         return self.settings.ring_depth + 2 * num_remote + 2
 
     @property
     def memory_size(self) -> MemorySize:
-        """What all this comes to."""
+        """Size of each section."""
         last = self.topology.num_nodes
         return MemorySize(
             control_bytes=self.ids_offset(0),
@@ -121,5 +121,5 @@ class CpuLayout:
 
     @property
     def segment_sizes(self) -> SegmentSizes:
-        """What to make room for."""
+        """Sizes to allocate."""
         return SegmentSizes(self.control, self.num_bytes, self.memory_size.private_bytes)

@@ -1,8 +1,8 @@
-"""Memory for outputs that is used again once the caller has let go of it.
+"""Recycler of output memory: reuses blocks that the caller has released.
 
 A fresh 64 MiB tensor costs more in page faults than in copying (measured: 73 ms against 16 ms for four ranks on two
-cores). So outputs come from here: in steady state they land in pages that are mapped already, and new blocks ask for
-huge pages.
+cores). With the recycler, outputs are in pages that are already mapped in steady state, and new blocks request huge
+pages.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _PAGE_BYTES = 2 << 20  # a huge page of x86-64 and of ARM with 4 KiB base pages
 
 
 class OutputRecycler:
-    """Hands out uninitialised tensors; keeps at most ``max_spares`` released blocks for the next ones."""
+    """Allocator of uninitialised tensors that keeps at most ``max_spares`` released blocks for reuse."""
 
     def __init__(self, max_spares: int = 4) -> None:
         self._max_spares = max_spares
         self._spares: list[mmap.mmap] = []
-        # A released block comes back from whichever thread drops the last reference, perhaps while we hold the lock.
+        # Any thread may drop the last reference to a block, even one that holds the lock.
         self._lock = threading.RLock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor; no view; its memory returns when the last view of it is gone.
+        """Return an uninitialised contiguous tensor, not a view; its memory is reused after its last view is gone.
 
         Raises ``OutputMemoryError`` if there is not enough.
         """
@@ -41,17 +41,17 @@ class OutputRecycler:
             block = self._take(num_bytes)
         except (OSError, OverflowError) as error:
             raise OutputMemoryError(
-                f"an output of {num_bytes:,} bytes, {shape[0]:,} rows of {num_bytes // shape[0]:,}, could not be had: "
-                f"{error}"
+                f"an output of {num_bytes:,} bytes, {shape[0]:,} rows of {num_bytes // shape[0]:,}, could not be "
+                f"allocated: {error}"
             ) from error
         array = np.frombuffer(block, dtype=np.uint8, count=num_bytes)
-        weakref.finalize(array, self._give_back, block).atexit = False
-        # Not as a view: PyTorch treats views apart. Hooks on one are lost when it is changed in place, for example.
+        weakref.finalize(array, self._release, block).atexit = False
+        # Not a view, since PyTorch treats views differently: hooks on one are lost when it is changed in place.
         storage = torch.from_numpy(array).untyped_storage()
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
 
     def close(self) -> None:
-        """Free the spares; blocks still in use are freed when released."""
+        """Free the spares; blocks in use are freed when they are released."""
         with self._lock:
             self._max_spares = 0
             self._spares.clear()
@@ -59,7 +59,7 @@ class OutputRecycler:
     def _take(self, num_bytes: int) -> mmap.mmap:
         needed = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
-            # A block up to twice as large serves, since counts vary from step to step.
+            # A block may be up to twice as large, since counts vary from step to step.
             fitting = [block for block in self._spares if needed <= len(block) <= 2 * needed]
             if fitting:
                 best = min(fitting, key=len)
@@ -70,7 +70,7 @@ class OutputRecycler:
             block.madvise(mmap.MADV_HUGEPAGE)
         return block
 
-    def _give_back(self, block: mmap.mmap) -> None:
+    def _release(self, block: mmap.mmap) -> None:
         with self._lock:
             self._spares.append(block)
             if len(self._spares) > self._max_spares:

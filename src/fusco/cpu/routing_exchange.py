@@ -1,4 +1,4 @@
-"""Routing to everybody who needs it: through the counterparts on other nodes, then the node's memory."""
+"""Exchange of routing: between counterparts of different nodes, then through the node's shared memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _ROUTING_TAG = 1  # routing does not queue behind rows
 
 @dataclass(frozen=True)
 class DispatchCounts:
-    """What a rank tells the others of its dispatch: its tokens, and how many of them concern each node but its own."""
+    """Counts that a rank publishes in a dispatch: its tokens, and how many of them each other node needs."""
 
     num_tokens: int
     num_rows_to_node: tuple[int, ...]
 
     def pack(self) -> list[int]:
-        """As counts."""
+        """Pack as counts."""
         return [self.num_tokens, *self.num_rows_to_node]
 
     @classmethod
     def unpack(cls, counts: Sequence[int]) -> DispatchCounts:
-        """From counts."""
+        """Unpack from counts."""
         num_tokens, *num_rows_to_node = counts
         return cls(num_tokens, tuple(num_rows_to_node))
 
 
 class RoutingExchange:
-    """Every rank of a node learns the routing of all tokens that concern the node."""
+    """Gives every rank of a node the routing of all tokens that the node needs."""
 
     def __init__(self, memory: CpuMemory, transport: GlooTransport, watchdog: Watchdog) -> None:
         self._memory, self._transport, self._watchdog = memory, transport, watchdog
@@ -55,14 +55,14 @@ class RoutingExchange:
         num_tokens_to_node: Sequence[Sequence[int]],
         profile: CallProfile,
     ) -> NodeRouting:
-        """Publish routing and return that of every token that concerns this node.
+        """Publish routing, and return the routing of every token that this node needs.
 
         Args:
             collective: number of the collective.
-            routing: this rank's routing; weights in the dtype in which they travel.
-            forwarding: which of this rank's tokens concern which node.
-            num_tokens_to_node: ``[r][n]`` tokens of rank ``r`` concern node ``n``; for its own node, all its tokens.
-            profile: where metadata bytes are counted.
+            routing: this rank's routing; weights in the dtype in which they are sent.
+            forwarding: this rank's tokens for each node.
+            num_tokens_to_node: ``[r][n]``, tokens of rank ``r`` that node ``n`` needs; all tokens if ``r`` is on it.
+            profile: counts the metadata bytes.
 
         """
         memory = self._memory
@@ -138,7 +138,7 @@ class RoutingExchange:
             ids.append(memory.ids(local, node, num_tokens, num_topk))
             if weights_dtype:
                 weights.append(memory.weights(local, node, (num_tokens, num_topk), weights_dtype))
-        # Both are copied out of shared memory here: the next collective overwrites it, handles live on.
+        # Both are copied out of shared memory: handles outlive the collective, and the next one overwrites the memory.
         return NodeRouting(torch.cat(ids), torch.cat(weights) if weights_dtype else None, tuple(firsts))
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
@@ -148,7 +148,7 @@ class RoutingExchange:
             lambda: Stall(
                 "sending routing",
                 counterparts,
-                f"{len(tickets)} messages through",
+                f"{len(tickets)} messages sent",
                 f"{sum(ticket.is_done for ticket in tickets)}",
             ),
         )

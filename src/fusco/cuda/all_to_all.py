@@ -15,12 +15,7 @@ from fusco.core.profile import CallProfile
 from fusco.cuda.network import Network, messages_of
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import Copy
-from fusco.schedule.cost import Links
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
-
-# By which links a schedule is chosen unless it is given: what a round of messages costs to launch and to connect, a NIC
-# of 200 Gbit/s for each rank, NVLink.
-LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
 
 
 class MessageRounds:

@@ -1,1 +1,1 @@
-"""The engine (FUSCO's dComm) executes plans. ``base`` is what every backend offers, the rest what backends share."""
+"""Engines (FUSCO's dComm) execute plans. ``base`` is the interface of every backend; the rest is shared code."""

@@ -1,4 +1,4 @@
-"""Communication groups of a dispatch, and the check that all ranks computed the same."""
+"""Communication groups of a dispatch, with a check that all ranks computed the same ones."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import hashlib
 from fusco.core.errors import MismatchError
 from fusco.core.groups import Groups
 from fusco.core.profile import Call
-from fusco.planner.balancer import Balancer, Traffic, is_of_fusco
+from fusco.planner.balancer import Balancer, Traffic, is_builtin
 
-_MAX_CHARS = 48  # of groups that are spelled out in an error; a record's text is short
+_MAX_CHARS = 48  # longest text of groups in an error, since the text of a record is short
 
 
 def agreed_groups(call: Call, balancer: Balancer, traffic: Traffic) -> Groups:
-    """Compute groups from traffic that all ranks know; ``MismatchError``, on all of them, if they come to others.
+    """Compute groups from traffic that all ranks know; ``MismatchError`` on all ranks if their groups differ.
 
-    Only a balancer of the caller's may give different groups on different ranks, so only for one do ranks exchange
-    records once more: before anything travels by groups, as rows for the wrong forwarder would wait for the limit.
-    That takes 0.6 to 2.7 ms (medians; four ranks on two busy cores, loopback). Within one node nothing depends on
-    groups, and nodes of one rank have but one group.
+    Only a user-defined balancer may return different groups on different ranks. So only with such a balancer do ranks
+    exchange records once more, before any rows are sent: rows for the wrong forwarder would end in a timeout. That
+    takes 0.6 to 2.7 ms (medians; four ranks on two busy cores, loopback). Within one node nothing depends on groups,
+    and nodes of one rank have only one group.
     """
     groups, topology = balancer(traffic), traffic.topology
-    is_open = topology.num_nodes > 1 and topology.ranks_per_node > 1
-    if is_open and not is_of_fusco(balancer):
+    needs_check = topology.num_nodes > 1 and topology.ranks_per_node > 1
+    if needs_check and not is_builtin(balancer):
         try:
             call.compare({"the balancer's groups": _fingerprint(groups)})
         except MismatchError as error:
@@ -33,7 +33,7 @@ def agreed_groups(call: Call, balancer: Balancer, traffic: Traffic) -> Groups:
 
 
 def _fingerprint(groups: Groups) -> str:
-    """The groups, in whatever order they are numbered: spelled out if they are few, else by a hash.
+    """Return a text that does not depend on the order of groups: the groups if they are few, else a hash.
 
     >>> from fusco.core.topology import Topology
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)

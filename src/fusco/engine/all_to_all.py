@@ -1,39 +1,39 @@
-"""All-to-all on any device: the rank schedule from the sizes of all ranks, and its flows cut into messages."""
+"""All-to-all on any device: makes the rank schedule from the sizes of all ranks, and cuts its flows into messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from fusco.core.topology import Topology
 from fusco.engine.base import AllToAllRequest
 from fusco.engine.byte_stream import StreamSizes, check_sizes
-from fusco.schedule.choice import schedule_for
-from fusco.schedule.cost import Links
+from fusco.schedule.cost import Links, schedule_for
 from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule
 
 
 def sizes_of(request: AllToAllRequest) -> StreamSizes:
-    """What a rank tells the others of its request, in rows."""
+    """Return the sizes that a rank publishes, in rows."""
     return StreamSizes(tuple(request.send_rows), tuple(request.receive_rows))
 
 
 def plan_all_to_all(
     request: AllToAllRequest, counts: Sequence[Sequence[int]], topology: Topology, rank: int, links: Links
 ) -> RankSchedule:
-    """What this rank does, by a schedule that all ranks make alike.
+    """Return this rank's part of the schedule, which is the same on all ranks.
 
     Args:
-        request: of this rank.
+        request: this rank's request.
         counts: the packed ``StreamSizes`` of all ranks.
         topology: which ranks share a node.
         rank: this rank.
-        links: by which a schedule is chosen unless the request names one.
+        links: the links by which the mode is chosen, unless the request names one.
 
     Raises:
-        MismatchError: on all ranks, unless everybody expects what the others send.
+        MismatchError: on all ranks, if any rank expects another size than its peer sends.
 
     """
     sizes = list(map(StreamSizes.unpack, counts))
@@ -43,44 +43,66 @@ def plan_all_to_all(
     return make_rank_schedule(schedule, rank)
 
 
+class MemorySpan(NamedTuple):
+    """Contiguous bytes in one memory of a rank.
+
+    Attributes:
+        memory: index of the memory, as in ``fusco.schedule.rank_schedule``.
+        offset: first byte in the memory.
+        num_bytes: size.
+        region: region of the memory, -1 for none.
+
+    """
+
+    memory: int
+    offset: int
+    num_bytes: int
+    region: int
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last byte."""
+        return self.offset + self.num_bytes
+
+
 @dataclass(frozen=True, eq=False)
 class FlowSlice:
-    """At most a slice of a flow, sent at once.
+    """Message of a flow: at most one slice of it.
 
     Attributes:
         peer: the other rank.
-        num_bytes: of all spans.
-        spans: contiguous pieces as (memory, offset, num_bytes, region).
+        num_bytes: total size of all spans.
+        spans: source or target of the bytes on this rank, in order.
 
     """
 
     peer: int
     num_bytes: int
-    spans: list[tuple[int, int, int, int]]
+    spans: list[MemorySpan]
 
 
 def cut_flow(flow: Flow, slice_bytes: int) -> Iterator[FlowSlice]:
-    """Cut a flow into messages of ``slice_bytes``, the last one shorter, and join pieces that touch.
+    """Cut a flow into messages of ``slice_bytes``, the last one shorter, and join adjacent pieces.
 
-    Both ends cut at the same bytes, wherever these stand.
+    Both ends cut at the same bytes, whatever the addresses.
 
     >>> import numpy as np
     >>> from fusco.schedule.rank_schedule import INPUT
     >>> pieces = np.array([[INPUT, 0, 3, -1], [INPUT, 3, 2, -1], [INPUT, 9, 2, -1]])
-    >>> [message.spans for message in cut_flow(Course(1, 0, pieces), 4)]
+    >>> [[tuple(span) for span in message.spans] for message in cut_flow(Flow(1, 0, pieces), 4)]
     [[(0, 0, 4, -1)], [(0, 4, 1, -1), (0, 9, 2, -1)]]
     """
-    spans: list[tuple[int, int, int, int]] = []
+    spans: list[MemorySpan] = []
     room = slice_bytes
     for memory, offset, num_bytes, region in flow.pieces.tolist():
         while num_bytes:
             size = min(num_bytes, room)
-            before = spans[-1] if spans else (-1, -1, 0, -1)
-            if (memory, offset, region) == (before[0], before[1] + before[2], before[3]):
-                spans[-1] = (memory, before[1], before[2] + size, region)
+            last = spans[-1] if spans else None
+            if last and (memory, offset, region) == (last.memory, last.end, last.region):
+                spans[-1] = last._replace(num_bytes=last.num_bytes + size)
             else:
-                spans.append((memory, offset, size, region))
-            offset, num_bytes, room = offset + size, num_bytes - size, room - size  # noqa: PLW2901  the rest
+                spans.append(MemorySpan(memory, offset, size, region))
+            offset, num_bytes, room = offset + size, num_bytes - size, room - size  # noqa: PLW2901  what is left
             if not room:
                 yield FlowSlice(flow.peer, slice_bytes, spans)
                 spans, room = [], slice_bytes

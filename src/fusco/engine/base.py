@@ -1,7 +1,7 @@
-"""The contract between the public verbs and a backend: requests, what is prepared of them, and what comes of it.
+"""Interface between the public verbs and a backend: requests, pending collectives, results.
 
-A backend only moves bytes: what goes where is in the plan. Each collective is *prepared* by every rank by itself, then
-all ranks *agree* (see ``fusco.api.collective``), then each *executes* what it has prepared.
+A backend only moves bytes; the plan says which bytes go where. Every rank *prepares* a collective locally, then all
+ranks *agree* (see ``fusco.api.collective``), then every rank *executes* what it has prepared.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from fusco.schedule.schedule import ScheduleMode
 
 
 class Plan(Protocol):
-    """What verbs, handles and gradients need to know of a backend's plan. Tensors are on the device of the rows."""
+    """The part of a backend's plan that verbs, handles and gradients use. Tensors are on the device of the rows."""
 
     @property
     def rank(self) -> int:
-        """The rank whose plan it is."""
+        """This rank."""
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Which rank owns which expert."""
+        """Placement of the experts on ranks."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
 
     @property
     def num_topk(self) -> int:
-        """Expert slots of a token."""
+        """Experts per token (top-k)."""
 
     @property
     def num_slots(self) -> int:
-        """Rows of the expert-major output."""
+        """Number of rows of the expert-major output."""
 
     @property
     def num_rows_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert's block, padding not counted, int64 (num_local_experts,)."""
+        """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
 
     @property
     def weights(self) -> torch.Tensor | None:
-        """The weights that travelled with the routing, float32 or float64, in the backend's own order."""
+        """Weights that were sent with the routing, float32 or float64, in the order of the backend."""
 
     @property
     def slot_weights(self) -> torch.Tensor:
-        """The same by slot (num_slots,); zero where no row stands."""
+        """Weights by slot (num_slots,); zero in empty slots."""
 
     @property
     def slot_to_k(self) -> torch.Tensor:
-        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where no row stands."""
+        """Index k of each slot's row among the experts of its token, int64 (num_slots,); 0 in empty slots."""
 
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -71,18 +71,18 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchRequest:
-    """What one rank wants dispatched, validated.
+    """Validated dispatch of one rank.
 
     Attributes:
-        routing: with weights as they travel.
-        topk_weights: as the caller gave them.
-        payloads: rows (num_tokens, ...) of each.
+        routing: ids, and weights in the dtype in which they are sent.
+        topk_weights: the caller's weights.
+        payloads: tensors of rows (num_tokens, ...).
         placement: which rank owns which expert.
-        balancer: chooses who forwards for whom.
-        expert_alignment: every expert's block is padded to a multiple of this.
-        with_weights: whether the weight of every row is wanted, too.
-        static: a fixed size for the output, or ``None``.
-        launch: how to use the device.
+        balancer: chooses the forwarders.
+        expert_alignment: every expert's block is padded to a multiple of this many rows.
+        with_weights: whether to return the weight of every row, too.
+        static: fixed size of the output, or ``None``.
+        launch: streams and SMs to use.
 
     """
 
@@ -98,7 +98,7 @@ class DispatchRequest:
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Fields of the fingerprint: equal on all ranks."""
         weights = self.topk_weights
         return {
             "payloads": list(map(describe_rows, self.payloads)),
@@ -110,7 +110,7 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class DispatchOutput(Generic[PlanT]):
-    """What a dispatch gave: a plan, for combine and for other payloads, and the expert-major rows of each payload."""
+    """Result of a dispatch: the plan, for combine and for other payloads, and the expert-major rows of each payload."""
 
     plan: PlanT
     rows: list[torch.Tensor]
@@ -118,7 +118,7 @@ class DispatchOutput(Generic[PlanT]):
 
 @dataclass(frozen=True, kw_only=True)
 class RedispatchRequest(Generic[PlanT]):
-    """Rows to be dispatched along an earlier plan; ``handle`` is the number of the collective that made it."""
+    """Dispatch of other rows with an earlier plan; ``handle`` is the number of the collective that made it."""
 
     payloads: Sequence[torch.Tensor]
     plan: PlanT
@@ -127,7 +127,7 @@ class RedispatchRequest(Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Fields of the fingerprint: equal on all ranks."""
         return {
             "payloads": list(map(describe_rows, self.payloads)),
             "handle": self.handle,
@@ -137,9 +137,9 @@ class RedispatchRequest(Generic[PlanT]):
 
 @dataclass(frozen=True, kw_only=True)
 class CombineRequest(Generic[PlanT]):
-    """Expert-major rows (num_slots, hidden) to be summed; ``handle`` is the number of the collective that planned it.
+    """Sum of expert-major rows (num_slots, hidden); ``handle`` is the number of the collective that made the plan.
 
-    ``topk_weights`` are the caller's, or ``None`` where all weights are one.
+    ``topk_weights`` are the caller's weights; ``None`` means that all weights are one.
     """
 
     rows: torch.Tensor
@@ -150,17 +150,17 @@ class CombineRequest(Generic[PlanT]):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether rows are multiplied by their weights."""
+        """True if rows are multiplied by their weights."""
         return self.topk_weights is not None
 
     @property
     def weights(self) -> torch.Tensor | None:
-        """The weights in the plan's order."""
+        """Weights in the order of the plan."""
         return self.plan.weights if self.is_weighted else None
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Fields of the fingerprint: equal on all ranks."""
         return {
             "row": describe_rows(self.rows),
             "handle": self.handle,
@@ -171,28 +171,28 @@ class CombineRequest(Generic[PlanT]):
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleRequest:
-    """Segments to be exchanged: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; others have nothing."""
+    """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none."""
 
     send: Mapping[int, Segments]
     receive: Mapping[int, Segments]
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike: nothing but their sizes, which are counts."""
+        """Fields of the fingerprint: none. Sizes are compared as counts."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllRequest:
-    """What one rank wants exchanged with all others, validated.
+    """Validated all-to-all of one rank.
 
     Attributes:
         input: contiguous rows, by destination.
         output: contiguous rows, by source; they do not overlap ``input``.
-        send_rows: how many go to each rank.
-        receive_rows: how many come from each.
-        mode: of the schedule between nodes; ``None`` leaves the choice to the engine.
-        requires_grad: whether gradients will come back, by another exchange.
+        send_rows: number of rows for each rank.
+        receive_rows: number of rows from each rank.
+        mode: mode of the schedule between nodes; ``None`` lets the engine choose.
+        requires_grad: whether gradients will be sent back, by another all-to-all.
 
     """
 
@@ -210,12 +210,12 @@ class AllToAllRequest:
 
     @property
     def memories(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes of input and output, uint8 (num_bytes,)."""
+        """Bytes of input and output, uint8 (num_bytes,)."""
         return as_bytes(self.input), as_bytes(self.output)
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Fields of the fingerprint: equal on all ranks."""
         return {
             "rows": describe_rows(self.input),
             "schedule": str(self.mode),
@@ -225,29 +225,30 @@ class AllToAllRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyRequest:
-    """Memory that peers can read."""
+    """Allocation of memory that peers can read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it all."""
+        """Size of the allocation."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Fields of the fingerprint: equal on all ranks."""
         return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
 @dataclass(frozen=True)
 class Pending(Generic[ResultT]):
-    """A collective that one rank has prepared.
+    """Collective that one rank has prepared.
 
     Attributes:
-        counts: what this rank tells all others, packed; the same number of them on all ranks.
-        run: executes it, once all ranks agree. Takes the counts of all ranks, by rank; may raise ``LateRejection``.
+        counts: packed counts that this rank publishes; the same number of them on all ranks.
+        run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
+            ``LateRejection``.
 
     """
 
@@ -255,10 +256,10 @@ class Pending(Generic[ResultT]):
     run: Callable[[Sequence[Sequence[int]]], ResultT]
 
 
-class LateRejection(Exception):  # noqa: N818  no error of its own: it carries one
-    """Input turned out to be bad in the middle of a collective, which all ranks have completed nevertheless.
+class LateRejection(Exception):  # noqa: N818  no error itself: it carries one
+    """Input turned out to be invalid during a collective, which all ranks have completed nevertheless.
 
-    ``error`` is what the caller gets; the communicator lives on.
+    ``error`` is raised to the caller. The communicator remains usable.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -267,44 +268,44 @@ class LateRejection(Exception):  # noqa: N818  no error of its own: it carries o
 
 
 class Engine(Protocol[PlanT]):
-    """One rank's engine. All ranks call the same verbs in the same order, each within one collective of the session.
+    """Engine of one rank. All ranks call the same verbs in the same order, each within one collective of the session.
 
-    Requests are valid. ``prepare_*`` may still raise ``TypeError`` or ``ValueError`` for what only shows there, and
-    ``SharedMemoryError``: the collective is then called off on all ranks. What else fails in it, or in ``run``, ends
+    Requests are validated. ``prepare_*`` may still raise ``TypeError`` or ``ValueError`` for errors that only show
+    there, and ``SharedMemoryError``: all ranks then cancel the collective. Any other failure in it or in ``run`` ends
     the session. Every ``Pending`` is run right after its preparation, or never.
     """
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """Nodes of the ranks."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether what a verb launched may be under way when it returns."""
+        """True if launched work may still run when a verb returns."""
 
     def pending_error(self) -> Exception | None:
-        """What went wrong with this rank's earlier calls and shows only now; told once."""
+        """Return and clear an error of an earlier asynchronous call."""
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[PlanT]]:
         """Exchange routing, plan, and move token-major rows (num_tokens, ...) to expert-major ones (num_slots, ...)."""
 
     def prepare_redispatch(self, request: RedispatchRequest[PlanT], call: Call) -> Pending[list[torch.Tensor]]:
-        """Move rows along an earlier plan."""
+        """Move rows with an earlier plan."""
 
     def prepare_combine(self, request: CombineRequest[PlanT], call: Call) -> Pending[torch.Tensor]:
         """Sum expert-major rows (num_slots, hidden) into token-major rows (num_tokens, hidden)."""
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        """Exchange segments; ``MismatchError`` on all ranks unless they expect what others send."""
+        """Exchange segments; ``MismatchError`` on all ranks if sizes of senders and receivers differ."""
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """Exchange rows among all ranks, by a schedule that is the same on all of them; ``MismatchError`` likewise.
+        """Exchange rows among all ranks by one schedule; ``MismatchError`` as in ``prepare_shuffle``.
 
-        Returns the request, whose output is filled.
+        The result is the request with its output filled.
         """
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:
-        """Memory from which rows leave without being copied first; ``SharedMemoryError`` if there is not enough."""
+        """Allocate memory from which rows are sent without a copy; ``SharedMemoryError`` if there is not enough."""
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Send segments to one rank, which calls ``scatter_recv``; not a collective."""
@@ -313,25 +314,25 @@ class Engine(Protocol[PlanT]):
         """Receive into segments from one rank, which calls ``gather_send``; not a collective."""
 
     def wait(self) -> None:
-        """Have the current stream wait for everything that was launched."""
+        """Make the current stream wait for all launched work."""
 
     def synchronize(self) -> None:
-        """Wait, within the limit, until everything that was launched is done."""
+        """Block, with a timeout, until all launched work is complete."""
 
     def finish(self) -> None:
-        """Give back what all ranks must give back together; all devices are done."""
+        """Free the resources that all ranks free together; all devices have finished."""
 
     def has_finished(self) -> bool:
-        """Whether all that was launched has been done as it should; waits for the own device, within the limit.
+        """Return True if all launched work completed without an error; waits for the local device, with a timeout.
 
-        Also once the session is broken: what a rank that failed had nothing to do with is complete.
+        Also valid on a broken session: work that did not depend on the failed rank may have completed.
         """
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Put what is launched from now on into a timeline; only where there is a device to time."""
+        """Record later launches in a timeline; only on devices with events."""
 
     def abort(self) -> None:
-        """Have every wait on the device end soon: this rank will not go on."""
+        """End all device-side waits soon: this rank will not continue."""
 
     def close(self) -> None:
-        """Give everything back, without waiting for anybody."""
+        """Free all resources without waiting for peers."""

@@ -1,4 +1,4 @@
-"""The tasks of ``shuffle``, ``gather_send`` and ``scatter_recv``: byte streams of segments through channels."""
+"""Byte streams of segments through channels: the tasks of ``shuffle``, ``gather_send`` and ``scatter_recv``."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 class Outgoing(Protocol):
-    """The sending end. ``slot`` gives room for a message, or ``None`` for now; ``commit`` sends its first bytes."""
+    """Sending end of a channel. ``slot`` returns room for a message or ``None``; ``commit`` sends its first bytes."""
 
     def slot(self) -> torch.Tensor | None:
-        """Room for the next message, uint8 (slot_bytes,), or ``None`` if all of it is in use."""
+        """Return a free slot for the next message, uint8 (slot_bytes,), or ``None`` if all are in use."""
 
     def commit(self, num_bytes: int) -> None:
-        """Send what was written into the slot."""
+        """Send the first ``num_bytes`` of the slot."""
 
     @property
     def is_drained(self) -> bool:
-        """Whether the other side has everything."""
+        """True if the peer has everything."""
 
 
 class Incoming(Protocol):
-    """The receiving end, in the order of sending."""
+    """Receiving end of a channel; messages come in the order of sending."""
 
     def message(self) -> torch.Tensor | None:
-        """The oldest message, or ``None`` if it is not there yet; it stays until ``release``."""
+        """Return the oldest message, or ``None`` if it has not arrived yet; it is valid until ``release``."""
 
     def release(self) -> None:
-        """Done with the oldest message."""
+        """Free the slot of the oldest message."""
 
     @property
     def is_released(self) -> bool:
-        """Whether the other side knows of every release."""
+        """True if the peer has seen every release."""
 
 
 class SegmentSender:
-    """Gathers segments slice by slice into a channel."""
+    """Task that gathers segments slice by slice into a channel."""
 
     def __init__(self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._dst, self._copy = channel, dst, copy
@@ -54,7 +54,7 @@ class SegmentSender:
         self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
-        """Gather one slice if there is room."""
+        """Gather one slice if a slot is free."""
         slot = self._channel.slot() if self._num_sent < self._num_slices else None
         if slot is None:
             return False
@@ -66,18 +66,18 @@ class SegmentSender:
 
     @property
     def is_done(self) -> bool:
-        """Whether the other side has everything."""
+        """True if the peer has everything."""
         return self._num_sent == self._num_slices and self._channel.is_drained
 
     def stall(self) -> Stall:
-        """The other side does not take slices."""
+        """Describe the wait for the peer to take slices."""
         return Stall(
             "gathering and sending", (self._dst,), f"{self._num_slices} slices taken", f"{self._num_sent} sent"
         )
 
 
 class SegmentReceiver:
-    """Scatters slices from a channel to segments."""
+    """Task that scatters slices from a channel to segments."""
 
     def __init__(self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy) -> None:
         self._channel, self._src, self._copy = channel, src, copy
@@ -85,7 +85,7 @@ class SegmentReceiver:
         self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
 
     def step(self) -> bool:
-        """Scatter one slice if it is there."""
+        """Scatter one slice if it has arrived."""
         message = self._channel.message() if self._num_taken < self._num_slices else None
         if message is None:
             return False
@@ -97,25 +97,25 @@ class SegmentReceiver:
 
     @property
     def is_done(self) -> bool:
-        """Whether every segment is filled."""
+        """True if every segment is filled."""
         return self._num_taken == self._num_slices and self._channel.is_released
 
     def stall(self) -> Stall:
-        """The other side does not send."""
+        """Describe the wait for slices of the peer."""
         return Stall("receiving and scattering", (self._src,), f"{self._num_slices} slices", f"{self._num_taken}")
 
 
 class SegmentChannels(Protocol):
-    """Makes the tasks of streams to and from other ranks, for one collective."""
+    """Factory of the tasks of byte streams to and from other ranks, for one collective."""
 
     device: torch.device
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """Send segments to some ranks, and receive segments from some."""
+        """Return tasks that send segments to some ranks and receive segments from some."""
 
 
 def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segments]]:
-    """Partners in order, the next rank first, so that receivers take turns.
+    """Sort partners, the next rank first, so that receivers take turns.
 
     >>> nothing = Segments(torch.empty(0), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     >>> [peer for peer, _ in in_turn(1, {0: nothing, 1: nothing, 2: nothing})]
@@ -126,14 +126,14 @@ def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segm
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """What a rank tells the others of an exchange: what it sends to each rank, and what it expects from each."""
+    """Sizes that a rank publishes: what it sends to each rank, and what it expects from each."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
     @classmethod
     def of_segments(cls, send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> StreamSizes:
-        """In bytes; missing ranks have nothing."""
+        """Make sizes in bytes; missing ranks have zero."""
         sent, received = (
             tuple(part[rank].total_bytes if rank in part else 0 for rank in range(world_size))
             for part in (send, receive)
@@ -141,26 +141,26 @@ class StreamSizes:
         return cls(sent, received)
 
     def pack(self) -> list[int]:
-        """As counts."""
+        """Pack as counts."""
         return [*self.send, *self.receive]
 
     @classmethod
     def unpack(cls, counts: Sequence[int]) -> StreamSizes:
-        """From counts."""
+        """Unpack from counts."""
         middle = len(counts) // 2
         return cls(tuple(counts[:middle]), tuple(counts[middle:]))
 
 
 def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") -> None:
-    """Raise ``MismatchError``, the same on all ranks, unless everybody expects what the others send.
+    """Raise ``MismatchError``, the same on all ranks, if any rank expects another size than its peer sends.
 
-    ``sizes[r]`` are those of rank ``r``, in ``unit``.
+    ``sizes[r]`` are the sizes of rank ``r``, in ``unit``.
     """
-    everyone = range(len(sizes))
+    ranks = range(len(sizes))
     differing = [
         f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
-        for src in everyone
-        for dst in everyone
+        for src in ranks
+        for dst in ranks
         if (sent := sizes[src].send[dst]) != (expected := sizes[dst].receive[src])
     ]
     if differing:
@@ -171,8 +171,8 @@ def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") ->
 def stream_with(
     streams: SegmentChannels, peer: int, name: str, segments: Segments, watchdog: Watchdog
 ) -> Iterator[None]:
-    """A stream to or from one rank, which both sides enter with their number of bytes."""
-    ours, theirs = word(segments.total_bytes, streams.device), word(0, streams.device)
+    """Open a stream to or from one rank: both sides exchange their number of bytes first."""
+    ours, theirs = int64_segment(segments.total_bytes, streams.device), int64_segment(0, streams.device)
     run_tasks(streams.tasks({peer: ours}, {peer: theirs}), watchdog)
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         raise MismatchError(
@@ -181,7 +181,7 @@ def stream_with(
     yield
 
 
-def word(value: int, device: torch.device) -> Segments:
-    """One int64 as a payload."""
+def int64_segment(value: int, device: torch.device) -> Segments:
+    """Make segments of one int64."""
     first, size = torch.tensor([0], device="cpu"), torch.tensor([8], device="cpu")
     return Segments(torch.tensor([value], device=device), first, size)

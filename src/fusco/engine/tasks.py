@@ -1,4 +1,4 @@
-"""The loop that runs a collective: tasks that each do a little whenever they can."""
+"""Tasks of a collective, and the loop that runs them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fusco.core.errors import Stall
 
 
 class Task(Protocol):
-    """A part of a collective that never blocks."""
+    """Part of a collective that never blocks."""
 
     def step(self) -> bool:
-        """Do one slice's worth of work; ``False`` if nothing can be done now."""
+        """Do at most one slice of work; return ``False`` if nothing can be done now."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
 
     def stall(self) -> Stall:
-        """What the task waits for, when ``step`` returned ``False``."""
+        """Describe what the task waits for, after ``step`` returned ``False``."""
 
 
 def run_tasks(tasks: Iterable[Task], watchdog: Watchdog) -> None:
-    """Advance tasks in turn until all are done; wait, within the watch's limit, while none can move."""
+    """Advance tasks in turn until all are done; while none can, wait with the watchdog's timeout."""
     watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
     while pending:

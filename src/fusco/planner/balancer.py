@@ -1,7 +1,7 @@
-"""Who forwards for whom: from what each rank sends to each node to communication groups.
+"""Balancers: choose communication groups, and so forwarders, from the traffic between nodes.
 
-A balancer is a pure function from ``Traffic``, which all ranks know after exchanging a few counts, to ``Groups``; every
-rank computes the same groups without further coordination. Source: FUSCO section 3.4.
+A balancer is a pure function from ``Traffic``, which all ranks know after an exchange of counts, to ``Groups``. So all
+ranks compute the same groups without further communication. Source: FUSCO section 3.4.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MAX_SWEEPS = 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """``num_rows[n, l, m]`` rows (int64) go from local rank ``l`` of node ``n`` to node ``m``; none to the own node."""
+    """``num_rows[n, l, m]`` rows (int64) go from local rank ``l`` of node ``n`` to node ``m``; 0 where ``n == m``."""
 
     topology: Topology
     num_rows: IntArray
 
     @classmethod
     def from_counts(cls, topology: Topology, rank_to_counts: Sequence[Sequence[int]]) -> Traffic:
-        """From ``rank_to_counts[r][m]``, the rows of rank ``r`` for node ``m``; those for the own node are ignored."""
+        """Take the rows of rank ``r`` for node ``m`` from ``rank_to_counts[r][m]``; rows for its node are ignored."""
         num_rows = np.array(rank_to_counts, dtype=np.int64)[np.array(topology.node_to_ranks)]
         nodes = np.arange(topology.num_nodes)
         num_rows[nodes, :, nodes] = 0
@@ -40,16 +40,16 @@ class Traffic:
 
     @property
     def rank_loads(self) -> IntArray:
-        """What each rank sends to other nodes, int64 (num_nodes, ranks_per_node)."""
+        """Rows that each rank sends to other nodes, int64 (num_nodes, ranks_per_node)."""
         return self.num_rows.sum(axis=2)
 
     def group_loads(self, groups: Groups) -> IntArray:
-        """What the members of each group send together, int64 (ranks_per_node,)."""
+        """Return the rows that the members of each group send in total, int64 (ranks_per_node,)."""
         members = np.array(groups.group_to_locals)
         return self.rank_loads[np.arange(self.topology.num_nodes), members].sum(axis=1)
 
     def received_rows(self, groups: Groups) -> IntArray:
-        """What each rank receives as a forwarder, int64 (ranks_per_node groups, num_nodes)."""
+        """Return the rows that each rank receives as a forwarder, int64 (ranks_per_node groups, num_nodes)."""
         return _received(self.num_rows, np.array(groups.group_to_locals))
 
 
@@ -57,24 +57,24 @@ class Traffic:
 Balancer = Callable[[Traffic], Groups]
 
 
-def giving_groups(balancer: Balancer) -> Balancer:
-    """The same balancer; ``TypeError`` or ``ValueError`` unless it gives groups of the ranks that it is asked for."""
-    if is_of_fusco(balancer):
+def checked_balancer(balancer: Balancer) -> Balancer:
+    """Wrap a balancer: ``TypeError`` or ``ValueError`` unless it returns groups of the traffic's ranks."""
+    if is_builtin(balancer):
         return balancer
 
     def checked(traffic: Traffic) -> Groups:
         groups, name = balancer(traffic), getattr(balancer, "__name__", type(balancer).__name__)
         if not isinstance(groups, Groups):
-            raise TypeError(f"a balancer must give Groups, got {type(groups).__name__} from {name}")
+            raise TypeError(f"a balancer must return Groups, got {type(groups).__name__} from {name}")
         if groups.topology != traffic.topology:
-            raise ValueError(f"{name} gave groups of {groups.topology} for traffic of {traffic.topology}")
+            raise ValueError(f"{name} returned groups of {groups.topology} for traffic of {traffic.topology}")
         return groups
 
     return checked
 
 
 def balance_static(traffic: Traffic) -> Groups:
-    """Group ranks of the same local rank, whatever they send: what libraries do without a balancer."""
+    """Group ranks of the same local rank, whatever they send, as libraries without a balancer do."""
     return Groups.of_same_local_rank(traffic.topology)
 
 
@@ -94,12 +94,13 @@ def balance_by_rotation(traffic: Traffic) -> Groups:
 
 
 def balance_send_and_receive(traffic: Traffic) -> Groups:
-    """Even out first what groups send, then what their members receive. The default.
+    """Balance first the rows that groups send, then the rows that their members receive. The default.
 
-    Step 1: nodes in order of their heaviest rank; each gives its heaviest rank to the lightest group so far, and so
-    on. Step 2: take a node out and put it back the same way, which is the best answer to all other nodes; repeat for
-    every node until nothing improves. Step 3: as long as it lowers the largest number of rows that any rank receives,
-    without raising the largest group load, let two groups swap their ranks of one node.
+    Step 1: take nodes in order of their heaviest rank; assign each node's heaviest rank to the lightest group so far,
+    its second heaviest to the second lightest, and so on. Step 2: remove a node and assign it again the same way, which
+    is the best response to all other nodes; repeat for every node until nothing improves. Step 3: let two groups swap
+    their ranks of one node, as long as that lowers the maximum number of rows that any rank receives without raising
+    the largest group load.
 
     >>> topology = Topology.of_equal_nodes(world_size=6, ranks_per_node=2)
     >>> counts = [[0, 5, 5], [0, 1, 1], [4, 0, 4], [1, 0, 1], [3, 3, 0], [3, 3, 0]]
@@ -116,22 +117,22 @@ BALANCERS: dict[str, Balancer] = {
     "rotation": balance_by_rotation,
     "send-and-receive": balance_send_and_receive,
 }
-_OF_FUSCO = tuple(BALANCERS.values())
+_BUILTIN = tuple(BALANCERS.values())
 
 
-def is_of_fusco(balancer: Balancer) -> bool:
-    """Whether a balancer is one of fusco's, which give equal groups for equal traffic on all ranks."""
-    return any(balancer is own for own in _OF_FUSCO)
+def is_builtin(balancer: Balancer) -> bool:
+    """Return True for balancers of fusco, which return equal groups for equal traffic on all ranks."""
+    return any(balancer is builtin for builtin in _BUILTIN)
 
 
 def describe_balancer(balancer: Balancer) -> str:
-    """Its name, and whose it is; names of the caller's balancers tell little.
+    """Return the balancer's name, marked if it is user-defined.
 
     >>> describe_balancer(balance_static), describe_balancer(lambda traffic: balance_static(traffic))
-    ('balance_static', "<lambda>, the caller's")
+    ('balance_static', '<lambda> (user-defined)')
     """
     name = str(getattr(balancer, "__name__", type(balancer).__name__))
-    return name if is_of_fusco(balancer) else f"{name}, the caller's"
+    return name if is_builtin(balancer) else f"{name} (user-defined)"
 
 
 def _as_groups(topology: Topology, group_to_locals: npt.NDArray[Any]) -> Groups:
@@ -139,7 +140,7 @@ def _as_groups(topology: Topology, group_to_locals: npt.NDArray[Any]) -> Groups:
 
 
 def warm_up_balancers() -> None:
-    """Compile what balancers need, or load it from the disk cache."""
+    """Compile the balancers, or load them from the disk cache."""
     traffic = Traffic.from_counts(Topology.of_equal_nodes(4, 2), [[1, 1]] * 4)
     traffic.received_rows(balance_send_and_receive(traffic))
 
@@ -179,7 +180,7 @@ def _balance(num_rows: Any) -> Any:
     for node in order:
         _place_node(loads, node, group_load, group_to_locals)
 
-    # Step 2: best answer of each node to all others, until it no longer helps.
+    # Step 2: best response of each node to all others, until nothing improves.
     for _ in range(_MAX_SWEEPS):
         before = group_load.max()
         for node in order:
@@ -189,7 +190,7 @@ def _balance(num_rows: Any) -> Any:
         if group_load.max() >= before:
             break
 
-    # Step 3: swaps that relieve the rank that receives most.
+    # Step 3: swaps that relieve the rank with the maximum of received rows.
     received = _received(num_rows, group_to_locals)
     while _relieve_worst_receiver(num_rows, loads, group_load, group_to_locals, received):
         pass
@@ -207,23 +208,23 @@ def _relieve_worst_receiver(num_rows: Any, loads: Any, group_load: Any, group_to
         for src in range(num_nodes):
             if other == worst or src == dst:
                 continue
-            leaving, coming = group_to_locals[worst, src], group_to_locals[other, src]
-            shift = loads[src, coming] - loads[src, leaving]
+            leaving, joining = group_to_locals[worst, src], group_to_locals[other, src]
+            shift = loads[src, joining] - loads[src, leaving]
             if group_load[worst] + shift > load_limit or group_load[other] - shift > load_limit:
                 continue
             improves = True
             for node in range(num_nodes):
-                change = num_rows[src, coming, node] - num_rows[src, leaving, node]
+                change = num_rows[src, joining, node] - num_rows[src, leaving, node]
                 if received[worst, node] + change >= limit or received[other, node] - change >= limit:
                     improves = False
                     break
             if improves:
                 for node in range(num_nodes):
-                    change = num_rows[src, coming, node] - num_rows[src, leaving, node]
+                    change = num_rows[src, joining, node] - num_rows[src, leaving, node]
                     received[worst, node] += change
                     received[other, node] -= change
                 group_load[worst] += shift
                 group_load[other] -= shift
-                group_to_locals[worst, src], group_to_locals[other, src] = coming, leaving
+                group_to_locals[worst, src], group_to_locals[other, src] = joining, leaving
                 return True
     return False

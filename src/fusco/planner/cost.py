@@ -1,24 +1,24 @@
-"""What a plan will move: bytes for each kind of link, duplicates avoided."""
+"""Bytes that a plan moves, by kind of link."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusco.planner.plan import DispatchPlan
+from fusco.planner.dispatch_plan import DispatchPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCost:
-    """What one rank moves in a dispatch; combine moves the same rows the other way.
+    """Bytes of one rank in a dispatch; combine moves the same rows in the other direction.
 
     Attributes:
-        internode_send_bytes: rows it sends to other nodes, one copy for each token and node.
-        internode_recv_bytes: rows it receives for its node as a forwarder.
-        intranode_bytes: rows it pulls from the pools of other ranks of its node, each once.
-        local_bytes: rows it reads in its own pool, each once.
-        output_bytes: rows it writes, expert-major; one for each token and expert.
+        internode_send_bytes: rows that it sends to other nodes, one copy for each token and node.
+        internode_recv_bytes: rows that it receives for its node as a forwarder.
+        intranode_bytes: rows that it reads from the pools of other ranks of its node, each once.
+        local_bytes: rows that it reads from its pool, each once.
+        output_bytes: rows that it writes, expert-major; one for each token and expert.
         metadata_bytes: routing (expert ids and weights) that it sends to other nodes.
-        internode_bytes_avoided: what one copy for each (token, expert) would have sent to other nodes on top.
+        internode_bytes_avoided: additional bytes to other nodes if there were one copy for each (token, expert).
 
     """
 
@@ -32,12 +32,12 @@ class PlanCost:
 
 
 def routing_bytes_per_row(num_topk: int, weight_bytes: int) -> int:
-    """Bytes of routing that travel beside one row: an int32 expert id and a weight for each slot."""
+    """Return the bytes of routing that are sent for one row: an int32 id and a weight for each of its experts."""
     return num_topk * (4 + weight_bytes)
 
 
 def plan_cost(plan: DispatchPlan, bytes_per_token: int) -> PlanCost:
-    """Count what ``plan`` moves when a token's row has ``bytes_per_token`` bytes."""
+    """Count the bytes that ``plan`` moves if a token's row has ``bytes_per_token`` bytes."""
     topology, distribution = plan.topology, plan.distribution
     num_sent = sum(plan.forwarding.num_tokens_to_node[node] for node in topology.remote_nodes(plan.rank))
     num_received = sum(plan.num_rows_from(src) for src in plan.sources_held_by(plan.rank) if src != plan.rank)
@@ -53,9 +53,9 @@ def plan_cost(plan: DispatchPlan, bytes_per_token: int) -> PlanCost:
             num_pulled += num_touched
 
     first, end = plan.routing.src_to_first_row[plan.rank : plan.rank + 2]
-    own_idx = plan.routing.topk_idx[first:end]
-    expert_to_node = plan.placement.membership_table(topology.rank_to_node, own_idx.device)
-    dst_node = expert_to_node[own_idx.long()]
+    topk_idx = plan.routing.topk_idx[first:end]
+    expert_to_node = plan.placement.membership_table(topology.rank_to_node, topk_idx.device)
+    dst_node = expert_to_node[topk_idx.long()]
     num_remote_pairs = int(((dst_node >= 0) & (dst_node != plan.node)).sum())
 
     weights = plan.routing.topk_weights

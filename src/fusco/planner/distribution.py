@@ -1,4 +1,4 @@
-"""Level 2, expert-level distribution: from each row that reached the node to its slots on one rank."""
+"""Level 2, expert-level distribution: maps each row on the node to its slots on one rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fusco.planner.forwarding import mark_destinations
 
 @dataclass(frozen=True)
 class NodeRouting:
-    """The routing of every token whose row is on a node, by source rank, tokens ascending.
+    """Routing of all tokens whose rows are on a node, by source rank, tokens ascending.
 
     Attributes:
-        topk_idx: int (num_rows, num_topk); sources outside the node contribute only the tokens they forward.
+        topk_idx: int (num_rows, num_topk); sources of other nodes contribute only the tokens that they send here.
         topk_weights: floating, of the same shape, or ``None``.
         src_to_first_row: ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to
             ``src_to_first_row[s + 1]``.
@@ -31,15 +31,15 @@ class NodeRouting:
 
 @dataclass(frozen=True)
 class ExpertDistribution:
-    """Where one rank's expert-major rows come from. Pairs stand in order of (row, k).
+    """Sources of one rank's expert-major rows. Pairs are in order of (row, k).
 
     Attributes:
         pair_to_row: int64 (num_pairs,), row of the node's routing, ascending.
-        pair_to_k: int64 (num_pairs,), which of the token's experts it is.
+        pair_to_k: int64 (num_pairs,), index among the token's experts.
         pair_to_slot: int64 (num_pairs,), row of the expert-major output.
-        num_rows_per_expert: int64 (num_local_experts,), rows of each block, padding not counted.
-        block_to_first_slot: ``num_local_experts + 1`` entries; where each block begins, and where the last ends.
-        num_slots_needed: slots that all rows would fill, padding counted.
+        num_rows_per_expert: int64 (num_local_experts,), rows of each block without padding.
+        block_to_first_slot: ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last.
+        num_slots_needed: slots that all rows need, with padding.
         num_slots: rows of the expert-major output; fewer than needed if some pairs were dropped.
 
     """
@@ -54,7 +54,7 @@ class ExpertDistribution:
 
     @cached_property
     def padding_slots(self) -> torch.Tensor:
-        """The slots inside the blocks that no pair fills, int64."""
+        """Slots inside the blocks that no pair fills, int64."""
         is_free = torch.ones(self.block_to_first_slot[-1], dtype=torch.bool, device=self.pair_to_slot.device)
         is_free[self.pair_to_slot] = False
         return is_free.nonzero().squeeze(1)
@@ -65,13 +65,13 @@ def distribute(
     placement: ExpertPlacement,
     rank: int,
     expert_alignment: int = 1,
-    static_slots: int | None = None,
+    static_rows: int | None = None,
 ) -> ExpertDistribution:
-    """Give each (row, k) whose expert lives on ``rank`` its slot in the expert-major output.
+    """Assign each (row, k) whose expert is on ``rank`` its slot in the expert-major output.
 
-    Blocks stand in order of local expert, each rounded up to ``expert_alignment`` rows; rows inside a block in order
-    of (source rank, token, k): a stable counting sort by expert over rows that already stand in that order. With
-    ``static_slots`` the output has that many rows, and pairs whose slot lies behind them are dropped.
+    Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
+    of (source rank, token, k). This is a stable counting sort by expert, since the rows are already in that order. With
+    ``static_rows`` the output has that many rows, and pairs with a slot beyond them are dropped.
 
     Example: rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
 
@@ -84,19 +84,19 @@ def distribute(
     ([2, 2], (0, 2, 4))
     """
     local_expert = placement.local_index_table(rank, routing.topk_idx.device)[routing.topk_idx.long()]
-    return assign_slots(local_expert, len(placement.rank_to_experts[rank]), expert_alignment, static_slots)
+    return assign_slots(local_expert, len(placement.rank_to_experts[rank]), expert_alignment, static_rows)
 
 
 def assign_slots(
-    local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_slots: int | None = None
+    local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
 ) -> ExpertDistribution:
-    """Stable counting sort by expert: the one place that says which slot a row has.
+    """Assign slots by a stable counting sort by expert; no other code does.
 
     Args:
-        local_expert: int (num_rows, num_topk), the index among this rank's experts; -1 for none, or another rank's.
-        num_local_experts: experts of this rank.
+        local_expert: int (num_rows, num_topk), index among this rank's experts; -1 for none or a remote one.
+        num_local_experts: number of this rank's experts.
         expert_alignment: each block is rounded up to a multiple of this.
-        static_slots: rows of the output; ``None`` means as many as needed.
+        static_rows: rows of the output; ``None`` means as many as needed.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
@@ -106,7 +106,7 @@ def assign_slots(
     pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
     pair_to_expert = local_expert[pair_to_row, pair_to_k]
 
-    # Step 1: how many rows each expert takes, and where its block begins.
+    # Step 1: number of rows of each expert, and the first slot of its block.
     num_rows = torch.bincount(pair_to_expert, minlength=num_local_experts)
     block_rows = (num_rows + expert_alignment - 1) // expert_alignment * expert_alignment
     block_to_first_slot = (0, *block_rows.cumsum(0).tolist())
@@ -120,30 +120,30 @@ def assign_slots(
     pair_to_slot = torch.empty_like(pair_to_row)
     pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
     needed = block_to_first_slot[-1]
-    if static_slots is None or needed <= static_slots:
-        num_slots = static_slots if static_slots is not None else needed
+    if static_rows is None or needed <= static_rows:
+        num_slots = static_rows if static_rows is not None else needed
         return ExpertDistribution(
             pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots
         )
 
     # Step 3: drop what does not fit.
-    is_kept = pair_to_slot < static_slots
-    firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=static_slots)
+    is_kept = pair_to_slot < static_rows
+    firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=static_rows)
     return ExpertDistribution(
         pair_to_row[is_kept],
         pair_to_k[is_kept],
         pair_to_slot[is_kept],
-        torch.minimum(num_rows, static_slots - firsts[:-1]),
+        torch.minimum(num_rows, static_rows - firsts[:-1]),
         tuple(firsts.tolist()),
         needed,
-        static_slots,
+        static_rows,
     )
 
 
 def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:
-    """Which local ranks of ``node`` want which rows: bool (num_rows, ranks_per_node).
+    """Mark which local ranks of ``node`` need which rows: bool (num_rows, ranks_per_node).
 
-    Combine needs it: the rank that holds a row knows by it from which of its node's ranks partial sums will come.
+    Combine uses it: the holder of a row derives from it which ranks of its node will send partial sums.
     """
     local_of = [
         local if topology.rank_to_node[rank] == node else -1 for rank, local in enumerate(topology.rank_to_local)

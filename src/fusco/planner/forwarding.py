@@ -1,4 +1,4 @@
-"""Level 1, node-level forwarding: which tokens a rank sends to which node, one copy each."""
+"""Level 1, node-level forwarding: selects the tokens that a rank sends to each node, one copy each."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True)
 class NodeForwarding:
-    """``node_to_tokens[n]`` (int64, ascending) are the tokens that some expert of node ``n`` wants.
+    """``node_to_tokens[n]`` (int64, ascending) are the tokens with an expert on node ``n``.
 
-    In this order they leave for node ``n``, and in this order they stand in its forwarder's pool.
+    They are sent to node ``n`` in this order, and are in its forwarder's pool in this order.
     """
 
     node_to_tokens: tuple[torch.Tensor, ...]
 
     @property
     def num_tokens_to_node(self) -> tuple[int, ...]:
-        """Number of tokens for each node, the own node included."""
+        """Number of tokens for each node, including this rank's node."""
         return tuple(map(len, self.node_to_tokens))
 
 
 @dataclass(frozen=True)
 class DeviceForwarding:
-    """What one rank sends to each other node, as ``fusco.planner.NodeForwarding``, without the host knowing how much.
+    """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows.
 
     Attributes:
-        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; what follows them means
-            nothing.
-        token_to_place: int32 (num_nodes, num_tokens): where a token stands among those for a node; -1 if not at all.
+        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are
+            undefined.
+        token_to_place: int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none.
 
     """
 
@@ -41,7 +41,7 @@ class DeviceForwarding:
 
 
 def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Which parts (nodes, or local ranks) want which tokens.
+    """Mark which parts (nodes, or local ranks) need which tokens.
 
     ``topk_idx`` is (num_tokens, num_topk); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
     Returns bool (num_tokens, num_parts): the token-node matrix of FUSCO section 3.3.
@@ -57,12 +57,12 @@ def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_
 
 
 def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
-    """Plan what a rank with this routing sends to each node.
+    """Plan which tokens a rank with this routing sends to each node.
 
     Args:
-        topk_idx: int (num_tokens, num_topk), -1 for none; on any device, and the result is there too.
-        placement: which rank owns which expert.
-        topology: which ranks share a node.
+        topk_idx: int (num_tokens, num_topk), -1 for none; the result is on the same device.
+        placement: owners of the experts.
+        topology: nodes of the ranks.
 
     >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
     >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))

@@ -1,4 +1,4 @@
-"""Which rows go from node to node, and by whose hands: the same on all ranks, on any device."""
+"""Rows between nodes, slice by slice, and their forwarders: the same on all ranks and any device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fusco.core.groups import Groups
 
 
 class SliceBounds(NamedTuple):
-    """The first and the end of a slice's rows, among those that one rank sends to one node."""
+    """Rows ``first`` to ``end`` of a slice, among those that one rank sends to one node."""
 
     first: int
     end: int
 
 
 class Send(NamedTuple):
-    """Rows ``first`` to ``end`` of those that this rank sends to ``node``, where ``forwarder`` takes them in."""
+    """Rows ``first`` to ``end`` of those that this rank sends to ``node``, where ``forwarder`` receives them."""
 
     node: int
     forwarder: int
@@ -43,11 +43,11 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class Forwarders:
-    """Who forwards for whom.
+    """Forwarders of all ranks, from the view of one rank.
 
     Attributes:
-        rank: whose view it is.
-        groups: of communication.
+        rank: this rank.
+        groups: the communication groups.
 
     """
 
@@ -61,7 +61,7 @@ class Forwarders:
 
     @cached_property
     def destinations(self) -> tuple[Destination, ...]:
-        """Every other node and its forwarder, the next node first, so that not all send to the same one at first."""
+        """All other nodes with their forwarders, the next node first, so that nodes do not all send to the same one."""
         num_nodes = self.groups.topology.num_nodes
         nodes = [(self.node + step) % num_nodes for step in range(1, num_nodes)]
         return tuple(Destination(node, self.groups.forwarder(self.rank, node)) for node in nodes)
@@ -78,7 +78,7 @@ class Forwarders:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Those that this rank forwards."""
+        """Ranks of other nodes whose rows this rank forwards."""
         return self.local_to_sources[self.groups.topology.rank_to_local[self.rank]]
 
     @cached_property
@@ -93,58 +93,58 @@ class Forwarders:
 
 @dataclass(frozen=True)
 class InternodeTraffic(Forwarders):
-    """Who sends how many rows where.
+    """Rows between nodes: sources, destinations and numbers.
 
     Attributes:
-        num_rows: ``num_rows[r][n]`` tokens of rank ``r`` concern node ``n``, another one than its own.
+        num_rows: ``num_rows[r][n]`` tokens of rank ``r`` have experts on node ``n``, if ``n`` is not the node of ``r``.
 
     """
 
     num_rows: Sequence[Sequence[int]]
 
     def num_rows_on_node(self, num_tokens: Sequence[int]) -> list[int]:
-        """Rows of every source on this node: all tokens of its own ranks, of others what concerns it."""
+        """Return the rows of each source on this node: all tokens of local ranks, the received ones of others."""
         nodes = self.groups.topology.rank_to_node
         return [
             num_tokens[src] if nodes[src] == self.node else self.num_rows[src][self.node] for src in range(len(nodes))
         ]
 
     def num_slices(self, rows_per_slice: int) -> int:
-        """How many slices the longest message of any rank has."""
+        """Return the number of slices of the longest message of any rank."""
         return -(-self.longest_message // rows_per_slice)
 
     @cached_property
     def longest_message(self) -> int:
-        """Most rows that any rank sends to another node."""
+        """Maximum number of rows that any rank sends to another node."""
         nodes = self.groups.topology.rank_to_node
-        crossing = [n for src, of in enumerate(self.num_rows) for node, n in enumerate(of) if node != nodes[src]]
-        return max(crossing, default=0)
+        num_sent = [n for src, of in enumerate(self.num_rows) for node, n in enumerate(of) if node != nodes[src]]
+        return max(num_sent, default=0)
 
     def slice_bounds(self, src: int, node: int, number: int, rows_per_slice: int) -> SliceBounds:
-        """The rows of a slice, among those that ``src`` sends to ``node``."""
+        """Return the bounds of a slice, among the rows that ``src`` sends to ``node``."""
         num_rows = self.num_rows[src][node]
         return SliceBounds(min(num_rows, number * rows_per_slice), min(num_rows, (number + 1) * rows_per_slice))
 
     def sends(self, number: int, rows_per_slice: int) -> list[Send]:
-        """What this rank sends in a slice."""
+        """Return what this rank sends in a slice."""
         return [
             Send(*destination, *self.slice_bounds(self.rank, destination.node, number, rows_per_slice))
             for destination in self.destinations
         ]
 
     def receives(self, number: int, rows_per_slice: int) -> Iterator[Receive]:
-        """What it receives in a slice; nothing from sources that have no more."""
+        """Yield what this rank receives in a slice; nothing from sources without more rows."""
         for src in self.sources:
             bounds = self.slice_bounds(src, self.node, number, rows_per_slice)
             if bounds.first < bounds.end:
                 yield Receive(src, *bounds)
 
     def first_in_pool(self, local: int, number: int, rows_per_slice: int) -> int:
-        """Where a slice begins among the rows that a rank of this node forwards: they are stored slice by slice."""
+        """Return the first row of a slice among the rows that a local rank forwards; they are stored slice by slice."""
         sources = self.local_to_sources[local]
         return sum(self.slice_bounds(src, self.node, number, rows_per_slice).first for src in sources)
 
     @cached_property
     def num_forwarded(self) -> tuple[int, ...]:
-        """Rows that each rank of this node forwards."""
+        """Number of rows that each rank of this node forwards."""
         return tuple(sum(self.num_rows[src][self.node] for src in sources) for sources in self.local_to_sources)

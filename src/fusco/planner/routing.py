@@ -1,4 +1,4 @@
-"""A rank's routing, as the router gives it, and what it may contain."""
+"""Routing of one rank, as the router returns it, with validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Routing:
     ``topk_idx`` is int32 or int64 (num_tokens, num_topk); ``topk_weights``, if any, is float16, bfloat16, float32 or
     float64, of the same shape.
 
-    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a wrong shape, with what was given.
+    Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a wrong shape, with the value.
     """
 
     topk_idx: torch.Tensor
@@ -43,7 +43,7 @@ class Routing:
             )
 
     def check_expert_ids(self, num_experts: int) -> None:
-        """Raise ``ValueError`` with the first id outside -1 .. num_experts - 1, and its place."""
+        """Raise ``ValueError`` with the first id outside -1 .. num_experts - 1 and its indices."""
         if not self.topk_idx.numel():
             return
         low, high = (int(bound) for bound in self.topk_idx.aminmax())
@@ -60,10 +60,10 @@ class Routing:
 
     @property
     def num_topk(self) -> int:
-        """Number of slots of each token."""
+        """Experts per token (top-k)."""
         return self.topk_idx.shape[1]
 
 
 def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) -> str:
-    """What is wrong with an id that is no expert."""
+    """Return the error message for an invalid expert id."""
     return f"topk_idx[{token}, {k}] = {expert_id} is no expert: ids go from 0 to {num_experts - 1}, and -1 means none"

@@ -1,8 +1,7 @@
-"""In which order a rank sends its slices to other nodes: by the stages of a schedule, if asked for.
+"""Order in which a rank sends its slices to other nodes, by the stages of a schedule.
 
-In a stage every node sends to one node and receives from one, so that nobody is sent more at once than it can take in
-(FAST section 4.2). Ranks do not wait for each other between stages; they only keep the same order, each in its own
-proportion.
+In a stage every node sends to one node and receives from one, so no node receives from several at once (FAST section
+4.2). Ranks do not wait for each other between stages. They only use the same order, each in proportion to its slices.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from fusco.schedule import decompose
 
 @dataclass(frozen=True)
 class SendingStage:
-    """In this stage the rank's node sends ``num_rows`` rows to node ``dst_node``."""
+    """Stage in which the rank's node sends ``num_rows`` rows to node ``dst_node``."""
 
     dst_node: int
     num_rows: int
 
 
 def plan_stages(traffic: Traffic, node: int) -> tuple[SendingStage, ...]:
-    """The stages of a node, in order; those in which it sends nothing are left out. The same traffic on all ranks."""
+    """Return the stages in which a node sends, in order. All ranks must pass the same traffic."""
     stages = decompose(traffic.num_rows.sum(axis=1), mode="few")
     partners, rows = stages.dst_node[:, node].tolist(), stages.num_bytes[:, node].tolist()
     return tuple(SendingStage(dst, num) for dst, num in zip(partners, rows, strict=True) if dst >= 0 and num > 0)
 
 
 def warm_up_stages() -> None:
-    """Compile what ``plan_stages`` needs, or load it from the disk cache."""
+    """Compile ``plan_stages``, or load it from the disk cache."""
     decompose(np.ones((2, 2), np.int64), mode="few")
 
 
 def order_of_slices(node_to_slices: Mapping[int, int], stages: Sequence[SendingStage]) -> list[int]:
-    """For each slice that a rank sends, in order, the node that it goes to.
+    """Return the destination node of each slice that a rank sends, in order.
 
-    Each stage takes as large a share of a rank's slices for a node as of its node's rows for it.
+    A stage takes the same share of a rank's slices for a node as of its node's rows for that node.
 
     >>> order_of_slices({1: 4, 2: 2}, [SendingStage(1, 50), SendingStage(2, 30), SendingStage(1, 50)])
     [1, 1, 2, 2, 1, 1]

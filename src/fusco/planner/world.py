@@ -1,4 +1,4 @@
-"""The plans of all ranks at once, from all ranks' routing: for explanation, for tests, for what-if questions."""
+"""Plans of all ranks at once, from the routing of all ranks: for explanation, tests and what-if questions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import Balancer, Traffic
+from fusco.planner.dispatch_plan import DispatchPlan, make_plan
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
-from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.routing import Routing
 
 
 def traffic_of(forwardings: Sequence[NodeForwarding], topology: Topology) -> Traffic:
-    """Rows that each rank sends to each other node, int64 (num_nodes, ranks_per_node, num_nodes)."""
+    """Return the rows that each rank sends to each other node, int64 (num_nodes, ranks_per_node, num_nodes)."""
     return Traffic.from_counts(topology, [forwarding.num_tokens_to_node for forwarding in forwardings])
 
 
 def node_routing(
     routings: Sequence[Routing], forwardings: Sequence[NodeForwarding], node: int, topology: Topology
 ) -> NodeRouting:
-    """What a node knows once sources have told it: all tokens of its own ranks, the forwarded ones of others."""
+    """Return the routing on a node after the exchange: all tokens of its ranks, the forwarded ones of others."""
     parts = [
         routing if topology.rank_to_node[src] == node else _select(routing, forwarding.node_to_tokens[node])
         for src, (routing, forwarding) in enumerate(zip(routings, forwardings, strict=True))

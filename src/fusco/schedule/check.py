@@ -1,4 +1,4 @@
-"""Proof, for any schedule, that it delivers every byte once and wastes no time of the busiest node."""
+"""Checker for any schedule: it delivers every byte once and keeps the busiest node busy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fusco.schedule.transfers import Transfers
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Return if all holds that a schedule promises; ``ValueError`` with the first ten faults otherwise.
+    """Raise ``ValueError`` with the first ten faults unless the schedule is valid.
 
-    Every byte of every message is delivered once, by ranks that have it by then; nodes have one partner in each stage;
-    every lane carries its share; the busiest node is never idle (in ``"few"``, at most 2 % of the time).
+    In a valid schedule, every byte of every message is delivered once, by ranks that have it by then. Each node has one
+    partner in each stage. Every lane carries its share. The busiest node is never idle (in ``"few"``, at most 2 % of
+    the time).
     """
     faults = list(find_faults(schedule))
     if faults:
@@ -25,7 +26,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def find_faults(schedule: Schedule) -> Iterator[str]:
-    """Say what is wrong with a schedule, one sentence at a time; nothing if nothing is."""
+    """Yield one sentence for each fault of a schedule; none if it is valid."""
     node_bytes = _node_bytes(schedule)
     yield from _stage_faults(schedule.stages, node_bytes)
     yield from _idle_faults(schedule, node_bytes)
@@ -43,7 +44,7 @@ def _node_bytes(schedule: Schedule) -> IntArray:
 
 
 def _stage_faults(stages: Stages, node_bytes: IntArray) -> Iterator[str]:
-    """One partner, none longer than the stage, and in all what the nodes have for each other."""
+    """Check that each node has one partner, none sends beyond the stage, and stages sum to the node-to-node matrix."""
     num_nodes = len(node_bytes)
     if stages.dst_node.shape != stages.num_bytes.shape or stages.dst_node.shape != (stages.num_stages, num_nodes):
         yield f"stages have shapes {stages.dst_node.shape} and {stages.num_bytes.shape} for {num_nodes} nodes"
@@ -78,7 +79,7 @@ def _idle_faults(schedule: Schedule, node_bytes: IntArray) -> Iterator[str]:
 
 
 def _place_faults(schedule: Schedule) -> Iterator[str]:
-    """Transfers within nodes stay there, those between nodes go where their stage goes, at the same local rank."""
+    """Check that transfers within nodes stay there, and that others follow their stage, at the same local rank."""
     to_node, to_local = np.array(schedule.topology.rank_to_node), np.array(schedule.topology.rank_to_local)
     for name in ("local", "balancing", "redistribution"):
         transfers: Transfers = getattr(schedule, name)
@@ -96,7 +97,7 @@ def _place_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _lane_faults(schedule: Schedule) -> Iterator[str]:
-    """In every stage, what a node sends leaves in shares that differ by one byte at most."""
+    """Check that in every stage the lanes of a node carry shares that differ by one byte at most."""
     stages, topology, crossing = schedule.stages, schedule.topology, schedule.crossing
     if crossing.stage.min(initial=0) < 0 or crossing.stage.max(initial=-1) >= stages.num_stages:
         return
@@ -111,7 +112,7 @@ def _lane_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _byte_faults(schedule: Schedule) -> Iterator[str]:
-    """Follow every byte: what is sent is what the sender has, and all of it arrives where it shall, once."""
+    """Follow every byte: senders have what they send, and each byte arrives at its destination once."""
     to_node = np.array(schedule.topology.rank_to_node)
     is_local = to_node[:, None] == to_node
     local, balancing, crossing = schedule.local, schedule.balancing, schedule.crossing
@@ -126,13 +127,15 @@ def _byte_faults(schedule: Schedule) -> Iterator[str]:
     yield from _differ("local", _runs(local), "the messages within nodes", _messages(schedule.rank_bytes * is_local))
     between = _messages(schedule.rank_bytes * ~is_local)
     yield from _differ("crossing", _runs(crossing), "the messages between nodes", between)
-    handed_over = crossing.select(crossing.from_rank != crossing.src_rank)
+    balanced_out = crossing.select(crossing.from_rank != crossing.src_rank)
     balanced = _runs(balancing, holder=balancing.to_rank)
-    yield from _differ("balancing", balanced, "what lanes carry for others", _runs(handed_over, handed_over.from_rank))
-    to_hand_on = crossing.select(crossing.to_rank != crossing.dst_rank)
-    expected = _runs(to_hand_on, to_hand_on.to_rank, to_hand_on.stage)
-    handed_on = _runs(redistribution, redistribution.from_rank, redistribution.stage)
-    yield from _differ("redistribution", handed_on, "what arrives for others", expected)
+    yield from _differ(
+        "balancing", balanced, "what lanes carry for others", _runs(balanced_out, balanced_out.from_rank)
+    )
+    to_redistribute = crossing.select(crossing.to_rank != crossing.dst_rank)
+    expected = _runs(to_redistribute, to_redistribute.to_rank, to_redistribute.stage)
+    redistributed = _runs(redistribution, redistribution.from_rank, redistribution.stage)
+    yield from _differ("redistribution", redistributed, "what arrives for others", expected)
 
 
 def _messages(rank_bytes: IntArray) -> IntArray:
@@ -142,7 +145,7 @@ def _messages(rank_bytes: IntArray) -> IntArray:
 
 
 def _runs(transfers: Transfers, holder: IntArray | None = None, stage: IntArray | None = None) -> IntArray:
-    """(src, dst, holder, stage, first byte, end) with adjacent pieces joined; overlapping ones stay apart."""
+    """Return rows of (src, dst, holder, stage, first byte, end); adjacent pieces are joined, not overlapping ones."""
     nothing = np.zeros(len(transfers), np.int64)
     first, end = transfers.first_byte, transfers.first_byte + transfers.num_bytes
     keys = [transfers.src_rank, transfers.dst_rank, nothing if holder is None else holder]

@@ -1,7 +1,7 @@
-"""What a schedule takes by a simple model of the links, and the mode that takes less.
+"""Cost model of schedules, and the choice of the faster mode.
 
-The model: a stage takes a fixed latency (its synchronisation) and its bytes over the bandwidth of its lanes; within
-nodes, the busiest rank's bytes over its bandwidth. 1 GB/s is 1000 bytes a microsecond.
+In the model, a stage takes a fixed latency (its synchronisation) plus its bytes over the bandwidth of its lanes.
+Transfers within a node take the busiest rank's bytes over its bandwidth. 1 GB/s is 1000 bytes a microsecond.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 
 from fusco.core.integers import check_integer
+from fusco.core.topology import Topology
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.matrix import as_node_bytes
-from fusco.schedule.schedule import Schedule
-from fusco.schedule.stages import Stages, lower_bound_bytes
+from fusco.schedule.schedule import Schedule, ScheduleMode, make_schedule
+from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
 from fusco.schedule.transfers import Transfers
 
 _BYTES_PER_US_AND_GBS = 1000.0
-# The usual number of stages a node of mode "few": 1 to 2.5 on the matrices of docs/performance/schedule.md.
+# The usual number of stages per node of mode "few": 1 to 2.5 on the matrices of docs/performance/schedule.md.
 _USUAL_FEW_STAGES_PER_NODE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links of a rank: latency of a stage in us, bandwidth each way in GB/s, between and within nodes.
+    """Links of a rank: latency of a stage in us, bandwidth in each direction in GB/s, between and within nodes.
 
-    The defaults are FAST's testbed (section 5: 400 Gbit/s between, 450 GB/s within nodes); 10 us is a small message and
-    its completion over RDMA from the GPU, twice.
+    The defaults are FAST's testbed (section 5: 400 Gbit/s between nodes, 450 GB/s within); 10 us is twice the time of a
+    small message and its completion over RDMA from the GPU.
     """
 
     latency_us: float = 10.0
@@ -41,16 +42,24 @@ class Links:
             raise ValueError(f"latency must not be negative and bandwidths must be above zero, got {self}")
 
     def internode_us(self, num_bytes: float) -> float:
-        """Time of a rank's bytes between nodes, without latency."""
+        """Return the time of a rank's bytes between nodes, without latency."""
         return num_bytes / (self.internode_gbs * _BYTES_PER_US_AND_GBS)
 
     def intranode_us(self, num_bytes: float) -> float:
-        """Time of a rank's bytes within its node."""
+        """Return the time of a rank's bytes within its node."""
         return num_bytes / (self.intranode_gbs * _BYTES_PER_US_AND_GBS)
 
 
+# Links by which the all-to-all of each engine chooses a schedule, unless the caller names a mode.
+# CPU: gloo over 10 Gbit/s or a loopback device. A stage costs the latency of its first message through Python and TCP;
+# docs/performance/alltoall.md has the measurements.
+CPU_LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
+# CUDA: the cost to launch and connect a round of messages, a NIC of 200 Gbit/s for each rank, NVLink.
+CUDA_LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
+
+
 def stages_us(stages: Stages, ranks_per_node: int, links: Links) -> float:
-    """Time of all stages one after the other, each node's bytes shared by its ranks.
+    """Return the time of all stages, one after the other; the ranks of a node share its bytes evenly.
 
     >>> stages = Stages(np.array([[1, 0]]), np.array([[800, 400]]), np.array([800]))
     >>> stages_us(stages, ranks_per_node=2, links=Links(latency_us=5, internode_gbs=0.1))
@@ -61,12 +70,12 @@ def stages_us(stages: Stages, ranks_per_node: int, links: Links) -> float:
 
 
 def choose_mode(node_bytes: Any, ranks_per_node: int, links: Links) -> Mode:
-    """The mode that should take less, from the size of the matrix alone; nothing is decomposed.
+    """Return the mode that should take less time. It follows from the size of the matrix; nothing is decomposed.
 
-    Exact stages save 2 % of the bytes at most and are about as many as pairs of nodes that exchange anything, at most
-    ``N**2 - 2 * N + 2``; few ones are about two a node. So the exact mode is worth it if
-    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``. Takes matrices, and raises, as
-    ``decompose``.
+    Exact stages save at most 2 % of the bytes. There are about as many as pairs of nodes that exchange anything, at
+    most ``N**2 - 2 * N + 2``; in mode ``"few"`` there are about two per node. So the exact mode pays off if
+    ``latency_us * (exact - few stages) < time of 2 % of the lower bound``. Takes the same matrices as ``decompose``,
+    with the same errors.
 
     >>> uniform = np.full((8, 8), 10**6)
     >>> [choose_mode(uniform * size, 8, Links()) for size in (1, 1000)]
@@ -83,20 +92,30 @@ def choose_mode(node_bytes: Any, ranks_per_node: int, links: Links) -> Mode:
     return "exact" if num_saved * links.latency_us <= lost_us else "few"
 
 
-def schedule_us(schedule: Schedule, links: Links) -> float:
-    """Time of a whole schedule, pipelined as in FAST's Fig. 11.
+def schedule_for(rank_bytes: IntArray, topology: Topology, links: Links, mode: ScheduleMode | None = None) -> Schedule:
+    """Run ``make_schedule`` in the given mode; ``None`` means the mode that ``choose_mode`` picks for these links."""
+    if mode is None:
+        node = np.array(topology.rank_to_node)
+        node_bytes = np.zeros((topology.num_nodes, topology.num_nodes), np.int64)
+        np.add.at(node_bytes, (node[:, None], node), rank_bytes)
+        mode = choose_mode(node_bytes, topology.ranks_per_node, links)
+    return make_schedule(rank_bytes, topology, mode=mode)
 
-    Balancing first; then the stages, one after the other; each stage's redistribution as soon as the stage and what is
-    on the links within nodes before it are done; the local messages beside the first stage.
+
+def schedule_us(schedule: Schedule, links: Links) -> float:
+    """Return the time of a whole schedule, pipelined as in FAST's Fig. 11.
+
+    Balancing comes first, then the stages one after the other. The local messages run concurrently with the first
+    stage. The redistribution of a stage begins when the stage and the earlier transfers within nodes are complete.
     """
     num_ranks, stages = schedule.topology.world_size, schedule.stages
     crossed_us = _within_us(schedule.balancing, num_ranks, links)
     within_us = crossed_us + _within_us(schedule.local, num_ranks, links)
     redistribution_us = _redistribution_us(schedule, links)
     longest_lane = -(-stages.duration_bytes // schedule.topology.ranks_per_node)
-    for lane_bytes, handing_on_us in zip(longest_lane.tolist(), redistribution_us, strict=True):
+    for lane_bytes, stage_redistribution_us in zip(longest_lane.tolist(), redistribution_us, strict=True):
         crossed_us += links.latency_us + links.internode_us(lane_bytes)
-        within_us = max(within_us, crossed_us) + handing_on_us
+        within_us = max(within_us, crossed_us) + stage_redistribution_us
     return max(crossed_us, within_us)
 
 
@@ -105,7 +124,7 @@ def _within_us(transfers: Transfers, num_ranks: int, links: Links) -> float:
 
 
 def _redistribution_us(schedule: Schedule, links: Links) -> list[float]:
-    """Of each stage: what the busiest rank sends or receives within its node."""
+    """Return for each stage the time of what the busiest rank sends or receives within its node."""
     transfers, num_ranks = schedule.redistribution, schedule.topology.world_size
     loads = np.zeros((2, schedule.stages.num_stages, num_ranks), np.int64)
     np.add.at(loads[0], (transfers.stage, transfers.from_rank), transfers.num_bytes)

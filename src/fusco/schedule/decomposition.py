@@ -1,4 +1,4 @@
-"""From a node-to-node matrix to stages, in two modes."""
+"""Decomposition of a node-to-node matrix into stages, in two modes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _MODE_TO_KERNEL = {"exact": decompose_exactly, "few": decompose_in_few}
 
 
 def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
-    """Split what nodes send each other into stages in which every node has one partner.
+    """Split a node-to-node matrix into stages in which every node has one partner.
 
     ``"exact"`` takes as long as the busiest node needs (``lower_bound_bytes``) in at most ``N**2 - 2 * N + 2`` stages.
-    ``"few"`` takes at most 2 % longer in far fewer stages: at most ``3 * N`` for every matrix tried, twice ``N`` as a
-    rule; should it ever need more, it gives the exact stages instead. Both limits of time hold for any matrix. The
-    result is the same on every rank. The first call compiles, see ``warm_up``.
+    ``"few"`` takes at most 2 % longer in far fewer stages: at most ``3 * N`` for every matrix tried, usually
+    ``2 * N``. If it ever needs more, it returns the exact stages instead. Both time limits hold for any matrix. The
+    result is the same on every rank. The first call compiles; see ``warm_up``.
 
     Args:
-        node_bytes: integers (num_nodes, num_nodes), what node ``i`` (row) sends node ``j``; int64 in C order is
-            taken as it is, all else is copied. What stands on the diagonal is ignored, though it may not be negative.
+        node_bytes: integers (num_nodes, num_nodes), the bytes that node ``i`` (row) sends to node ``j``. int64 in C
+            order is used as it is, everything else is copied. The diagonal is ignored, but must not be negative.
         mode: ``"exact"`` or ``"few"``.
 
     Raises:
         TypeError: the entries aren't integers.
-        ValueError: the matrix isn't square, an entry is negative, a row or column sum is beyond int64, or there is no
-            such mode. All with the values.
+        ValueError: the matrix isn't square, an entry is negative, a row or column sum exceeds int64, or the mode is
+            unknown. The message has the values.
 
-    Source: FAST section 4.2 (exact); the other mode is our own.
+    Source: FAST section 4.2 (exact); mode ``"few"`` is fusco's.
 
     >>> stages = decompose(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]]))
     >>> stages.duration_bytes.sum(), stages.num_stages
@@ -47,7 +47,7 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     kernel = _MODE_TO_KERNEL.get(mode)
     if kernel is None:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODE_TO_KERNEL))}, got {mode!r}")
-    # Spelled out here, as each call counts where the whole takes three microseconds.
+    # Inlined, since each call counts where the whole takes three microseconds.
     if not (
         type(node_bytes) is _ARRAY and node_bytes.dtype is _INT64 and node_bytes.ndim == 2 and node_bytes.flags.carray
     ):
@@ -55,5 +55,5 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     try:
         return Stages(*kernel(node_bytes))
     except ValueError:
-        as_node_bytes(node_bytes)  # says what is wrong
+        as_node_bytes(node_bytes)  # raises the error that says what is wrong
         raise

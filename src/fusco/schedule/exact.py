@@ -1,7 +1,7 @@
 """Birkhoff's decomposition: stages whose lengths sum to the largest row or column sum.
 
 Source: FAST section 4.2 and 4.4, after G. Birkhoff (1946); the bound on the number of stages is that of Johnson,
-Dulmage and Mendelsohn (1960). What is kept between stages, and how it is repaired, is our own.
+Dulmage and Mendelsohn (1960). The state kept between stages, and its repair, are fusco's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MAX_BYTES = np.iinfo(np.int64).max
 
 @compiled()
 def sum_up(node_bytes: Any, src_dst_sums: Any) -> int:
-    """Write what each node sends and receives to (2, num_nodes), the diagonal apart; the largest of them, -1 if bad.
+    """Write the bytes that each node sends and receives to (2, num_nodes), without the diagonal.
 
-    Bad is a matrix that isn't square, an entry below zero, or a sum beyond int64.
+    Returns the largest sum, or -1 if the matrix isn't square, an entry is negative, or a sum exceeds int64.
     """
     num_nodes = node_bytes.shape[0]
     if node_bytes.shape[1] != num_nodes:
@@ -46,7 +46,7 @@ def sum_up(node_bytes: Any, src_dst_sums: Any) -> int:
 
 @compiled()
 def _embed(node_bytes: Any, sums: Any, target: int, rest: Any, padding: Any) -> None:
-    """Pad every row and column to ``target`` bytes, from the upper left corner on; ``rest`` is both together."""
+    """Pad every row and column to ``target`` bytes, from the upper left corner; ``rest`` is entries plus padding."""
     num_nodes = node_bytes.shape[0]
     for src in range(num_nodes):
         for dst in range(num_nodes):
@@ -68,7 +68,7 @@ def _embed(node_bytes: Any, sums: Any, target: int, rest: Any, padding: Any) -> 
 
 @compiled()
 def _mark(rest: Any, adjacent: Any) -> int:
-    """Set the bits of all entries above zero and count them."""
+    """Set the bits of all positive entries and return their number."""
     num_nodes = rest.shape[0]
     num_entries = 0
     for src in range(num_nodes):
@@ -84,7 +84,7 @@ def _mark(rest: Any, adjacent: Any) -> int:
 
 @compiled()
 def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, num_bytes: Any) -> int:
-    """One stage, as long as its smallest entry; entries that it uses up leave the matching. Returns its length."""
+    """Take one stage, as long as its smallest entry; used-up entries leave the matching. Returns its length."""
     num_nodes = rest.shape[0]
     length = _MAX_BYTES
     for src in range(num_nodes):
@@ -92,7 +92,7 @@ def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, nu
     for src in range(num_nodes):
         dst = match[DST_OF, src]
         left = rest[src, dst]
-        real = min(length, left - padding[src, dst])  # real bytes go before the padding
+        real = min(length, left - padding[src, dst])  # real bytes before padding
         dst_node[src] = dst if real > 0 else -1
         num_bytes[src] = max(real, 0)
         rest[src, dst] = left - length
@@ -104,10 +104,10 @@ def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, nu
 
 @compiled()
 def decompose_exactly(node_bytes: Any) -> Any:
-    """``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages`` for an int64 matrix; ValueError if it is bad.
+    """Return ``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages``; ValueError for an invalid matrix.
 
-    Pads the matrix to equal row and column sums, then takes perfect matchings off it, each as long as its smallest
-    entry. From stage to stage only the pairs that ran out look for other partners.
+    Pads the int64 matrix to equal row and column sums, then subtracts perfect matchings, each as long as its smallest
+    entry. From stage to stage, only the pairs with no bytes left are matched again.
     """
     num_nodes = node_bytes.shape[0]
     num_words = (num_nodes + 63) >> 6

@@ -1,8 +1,8 @@
 """Few stages: within 2 % of the largest row or column sum, at a small multiple of the number of nodes.
 
-Our own rule; FAST has only the exact decomposition. A stage may be longer than some of its entries: the nodes
-concerned wait for the difference. What a node may wait in all is the budget (102 % of the lower bound) less what it
-still sends or receives, and as long as no stage spends more of that than there is, the budget holds for any matrix.
+The rule is fusco's; FAST has only the exact decomposition. A stage may be longer than some of its entries: the nodes
+of these entries wait for the difference. A node may wait in total for the budget (102 % of the lower bound) minus what
+it still sends or receives. No stage spends more of that than is left, so the budget holds for any matrix.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fusco.schedule.reach import find_longest, find_reach, limit_waiting, match_
 _MAX_BYTES = np.iinfo(np.int64).max
 _BUDGET_DIVISOR = 50  # the 2 %
 MAX_STAGES_PER_NODE = 3
-_MOST_NODES_FOR_EXACT = 6  # up to here, exact stages may be the fewer ones
+_MAX_NODES_FOR_EXACT = 6  # up to here, the exact decomposition may have fewer stages
 
-# (planned, common_share, own_share). A node's share of waiting in a stage is ``common_share / stages left`` of what
-# every node may still wait, with ``planned`` stages a node in all; and of what it may wait beyond that, ``own_share``
-# times the part of the budget that the previous stage took. Found by trying a dozen on nine families of matrices: the
-# first takes fewest stages; the others take over when it needs too many (one matrix in some hundreds, below 9 nodes).
+# (planned, common_share, own_share). In a stage, a node may wait for ``common_share / stages left`` of what every node
+# may still wait, with ``planned`` stages per node in total; and of what it may wait beyond that, for ``own_share``
+# times the part of the budget that the previous stage took. A dozen rules were tried on nine families of matrices: the
+# first takes fewest stages; the others are for matrices where it needs too many (one in some hundreds, below 9 nodes).
 _RULES = ((2.5, 2.0, 2.0), (2.5, 2.0, 1.5), (2.5, 3.0, 1.5), (2.0, 2.0, 3.0))
 
 
 @compiled()
 def budget_bytes(lower_bound: int) -> int:
-    """The longest schedule allowed: 102 % of the lower bound, rounded down, within int64."""
+    """Return the longest schedule allowed: 102 % of the lower bound, rounded down, within int64."""
     return min(lower_bound, _MAX_BYTES - lower_bound // _BUDGET_DIVISOR) + lower_bound // _BUDGET_DIVISOR
 
 
 @compiled()
 def _serve(rest: Any, sums: Any, match: Any, length: int, dst_node: Any, num_bytes: Any) -> int:
-    """One stage of at most ``length``; returns how long it is."""
+    """Take one stage of at most ``length``; returns its length."""
     num_nodes = rest.shape[0]
     longest = 0
     for src in range(num_nodes):
@@ -55,7 +55,7 @@ def _serve(rest: Any, sums: Any, match: Any, length: int, dst_node: Any, num_byt
 
 @compiled()
 def _plan_stage(rest: Any, sums: Any, budget: int, shares: Any, reach: Any, adjacent: Any, matches: Any) -> int:
-    """The longest stage that the shares allow: its length; its matching is in ``matches[0]``."""
+    """Return the length of the longest stage that the shares allow; its matching is in ``matches[0]``."""
     waits = np.empty((2, rest.shape[0]), np.int64)
     limit_waiting(sums, budget, shares, waits)
     longest = find_reach(rest, waits, reach)
@@ -66,7 +66,7 @@ def _plan_stage(rest: Any, sums: Any, budget: int, shares: Any, reach: Any, adja
 
 @compiled()
 def _follow(rest: Any, sums: Any, rule: Any, dst_node: Any, num_bytes: Any, duration_bytes: Any) -> int:
-    """Take stages off ``rest`` by one rule; how many, -1 if more than there is room for are needed."""
+    """Take stages off ``rest`` by one rule; returns their number, -1 if there is no room for all of them."""
     planned, common_share, own_share = rule
     num_nodes = rest.shape[0]
     left = sums.max()
@@ -96,7 +96,7 @@ def _follow(rest: Any, sums: Any, rule: Any, dst_node: Any, num_bytes: Any, dura
 
 @compiled()
 def _shift(node_bytes: Any, budget: int, dst_node: Any, num_bytes: Any, duration_bytes: Any) -> int:
-    """Stages of shifted diagonals, as ``spread_out``; how many, -1 if they take longer than the budget."""
+    """Make stages of shifted diagonals, as ``spread_out``; returns their number, -1 if they exceed the budget."""
     num_nodes = node_bytes.shape[0]
     stage = 0
     for shift in range(1, num_nodes):
@@ -117,13 +117,13 @@ def _shift(node_bytes: Any, budget: int, dst_node: Any, num_bytes: Any, duration
 
 @compiled()
 def decompose_in_few(node_bytes: Any) -> Any:
-    """``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages`` for an int64 matrix; ValueError if it is bad.
+    """Return ``dst_node``, ``num_bytes`` and ``duration_bytes`` of ``Stages``; ValueError for an invalid matrix.
 
-    Every stage is the longest there can be when nodes wait in it no longer than their share; among the matchings that
-    allow it, one that uses up many entries is taken. The first rule that needs no more than three stages a node wins;
-    if none does, which no matrix is known for, the exact decomposition. Two cases come out shorter: where shifted
-    diagonals (SpreadOut) are within the budget, as for equal entries, they are taken, at most a stage for each other
-    node; and up to six nodes the exact stages, if they are no more.
+    Every stage of the int64 matrix is the longest in which no node waits beyond its share. Of the matchings that allow
+    it, one that uses up many entries is taken. The first rule that needs at most three stages per node wins. If none
+    does, which is not known of any matrix, the result is the exact decomposition. There are two shortcuts. Shifted
+    diagonals (SpreadOut) are used where they are within the budget, as for equal entries: at most one stage for each
+    other node. And up to six nodes, the exact stages are used unless there are more of them.
     """
     num_nodes = node_bytes.shape[0]
     limit = MAX_STAGES_PER_NODE * num_nodes
@@ -145,7 +145,7 @@ def decompose_in_few(node_bytes: Any) -> Any:
         num_stages = _follow(rest, sums, rule, dst_node, num_bytes, duration_bytes)
         if num_stages >= 0:
             break
-    if num_stages < 0 or num_nodes <= _MOST_NODES_FOR_EXACT:
+    if num_stages < 0 or num_nodes <= _MAX_NODES_FOR_EXACT:
         exact = decompose_exactly(node_bytes)
         if num_stages < 0 or len(exact[2]) <= num_stages:
             return exact

@@ -1,8 +1,8 @@
-"""Lanes between nodes: even shares of what a node has for another, one share for each local rank.
+"""Lanes between nodes: each local rank carries an equal share of what its node sends to another.
 
-All that a node has for another goes over ``ranks_per_node`` lanes; lane ``l`` leads from the node's local rank ``l`` to
-that of the other node. Ranks with more than a lane's share hand the rest to ranks with less before it leaves, and what
-arrives at the wrong rank is handed on there. Source: FAST section 4.1.
+The bytes that a node has for another go over ``ranks_per_node`` lanes; lane ``l`` connects local rank ``l`` of both
+nodes. Before sending, ranks with more than a lane's share pass the surplus to ranks with less (balancing). After
+receiving, ranks forward what is for other ranks of their node (redistribution). Source: FAST section 4.1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NUM_COLUMNS = 7
 
 @compiled()
 def lane_share(num_bytes: int, lane: int, num_lanes: int) -> int:
-    """What of a lane's bytes belongs to the first ``num_bytes`` of all lanes: equal shares, the rest to low lanes."""
+    """Return a lane's part of the first ``num_bytes`` of all lanes: equal shares, the remainder to low lanes."""
     return num_bytes // num_lanes + (1 if lane < num_bytes % num_lanes else 0)
 
 
 @compiled()
 def _even_out(tile: Any, moved: Any) -> None:
-    """``moved[i, l]``: what local rank ``i`` puts on lane ``l``, its own up to a share, then surplus where it fits."""
+    """Set ``moved[i, l]`` to the bytes of local rank ``i`` on lane ``l``: its lane first, then lanes with room."""
     num_lanes = tile.shape[0]
     total = tile.sum()
     moved[:] = 0
@@ -59,10 +59,10 @@ def _add(pieces: Any, count: int, heads: Any, key: Any, size: int) -> int:
 
 @compiled()
 def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, count: int) -> int:
-    """Deal one rank's messages (``row``) to the lanes that take ``lanes`` bytes of them; both are used up."""
+    """Assign one rank's messages (``row``) to lanes that take ``lanes`` bytes of them; both end at zero."""
     num_lanes = row.shape[0]
     heads = np.zeros(num_lanes, np.int64)
-    for lane in range(num_lanes):  # first what needs no handing on
+    for lane in range(num_lanes):  # first the pieces that need no redistribution
         size = min(lanes[lane], row[lane])
         if size > 0:
             count = _add(pieces, count, heads, (src, dst, lane, local, lane), size)
@@ -82,7 +82,7 @@ def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, 
 
 @compiled()
 def cut_into_lanes(tiles: Any) -> Any:
-    """Pieces of all messages between nodes, int64 (num_pieces, 7) with the columns named above.
+    """Cut all messages between nodes into pieces, int64 (num_pieces, 7) with the columns named above.
 
     ``tiles[s, d, i, j]`` bytes go from local rank ``i`` of node ``s`` to local rank ``j`` of node ``d``.
     """
@@ -103,9 +103,9 @@ def cut_into_lanes(tiles: Any) -> Any:
 
 @compiled()
 def cut_into_stages(pieces: Any, num_nodes: int, num_lanes: int, dst_node: Any, num_bytes: Any) -> Any:
-    """Cut pieces, sorted by nodes and lane, where stages end: int64 (num_pieces, 8), the last column is the stage.
+    """Cut pieces, sorted by nodes and lane, at the ends of stages: int64 (num_pieces, 8), the last column is the stage.
 
-    Of what two nodes exchange in a stage, every lane carries its share.
+    In every stage, each lane carries its share.
     """
     num_stages = dst_node.shape[0]
     next_piece = np.zeros((num_nodes, num_nodes, num_lanes), np.int64)

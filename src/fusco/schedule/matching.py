@@ -1,8 +1,8 @@
-"""One-to-one matchings of nodes on bitmasks: one bit for each node that may be a partner, 64 to a word.
+"""One-to-one matchings of nodes on bitmasks: one bit for each possible partner, 64 per word.
 
-Compiled helpers of ``exact`` and ``few``. A matching is an int64 array ``match`` of shape (6, num_nodes) whose rows are
-named by the constants below; ``adjacent`` is int64 (num_nodes, num_words), bit ``j % 64`` of word ``j // 64`` in row
-``i`` is set if ``i`` may send to ``j``.
+Compiled helpers of ``exact`` and ``few``. A matching is an int64 array ``match`` of shape (6, num_nodes); the constants
+below name its rows. ``adjacent`` is int64 (num_nodes, num_words): bit ``j % 64`` of word ``j // 64`` in row ``i`` is
+set if ``i`` may send to ``j``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fusco.core.compiled import compiled
 DST_OF = 0  # the destination of each source, -1 for none
 SRC_OF = 1  # the source of each destination, -1 for none
 FREE = 2  # bitmask of destinations without a source
-_QUEUE = 3  # sources whose neighbours are still to be looked at
-_REACHED_FROM = 4  # the source through which the search came to a destination
-_SEEN = 5  # bitmask of destinations that the search has been to
+_QUEUE = 3  # sources whose neighbours have not been visited yet
+_REACHED_FROM = 4  # the source from which the search reached a destination
+_SEEN = 5  # bitmask of destinations that the search has visited
 NUM_ROWS = 6
 
 
 @intrinsic
-def lowest_bit(_typing: Any, word: Any) -> Any:  # noqa: ARG001  intrinsics name arguments by it
-    """Index of the lowest set bit of a word that isn't zero."""
+def lowest_bit(_typing: Any, word: Any) -> Any:  # noqa: ARG001  numba takes the argument's name from it
+    """Return the index of the lowest set bit of a nonzero word."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -36,7 +36,7 @@ def lowest_bit(_typing: Any, word: Any) -> Any:  # noqa: ARG001  intrinsics name
 
 @compiled()
 def clear(match: Any) -> None:
-    """Nobody has a partner."""
+    """Reset the matching: no node has a partner."""
     num_nodes = match.shape[1]
     for node in range(num_nodes):
         match[DST_OF, node] = -1
@@ -48,7 +48,7 @@ def clear(match: Any) -> None:
 
 @compiled()
 def part(match: Any, src: int) -> None:
-    """Take a source's destination away."""
+    """Remove the pair of a source from the matching."""
     dst = match[DST_OF, src]
     match[DST_OF, src] = -1
     match[SRC_OF, dst] = -1
@@ -57,21 +57,21 @@ def part(match: Any, src: int) -> None:
 
 @compiled()
 def _flip(match: Any, src: int, dst: int, start: int) -> None:
-    """Give every source on the path that the search took from ``start`` its next destination, ``dst`` to the last."""
+    """Flip the alternating path from ``start`` to ``dst``: each source on it takes its next destination."""
     match[FREE, dst >> 6] &= ~(1 << (dst & 63))
     while True:
-        given_up = match[DST_OF, src]
+        previous_dst = match[DST_OF, src]
         match[DST_OF, src] = dst
         match[SRC_OF, dst] = src
         if src == start:
             return
-        dst = given_up
+        dst = previous_dst
         src = match[_REACHED_FROM, dst]
 
 
 @compiled()
 def augment(adjacent: Any, match: Any, start: int) -> bool:
-    """Find a partner for ``start`` along a shortest alternating path; false, and nothing changed, if there is none."""
+    """Find a partner for ``start`` along a shortest augmenting path; false, without a change, if there is none."""
     num_words = adjacent.shape[1]
     for word in range(num_words):
         match[_SEEN, word] = 0
@@ -99,7 +99,7 @@ def augment(adjacent: Any, match: Any, start: int) -> bool:
 
 @compiled()
 def complete(adjacent: Any, match: Any) -> bool:
-    """Augment until every source has a partner; false as soon as one cannot have any."""
+    """Augment until every source has a partner; false as soon as one cannot get any."""
     for src in range(match.shape[1]):
         if match[DST_OF, src] < 0:
             has_partner = augment(adjacent, match, src)

@@ -1,4 +1,4 @@
-"""Matrices of bytes between nodes or ranks: the checks of what a caller gives."""
+"""Validation of matrices of bytes between nodes or ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 _MAX_INT64 = np.iinfo(np.int64).max
-_ROUNDED = 2.0**62  # float64 sums below it are exact enough to say that the int64 ones do not overflow
+_ROUNDED = 2.0**62  # float64 sums below this prove that int64 sums do not overflow
 
 
 def as_matrix(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """A square int64 matrix in C order that numba's compiled code takes, copied if need be.
+    """Return a square int64 matrix in C order for compiled code, a copy of ``values``.
 
     Raises ``TypeError`` unless entries are integers, ``ValueError`` unless the matrix is square and fits into int64.
     """
@@ -28,9 +28,9 @@ def as_matrix(values: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def as_node_bytes(values: Any) -> npt.NDArray[np.int64]:
-    """What nodes send each other, a matrix without negative entries whose rows and columns sum to no more than int64.
+    """Return a node-to-node matrix without negative entries, whose row and column sums fit into int64.
 
-    The diagonal does not count in the sums. Raises as ``as_matrix``, and ``ValueError`` with the node concerned.
+    The diagonal does not count in the sums. Raises as ``as_matrix``, and ``ValueError`` with the node and its sum.
     """
     node_bytes = as_matrix(values, "node_bytes")
     if node_bytes.min(initial=0) < 0:

@@ -1,7 +1,7 @@
-"""How long a stage can be when nodes may wait in it, and whom to pair for that.
+"""The longest stage in which nodes wait no longer than they may, and its matching.
 
-Compiled helpers of ``few``. A pair's reach is its entry plus what both of its nodes may wait: the longest stage that it
-can be part of.
+Compiled helpers of ``few``. The reach of a pair is its entry plus what both of its nodes may wait: the longest stage
+that it can be part of.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MAX_BYTES = np.iinfo(np.int64).max
 
 @compiled()
 def _share(waiting: int, share: float) -> int:
-    """A share of what a node may still wait, at least one byte if there is any."""
+    """Return a share of what a node may still wait, at least one byte if there is any."""
     return waiting if share >= 1.0 else min(waiting, int(share * waiting) + 1)
 
 
 @compiled()
 def limit_waiting(sums: Any, budget: int, shares: Any, waits: Any) -> None:
-    """Waiting allowed in a stage: ``shares[0]`` of what all may still wait, ``shares[1]`` of what a node may beyond."""
+    """Limit the waiting in a stage: ``shares[0]`` of what all nodes may wait, ``shares[1]`` of a node's excess."""
     num_nodes = sums.shape[1]
     common = budget
     for side in range(2):
@@ -38,7 +38,7 @@ def limit_waiting(sums: Any, budget: int, shares: Any, waits: Any) -> None:
 
 @compiled()
 def find_reach(rest: Any, waits: Any, reach: Any) -> int:
-    """How long a stage with this pair may be, for all pairs; returns how long any stage may be at most."""
+    """Compute the reach of all pairs; returns an upper bound of any stage's length."""
     num_nodes = rest.shape[0]
     largest = 0
     limit = _MAX_BYTES
@@ -73,7 +73,7 @@ def _mark_reaching(reach: Any, length: int, adjacent: Any) -> None:
 
 @compiled()
 def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
-    """Repair the matching so that a stage of ``length`` can have it; how long it can be then, -1 if it cannot."""
+    """Repair the matching for a stage of ``length``; returns the length that it then allows, -1 if there is none."""
     num_nodes = reach.shape[0]
     _mark_reaching(reach, length, adjacent)
     for src in range(num_nodes):
@@ -90,7 +90,7 @@ def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
 
 @compiled()
 def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -> int:
-    """The longest stage, to a 64th, that some matching allows, by bisection."""
+    """Find by bisection the longest stage, within 1/64, that some matching allows."""
     length = min(limit, _try_length(reach, 1, adjacent, match))
     kept[:] = match
     tried = limit
@@ -110,7 +110,7 @@ def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -
 
 @compiled()
 def match_finishing_first(rest: Any, reach: Any, length: int, adjacent: Any, finishing: Any, match: Any) -> None:
-    """A perfect matching for a stage of ``length`` that uses up as many entries as it can."""
+    """Make a perfect matching for a stage of ``length`` that uses up many entries."""
     num_nodes = rest.shape[0]
     _mark_reaching(reach, length, adjacent)
     clear(match)

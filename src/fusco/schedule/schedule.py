@@ -1,4 +1,4 @@
-"""The schedule of an alltoallv: what every rank sends to whom, and when."""
+"""Schedule of an all-to-all: all transfers within and between nodes, in order."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ScheduleMode = Literal["exact", "few", "spread-out"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """Four kinds of transfers that together deliver every byte; the same on every rank.
+    """Four kinds of transfers that together deliver every byte. The schedule is the same on every rank.
 
     Attributes:
         topology: which ranks share a node.
-        rank_bytes: int64 (world_size, world_size), what each rank has for each.
+        rank_bytes: int64 (world_size, world_size), the bytes that each rank has for each.
         mode: how the stages were made.
-        stages: who sends to whom between nodes, in bytes of all lanes together.
-        local: messages within nodes, a rank's to itself included; nothing waits for them, nor they for anything.
-        balancing: within nodes, before any stage: pieces that go to the rank whose lane carries them.
-        crossing: between nodes, from a local rank to the same local rank of another node, by stage.
-        redistribution: within nodes, after the piece's stage: from the lane's end to where the message goes.
+        stages: partners between nodes, in bytes of all lanes together.
+        local: messages within nodes, including those of a rank to itself; they have no dependencies.
+        balancing: within nodes, before any stage: pieces for the rank whose lane carries them.
+        crossing: between nodes, from a local rank to its counterpart on another node, by stage.
+        redistribution: within nodes, after the piece's stage: from the lane's end to the message's destination.
 
     ``local`` and ``balancing`` are in the order of shifted diagonals (SpreadOut) within each node, ``crossing`` and
-    ``redistribution`` in order of stages. Any unit will do for bytes, if an executor moves rows or vectors.
+    ``redistribution`` in order of stages. The unit may also be rows or vectors instead of bytes.
 
     """
 
@@ -48,19 +48,19 @@ class Schedule:
 
 
 def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "exact") -> Schedule:
-    """Schedule an alltoallv over nodes: even out within nodes, cross in one-to-one stages, hand on.
+    """Schedule an all-to-all: balance within nodes, send in one-to-one stages between nodes, redistribute.
 
     Args:
-        rank_bytes: integers (world_size, world_size), what rank ``i`` (row) has for rank ``j``.
+        rank_bytes: integers (world_size, world_size), the bytes that rank ``i`` (row) has for rank ``j``.
         topology: which ranks share a node.
         mode: of the stages: ``"exact"``, ``"few"`` (see ``decompose``) or ``"spread-out"``; stages of the first two
             are in ascending order of length.
 
     Raises:
-        TypeError, ValueError: as ``decompose``, and if matrix and topology don't fit.
+        TypeError, ValueError: as ``decompose``, and if matrix and topology have different numbers of ranks.
 
     Source: FAST section 4.1 to 4.3. Two nodes of two ranks; B0 (rank 2) has 8 bytes for node A, B1 has 4, as in FAST's
-    Fig. 7. B0 hands 2 bytes to B1, then both send 6 to their counterparts.
+    Fig. 7. B0 gives B1 2 bytes, then both send 6 to their counterparts.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> rank_bytes = np.array([[0, 0, 0, 0], [0, 0, 0, 0], [6, 2, 0, 0], [2, 2, 0, 0]])
@@ -92,6 +92,12 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     )
 
 
+def warm_up() -> None:
+    """Compile everything that schedules, or load it from the disk cache (seconds once, then milliseconds)."""
+    decompose(np.ones((2, 2), np.int64), mode="few")
+    make_schedule(np.ones((4, 4), np.int64), Topology.of_equal_nodes(4, 2), mode="exact")
+
+
 def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
     if mode not in ("exact", "few", "spread-out"):
         raise ValueError(f"mode must be one of 'exact', 'few', 'spread-out', got {mode!r}")
@@ -105,7 +111,7 @@ def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
 
 
 def _sum_tiles(tiles: IntArray) -> IntArray:
-    """What nodes have for each other, zero on the diagonal; ``ValueError`` if that is beyond int64."""
+    """Sum tiles to a node-to-node matrix, zero on the diagonal; ``ValueError`` if a sum exceeds int64."""
     node_bytes = tiles.sum(axis=(2, 3))
     rough = tiles.sum(axis=(2, 3), dtype=np.float64)
     np.fill_diagonal(node_bytes, 0)
@@ -119,7 +125,7 @@ def _sum_tiles(tiles: IntArray) -> IntArray:
 
 
 def _sorted_pieces(pieces: IntArray, num_nodes: int, num_lanes: int) -> IntArray:
-    """By nodes and lane; on each lane, what needs no balancing comes first, so that it can leave at once."""
+    """Sort pieces by nodes and lane; on each lane, those that need no balancing come first: they can leave at once."""
     pair = pieces[:, lanes.SRC_NODE] * num_nodes + pieces[:, lanes.DST_NODE]
     lane = pieces[:, lanes.LANE]
     key = (pair * num_lanes + lane) * 2 + (lane != pieces[:, lanes.SRC_LOCAL])

@@ -11,10 +11,11 @@ from fusco.schedule.stages import Stages
 
 
 def spread_out(node_bytes: Any) -> Stages:
-    """In stage ``i``, node ``s`` sends all it has for node ``(s + i) % num_nodes``; empty stages are left out.
+    """Make stages of shifted diagonals: in stage ``i``, node ``s`` sends everything for ``(s + i) % num_nodes``.
 
-    Takes matrices, and raises, as ``decompose``. Each stage is as long as the largest entry
-    of its diagonal, so that the busiest node may wait. Source: FAST section 4.2, after Netterville et al. (2022).
+    Empty stages are left out. Each stage is as long as the largest entry of its diagonal, so the busiest node may wait.
+    Takes the same matrices as ``decompose``, with the same errors. Source: FAST section 4.2, after Netterville et al.
+    (2022).
 
     >>> spread_out(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]])).duration_bytes
     array([3, 9])

@@ -1,4 +1,4 @@
-"""Stages between nodes: who sends how much to whom, one partner for each node at a time."""
+"""Stages between nodes: a sequence of one-to-one matchings with sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A node-to-node matrix as a sequence of one-to-one matchings, int64 throughout.
+    """Decomposition of a node-to-node matrix into one-to-one matchings, int64 throughout.
 
     Attributes:
-        dst_node: (num_stages, num_nodes), whom each node sends to in each stage, -1 for nobody.
-        num_bytes: (num_stages, num_nodes), how much it sends; 0 where ``dst_node`` is -1.
+        dst_node: (num_stages, num_nodes), the destination of each node in each stage, -1 for none.
+        num_bytes: (num_stages, num_nodes), the bytes that it sends; 0 where ``dst_node`` is -1.
         duration_bytes: (num_stages,), the length of each stage; no node sends more in it.
 
     """
@@ -40,19 +40,20 @@ class Stages:
 
     @property
     def total_bytes(self) -> int:
-        """Length of all stages together: what the schedule takes, in bytes at one node's bandwidth."""
+        """Sum of all lengths: the time of the schedule, in bytes at one node's bandwidth."""
         return sum(self.duration_bytes.tolist())
 
     def shortest_first(self) -> Stages:
-        """The same stages in ascending order of length; those of equal length stay in order.
+        """Return the stages in ascending order of length; the sort is stable.
 
-        A stage's redistribution then hides behind the next stage, which is no shorter (FAST, proof of theorem 2).
+        The redistribution of a stage is then hidden behind the next stage, which is no shorter (FAST, proof of theorem
+        2).
         """
         order = np.argsort(self.duration_bytes, kind="stable")
         return Stages(self.dst_node[order], self.num_bytes[order], self.duration_bytes[order])
 
     def node_bytes(self) -> IntArray:
-        """What the stages send from each node to each other, int64 (num_nodes, num_nodes)."""
+        """Return the bytes that the stages send from node to node, int64 (num_nodes, num_nodes)."""
         sent = np.zeros((self.num_nodes, self.num_nodes), np.int64)
         stage, src = np.nonzero(self.dst_node >= 0)
         np.add.at(sent, (src, self.dst_node[stage, src]), self.num_bytes[stage, src])
@@ -60,9 +61,9 @@ class Stages:
 
 
 def lower_bound_bytes(node_bytes: Any) -> int:
-    """The largest row or column sum without the diagonal: no schedule is shorter, as a node has one link.
+    """Return the largest row or column sum without the diagonal. No schedule is shorter, since a node has one link.
 
-    Takes matrices, and raises, as ``decompose``.
+    Takes the same matrices as ``decompose``, with the same errors.
 
     >>> lower_bound_bytes(np.array([[0, 3, 4], [9, 0, 0], [1, 1, 0]]))
     10

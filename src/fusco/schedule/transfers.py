@@ -1,4 +1,4 @@
-"""Transfers between ranks: which bytes of which message go from whom to whom."""
+"""Transfers between ranks: tables of pieces of messages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fusco.schedule.stages import IntArray
 class Transfers:
     """Pieces of messages, int64 (num_transfers,) each, in the order in which both ends lay them out.
 
-    A message is what ``src_rank`` has for ``dst_rank``; bytes ``first_byte`` to ``first_byte + num_bytes`` of it go
-    from ``from_rank`` to ``to_rank``, in stage ``stage`` (-1 for what belongs to none). Pieces with the same two ends
-    and stage travel as one, in order.
+    A message is what ``src_rank`` has for ``dst_rank``. Its bytes ``first_byte`` to ``first_byte + num_bytes`` go from
+    ``from_rank`` to ``to_rank`` in stage ``stage`` (-1 for none). Pieces with the same two ends and the same stage form
+    one flow, in order.
     """
 
     from_rank: IntArray
@@ -31,19 +31,19 @@ class Transfers:
         return len(self.num_bytes)
 
     def select(self, chosen: npt.NDArray[np.bool_] | IntArray) -> Transfers:
-        """The transfers that a mask or indices choose, in their order."""
+        """Select transfers by a mask or by indices, in their order."""
         return Transfers(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
     def sent_by(self, rank: int) -> Transfers:
-        """What a rank sends."""
+        """Select the transfers that a rank sends."""
         return self.select(self.from_rank == rank)
 
     def received_by(self, rank: int) -> Transfers:
-        """What a rank receives."""
+        """Select the transfers that a rank receives."""
         return self.select(self.to_rank == rank)
 
     def load(self, num_ranks: int) -> IntArray:
-        """Bytes that each rank sends and receives here, itself apart: int64 (2, num_ranks)."""
+        """Return the bytes that each rank sends to and receives from other ranks: int64 (2, num_ranks)."""
         loads = np.zeros((2, num_ranks), np.int64)
         moves = self.from_rank != self.to_rank
         np.add.at(loads[0], self.from_rank[moves], self.num_bytes[moves])

@@ -31,7 +31,7 @@ def test_random_rows(dtype, hidden, num_rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_value_is_widened_exactly(dtype):
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
-    sums = torch.full((1, len(every)), -0.0)  # the one value to which adding changes no other
+    sums = torch.full((1, len(every)), -0.0)  # the only value whose addition changes no other value
     add_rows(every[None], torch.tensor([0]), sums)
     expected = every.float()
     assert torch.equal(sums[0].isnan(), expected.isnan())
@@ -40,7 +40,7 @@ def test_every_16_bit_value_is_widened_exactly(dtype):
 
 
 def test_float32_rows_into_float64_sums():
-    # Partial sums that travelled in float32 come home to float64 rows.
+    # Partial sums sent in float32 are added to float64 rows.
     sums = torch.zeros(1, 1, dtype=torch.float64)
     add_rows(torch.tensor([[0.1]]), torch.tensor([0]), sums)
     assert sums.item() == torch.tensor(0.1).double().item()

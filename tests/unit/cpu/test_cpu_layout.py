@@ -1,4 +1,4 @@
-"""Where everything is in a rank's shared segment."""
+"""Layout of a rank's shared segment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layouts(draw):
 
 
 def sections(layout: CpuLayout) -> list[tuple[int, int]]:
-    """First and end byte of everything in a segment."""
+    """First and end byte of every section of a segment."""
     num_nodes, tokens = layout.topology.num_nodes, layout.capacity.max_tokens_per_rank
     ids = 4 * tokens * layout.capacity.num_topk
     parts = [(0, layout.control.flags_bytes)]
@@ -67,7 +67,7 @@ def test_sections_are_aligned_and_do_not_overlap(layout):
 
 
 @given(layouts())
-def test_every_flag_has_a_place_of_its_own(layout):
+def test_every_flag_has_a_separate_place(layout):
     indices = flag_indices(layout)
     assert len(set(indices)) == len(indices)
     assert min(indices) >= 0
@@ -75,7 +75,7 @@ def test_every_flag_has_a_place_of_its_own(layout):
 
 
 @given(layouts())
-def test_the_hint_is_what_the_layout_takes(layout):
+def test_the_hint_equals_the_size_of_the_layout(layout):
     size = memory_size_hint(layout.topology, layout.capacity, layout.settings)
     assert size.shared_bytes == layout.num_bytes
     assert size.total_bytes == sum(astuple(size))
@@ -85,27 +85,27 @@ def test_the_hint_is_what_the_layout_takes(layout):
 
 
 @given(layouts())
-def test_a_slot_takes_a_row_of_sums_twice_as_wide(layout):
+def test_a_slot_has_room_for_a_row_of_sums_twice_as_wide(layout):
     assert layout.slot_bytes >= layout.settings.slice_bytes
     assert layout.rows_per_slot(2 * layout.capacity.max_row_bytes) >= 1
 
 
 @given(layouts(), st.data())
-def test_regions_of_a_rank_are_one_for_each_node_its_own_first(layout, data):
+def test_a_rank_has_a_region_for_each_node_and_its_node_comes_first(layout, data):
     nodes = range(layout.topology.num_nodes)
-    own = data.draw(st.sampled_from(nodes))
-    assert sorted(layout.region_of(own, node) for node in nodes) == list(nodes)
-    assert layout.region_of(own, own) == 0
+    local_node = data.draw(st.sampled_from(nodes))
+    assert sorted(layout.region_of(local_node, node) for node in nodes) == list(nodes)
+    assert layout.region_of(local_node, local_node) == 0
 
 
-def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_everybody():
+def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_all_ranks():
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
     layout = CpuLayout(Topology.of_equal_nodes(72, 8), capacity, Settings())
     assert layout.control.record_ints >= 2 + 2 * 72
 
 
 @given(layouts())
-def test_control_comes_first_and_takes_what_it_says(layout):
+def test_control_comes_first_and_has_the_size_it_reports(layout):
     sizes, control = layout.segment_sizes, layout.control
     assert control.record_offset(layout.topology.num_nodes) == control.num_bytes <= layout.ids_offset(0)
     assert (sizes.control, sizes.num_bytes) == (control, layout.num_bytes)
@@ -124,7 +124,7 @@ def test_tags_grow_with_the_collective_first():
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_the_hint_is_what_a_real_segment_takes(ranks_per_node):
+def test_the_hint_equals_the_size_of_a_real_segment(ranks_per_node):
     topology = Topology.of_equal_nodes(4, ranks_per_node)
     capacity = Capacity(max_tokens_per_rank=100, max_bytes_per_token=500, num_topk=3)
     size = memory_size_hint(topology, capacity, Settings(slice_bytes=4096))

@@ -1,4 +1,4 @@
-"""Outputs whose memory returns once nobody looks at it any more."""
+"""Outputs whose memory is reused after the last reference is gone."""
 
 import threading
 
@@ -63,7 +63,7 @@ def test_autograd_keeps_memory_alive():
     assert weights.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_spare_serves_sizes_from_half_of_it_on():
+def test_a_spare_is_reused_for_sizes_from_half_of_it():
     recycler = OutputRecycler()
     spare = recycler.empty((4 * PAGE_BYTES,), torch.uint8)
     where = address(spare)
@@ -97,7 +97,7 @@ def test_no_more_spares_than_allowed_and_none_after_close():
 @pytest.mark.parametrize("num_rows", [1 << 44, 1 << 62, 10**30])
 def test_an_output_beyond_all_memory_says_how_much_it_is(num_rows):
     recycler = OutputRecycler()
-    words = f"an output of {24 * num_rows:,} bytes, {num_rows:,} rows of 24, could not be had: "
+    words = f"an output of {24 * num_rows:,} bytes, {num_rows:,} rows of 24, could not be allocated: "
     with pytest.raises(OutputMemoryError, match=words):
         recycler.empty((num_rows, 2, 3), torch.float32)
     assert recycler.empty((2, 3), torch.float32).shape == (2, 3)

@@ -1,4 +1,4 @@
-"""Who forwards for whom: valid, deterministic, close to the best there is, and quick."""
+"""Balancers: valid, deterministic, close to the optimum, and fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import BALANCERS, Groups, Topology, Traffic
-from fusco.planner.balancer import balance_by_rotation, balance_send_and_receive, balance_static, giving_groups
+from fusco.planner.balancer import balance_by_rotation, balance_send_and_receive, balance_static, checked_balancer
 
 
 def traffic_of(num_rows) -> Traffic:
@@ -40,7 +40,7 @@ def largest_load(traffic: Traffic, groups: Groups) -> int:
 
 
 def least_largest_load(traffic: Traffic) -> int:
-    """By trying every grouping; node 0 may stay as it is, as groups have no names."""
+    """Try every grouping; the order of node 0 is fixed, since groups are interchangeable."""
     loads, ranks_per_node = traffic.rank_loads, traffic.topology.ranks_per_node
     sums = loads[:1]
     for node in loads[1:]:
@@ -52,7 +52,7 @@ def least_largest_load(traffic: Traffic) -> int:
 def test_loads_by_hand():
     # Node 0's ranks send 9 and 1 rows to node 1, whose ranks send back 8 and 2.
     topology = Topology.of_equal_nodes(4, 2)
-    traffic = Traffic.from_counts(topology, [[7, 9], [7, 1], [8, 7], [2, 7]])  # the own node's sevens do not count
+    traffic = Traffic.from_counts(topology, [[7, 9], [7, 1], [8, 7], [2, 7]])  # sevens do not count
     assert traffic.rank_loads.tolist() == [[9, 1], [8, 2]]
     static, crossed = Groups(topology, ((0, 0), (1, 1))), Groups(topology, ((0, 1), (1, 0)))
     assert traffic.group_loads(static).tolist() == [17, 3]
@@ -78,23 +78,23 @@ def test_ranks_of_nodes_that_interleave():
 
 @pytest.mark.parametrize("name", BALANCERS)
 @given(num_nodes=st.integers(1, 5), ranks_per_node=st.integers(1, 8), data=st.data())
-def test_any_traffic_gives_a_partition_and_always_the_same(name, num_nodes, ranks_per_node, data):
+def test_any_traffic_yields_a_partition_and_always_the_same(name, num_nodes, ranks_per_node, data):
     shape = (num_nodes, ranks_per_node, num_nodes)
     size = num_nodes * ranks_per_node * num_nodes
     rows = data.draw(st.lists(st.integers(0, data.draw(st.sampled_from([0, 1, 50]))), min_size=size, max_size=size))
     traffic = traffic_of(np.reshape(rows, shape))
     before = traffic.num_rows.copy()
-    groups = BALANCERS[name](traffic)  # the constructor of Groups refuses what is no partition
+    groups = BALANCERS[name](traffic)  # the constructor of Groups rejects anything but a partition
     assert groups == BALANCERS[name](traffic_of(before))
     assert np.array_equal(traffic.num_rows, before)
 
 
-# Largest group load over the least possible, worst of 300 draws: measured 1.0, 1.060, 1.0 and 1.096. With two nodes,
-# heaviest with lightest is the best there is.
+# Largest group load over the minimum, worst of 300 draws: measured 1.0, 1.060, 1.0 and 1.096. With two nodes, pairing
+# heaviest with lightest is optimal.
 @pytest.mark.parametrize(
     ("num_nodes", "ranks_per_node", "factor"), [(2, 3, 1.0), (3, 3, 1.10), (2, 4, 1.0), (3, 4, 1.10)]
 )
-def test_loads_are_close_to_the_best_there_is(num_nodes, ranks_per_node, factor):
+def test_loads_are_close_to_the_optimum(num_nodes, ranks_per_node, factor):
     ratios = []
     for seed in range(300):
         traffic = random_traffic(num_nodes, ranks_per_node, seed)
@@ -106,14 +106,14 @@ def test_loads_are_close_to_the_best_there_is(num_nodes, ranks_per_node, factor)
 
 def test_the_default_sends_and_receives_more_evenly_than_the_others():
     draws = [random_traffic(4, 8, seed) for seed in range(200)]
-    most_sent, most_received = {}, {}
+    max_sent, max_received = {}, {}
     for name, balance in BALANCERS.items():
         groups = [balance(traffic) for traffic in draws]
-        most_sent[name] = np.mean([largest_load(*pair) for pair in zip(draws, groups, strict=True)])
+        max_sent[name] = np.mean([largest_load(*pair) for pair in zip(draws, groups, strict=True)])
         received = [traffic.received_rows(chosen) for traffic, chosen in zip(draws, groups, strict=True)]
-        most_received[name] = np.mean([rows.max() for rows in received])
+        max_received[name] = np.mean([rows.max() for rows in received])
         assert all(r.sum() == traffic.num_rows.sum() for r, traffic in zip(received, draws, strict=True))
-    assert min(most_sent, key=most_sent.get) == min(most_received, key=most_received.get) == "send-and-receive"
+    assert min(max_sent, key=max_sent.get) == min(max_received, key=max_received.get) == "send-and-receive"
 
 
 # Largest over mean group load, median of 1,000 draws.
@@ -150,17 +150,21 @@ def test_balancing_eight_nodes_of_eight_takes_less_than_100_us():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (((0, 1), (1, 0)), TypeError, "a balancer must give Groups, got tuple from balance_badly"),
+        (((0, 1), (1, 0)), TypeError, "a balancer must return Groups, got tuple from balance_badly"),
         (None, TypeError, "got NoneType"),
-        (Groups.of_same_local_rank(Topology.of_equal_nodes(2, 2)), ValueError, "balance_badly gave groups of Topology"),
+        (
+            Groups.of_same_local_rank(Topology.of_equal_nodes(2, 2)),
+            ValueError,
+            "balance_badly returned groups of Top",
+        ),
     ],
 )
-def test_what_a_balancer_gives_must_be_groups_of_these_ranks(given, error, words):
+def test_a_balancer_must_return_groups_of_these_ranks(given, error, words):
     def balance_badly(_):
         return given
 
     topology = Topology.of_equal_nodes(4, 2)
     traffic = Traffic(topology, np.zeros((2, 2, 2), np.int64))
-    assert giving_groups(balance_static)(traffic) == Groups.of_same_local_rank(topology)
+    assert checked_balancer(balance_static)(traffic) == Groups.of_same_local_rank(topology)
     with pytest.raises(error, match=words):
-        giving_groups(balance_badly)(traffic)
+        checked_balancer(balance_badly)(traffic)

@@ -1,4 +1,4 @@
-"""What a plan will move, by hand; ``test_world`` compares with brute force."""
+"""Bytes that a plan moves, by hand; ``test_world`` compares with brute force."""
 
 import torch
 
@@ -19,8 +19,13 @@ def test_two_nodes_of_two_ranks():
 
     assert [cost.internode_send_bytes for cost in costs] == [20, 0, 10, 0]  # tokens 0 and 2; token 0
     assert [cost.internode_recv_bytes for cost in costs] == [10, 0, 20, 0]  # the static forwarders
-    assert [cost.metadata_bytes for cost in costs] == [2 * 2 * 8, 0, 2 * 8, 0]  # an id and a float32 for each slot
-    assert [cost.internode_bytes_avoided for cost in costs] == [10, 0, 0, 0]  # token 0 wants both ranks of node 1
-    assert [cost.local_bytes for cost in costs] == [30, 0, 30, 0]  # rank 2 holds two rows of rank 0 and its own
+    assert [cost.metadata_bytes for cost in costs] == [
+        2 * 2 * 8,
+        0,
+        2 * 8,
+        0,
+    ]  # an id and a float32 for each expert
+    assert [cost.internode_bytes_avoided for cost in costs] == [10, 0, 0, 0]  # token 0 goes to both ranks of node 1
+    assert [cost.local_bytes for cost in costs] == [30, 0, 30, 0]  # rank 2 has two rows of rank 0 and one of rank 2
     assert [cost.intranode_bytes for cost in costs] == [0, 10, 0, 10]
     assert [cost.output_bytes for cost in costs] == [30, 10, 30, 10]

@@ -1,4 +1,4 @@
-"""Level 2: which slots a row goes to."""
+"""Level 2: the slots of each row."""
 
 import torch
 
@@ -33,13 +33,13 @@ def test_alignment_rounds_every_block_up():
     assert plan.padding_slots.tolist() == [2, 3, 7]
 
 
-def test_an_expert_without_rows_has_an_empty_block_whatever_the_alignment():
+def test_an_expert_without_rows_has_an_empty_block_at_any_alignment():
     plan = distribute(node_routing([[1, -1]], (0, 1, 1)), PLACEMENT, rank=0, expert_alignment=8)
     assert plan.block_to_first_slot == (0, 0, 8)
     assert plan.num_rows_per_expert.tolist() == [0, 1]
 
 
-def test_the_same_expert_twice_gets_the_row_twice_in_order_of_k():
+def test_an_expert_named_twice_gets_the_row_twice_in_order_of_k():
     plan = distribute(node_routing([[2, 3, 2]], (0, 1, 1)), PLACEMENT, rank=1)
     assert plan.pair_to_k.tolist() == [0, 1, 2]
     assert plan.pair_to_slot.tolist() == [0, 2, 1]
@@ -53,7 +53,7 @@ def test_a_rank_without_experts_and_a_node_without_rows():
     assert (empty.num_slots, empty.num_rows_per_expert.tolist()) == (0, [0, 0])
 
 
-def test_which_local_ranks_want_a_row():
+def test_local_ranks_that_need_a_row():
     placement, topology = ExpertPlacement.contiguous(4, 4), Topology((0, 0, 1, 1))
     routing = node_routing([[0, 1], [2, -1], [3, 0], [-1, -1]], (0, 4, 4, 4, 4))
     assert mark_local_ranks(routing, placement, topology, node=0).int().tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]

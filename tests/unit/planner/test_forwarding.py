@@ -1,4 +1,4 @@
-"""Level 1: which tokens leave for which node."""
+"""Level 1: the tokens for each node."""
 
 import torch
 
@@ -11,7 +11,7 @@ def tokens_to_nodes(topk_idx, placement, topology):
     return [tokens.tolist() for tokens in plan_forwarding(torch.tensor(topk_idx), placement, topology).node_to_tokens]
 
 
-def test_each_node_gets_one_copy_of_a_token_however_many_experts_want_it():
+def test_each_node_gets_one_copy_of_a_token_for_any_number_of_experts():
     # Experts 0 to 3 on node 0 (ranks 0, 1), 4 to 7 on node 1 (ranks 2, 3).
     placement, topology = ExpertPlacement.contiguous(8, 4), Topology((0, 0, 1, 1))
     topk_idx = [[4, 5, 6], [0, 7, 1], [2, 3, 2], [-1, -1, 7]]
@@ -23,7 +23,7 @@ def test_nodes_of_scattered_ranks():
     assert tokens_to_nodes([[0, 2], [1, -1], [2, 3]], placement, topology) == [[0, 2], [1, 2]]
 
 
-def test_no_tokens_and_no_slots():
+def test_no_tokens_and_no_experts_per_token():
     placement, topology = ExpertPlacement.contiguous(4, 2), Topology((0, 1))
     assert plan_forwarding(torch.empty(0, 3, dtype=torch.int64), placement, topology).num_tokens_to_node == (0, 0)
     assert plan_forwarding(torch.empty(5, 0, dtype=torch.int64), placement, topology).num_tokens_to_node == (0, 0)

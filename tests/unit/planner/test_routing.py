@@ -1,4 +1,4 @@
-"""What a routing may contain."""
+"""Validation of a routing."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_ids_up_to_the_last_expert_and_minus_one_are_accepted():
 
 
 @pytest.mark.parametrize("expert", [4, -2, 1 << 40])
-def test_the_first_bad_id_is_named_with_its_place(expert):
+def test_the_error_has_the_first_invalid_id_and_its_indices(expert):
     ids = torch.tensor([[0, 1], [2, expert], [expert, 0]])
     with pytest.raises(ValueError, match=rf"topk_idx\[1, 1\] = {expert} .* 0 to 3"):
         Routing(ids).check_expert_ids(4)

@@ -1,4 +1,4 @@
-"""The order of slices: by the stages of a schedule, every slice once, all nodes in step."""
+"""Order of slices: by the stages of a schedule, every slice once, the same order on all nodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nothing_to_send():
     assert order_of_slices({0: 0, 2: 0}, []) == []
 
 
-def test_a_rank_with_nothing_for_a_node_that_others_of_its_node_send_to():
+def test_a_rank_with_no_slices_for_a_node_that_other_ranks_send_to():
     stages = [SendingStage(1, 10), SendingStage(2, 10)]
     assert order_of_slices({1: 0, 2: 3}, stages) == [2, 2, 2]
 
@@ -55,6 +55,6 @@ def test_every_slice_is_sent_once(data):
     assert {n: order.count(n) for n in (1, 2)} == num_slices
 
 
-def test_a_wrong_order_is_named():
+def test_an_invalid_order_is_rejected():
     with pytest.raises(ValueError, match="slice_order must be 'in-turn' or 'staged', got 'random'"):
         Settings(slice_order="random")

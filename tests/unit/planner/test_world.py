@@ -1,4 +1,4 @@
-"""Ten thousand routings: executed row by row, the plans of all ranks do what the law says, and cost what they say."""
+"""Ten thousand routings: plans of all ranks, executed row by row, match the specification and their costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.cost import PlanCost, plan_cost
-from fusco.planner.plan import DispatchPlan
+from fusco.planner.dispatch_plan import DispatchPlan
 from fusco.planner.routing import Routing
 from fusco.planner.world import plan_world
 from generator import KINDS, Case, number_of
@@ -37,7 +37,7 @@ BALANCER_NAMES = tuple(BALANCERS)
 
 
 def case_number(number: int, kind: str, world_size: int) -> tuple[Case, ExpertPlacement, int]:
-    """A case, a placement and an alignment, all following from the number."""
+    """Return a case, a placement and an alignment, derived from the number."""
     num_experts = world_size * number_of(1, 3, number, "experts")
     case = Case(
         kind=kind,
@@ -62,7 +62,7 @@ def routings_of(case: Case) -> list[Routing]:
 
 
 def pool_rows(plans: Sequence[DispatchPlan], node: int, topology: Topology) -> list[tuple[int, int]]:
-    """The (source, token) of every row that stands on a node after forwarding, by source."""
+    """Return the (source, token) of every row on a node after forwarding, by source."""
     rows = []
     for src, plan in enumerate(plans):
         if topology.rank_to_node[src] == node:
@@ -73,7 +73,7 @@ def pool_rows(plans: Sequence[DispatchPlan], node: int, topology: Topology) -> l
 
 
 def execute(plan: DispatchPlan, pool: Sequence[tuple[int, int]]) -> list[Pair | None]:
-    """Carry out a rank's distribution on the rows of its node's pool."""
+    """Execute a rank's distribution on the rows of its node's pool."""
     slots: list[Pair | None] = [None] * plan.distribution.num_slots
     pairs = plan.distribution
     arrays = (pairs.pair_to_row, pairs.pair_to_k, pairs.pair_to_slot)
@@ -88,14 +88,14 @@ def check_world(plans: Sequence[DispatchPlan], law: Law, topology: Topology) -> 
     nodes = topology.rank_to_node
     for node in range(topology.num_nodes):
         pool = pool_rows(plans, node, topology)
-        crossed = [(src, token) for src, token in pool if nodes[src] != node]
+        received = [(src, token) for src, token in pool if nodes[src] != node]
         wanted = [
             (src, token)
             for src in law.ranks
             for token in range(len(law.topk_idx[src]))
             if nodes[src] != node and node in law.nodes_of(src, token, nodes)
         ]
-        assert crossed == wanted  # one copy of each wanted token, none of any other
+        assert received == wanted  # one copy of each wanted token, none of any other
         for rank in topology.node_to_ranks[node]:
             plan = plans[rank]
             assert plan.routing.topk_idx.tolist() == [law.topk_idx[src][token] for src, token in pool]
@@ -105,9 +105,9 @@ def check_world(plans: Sequence[DispatchPlan], law: Law, topology: Topology) -> 
 
 
 def check_holders(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: Topology) -> None:
-    """All ranks agree where rows stand: at their source, or at its forwarder; one source of each node a forwarder."""
-    neighbours = topology.node_to_ranks[plan.node]
-    held = {rank: plan.sources_held_by(rank) for rank in neighbours}
+    """All ranks agree on the holders of rows: source or forwarder; each forwards for one source of each node."""
+    local_ranks = topology.node_to_ranks[plan.node]
+    held = {rank: plan.sources_held_by(rank) for rank in local_ranks}
     assert sorted(src for sources in held.values() for src in sources) == list(range(topology.world_size))
     for rank, sources in held.items():
         assert sources[-1] == rank
@@ -147,7 +147,7 @@ def brute_force_cost(law: Law, plan: DispatchPlan, topology: Topology, weight_by
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_plans_do_what_the_law_says(name):
+def test_plans_match_the_specification(name):
     topology = Topology(TOPOLOGIES[name])
     for number in range(ROUTINGS_PER_TOPOLOGY):
         case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
@@ -166,7 +166,7 @@ def test_plans_do_what_the_law_says(name):
 
 @pytest.mark.parametrize("name", ["2x2", "3x2", "2x3"])
 @pytest.mark.parametrize("number", range(33))
-def test_who_forwards_changes_nothing_that_arrives(name, number):
+def test_the_choice_of_forwarders_does_not_change_the_output(name, number):
     topology = Topology(TOPOLOGIES[name])
     case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
     worlds = [plan_world(routings_of(case), placement, topology, b, alignment) for b in BALANCERS.values()]
@@ -177,7 +177,7 @@ def test_who_forwards_changes_nothing_that_arrives(name, number):
             assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, other, strict=True))
 
 
-def test_weights_travel_with_their_ids():
+def test_weights_are_sent_with_their_ids():
     topology = Topology(TOPOLOGIES["2x2"])
     case = dataclasses.replace(case_number(1, "ragged with holes", 4)[0], max_tokens=9)
     routings = routings_of(case)
@@ -191,7 +191,7 @@ def test_weights_travel_with_their_ids():
 
 @st.composite
 def worlds(draw):
-    """Any routing at all, shrunk by hypothesis to the least that fails."""
+    """Draw any routing; hypothesis shrinks it to the smallest that fails."""
     nodes = draw(st.sampled_from(list(TOPOLOGIES.values())))
     num_experts, num_topk = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     owners = draw(st.lists(st.integers(0, len(nodes) - 1), min_size=num_experts, max_size=num_experts))

@@ -1,4 +1,4 @@
-"""Stages between nodes: every byte in one of them, one partner at a time, and no longer than promised."""
+"""Stages between nodes: every byte in one stage, one partner at a time, and no longer than the bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIG_9 = np.array([[0, 2, 4, 5], [4, 0, 3, 6], [2, 6, 0, 3], [5, 4, 1, 0]])
 
 
 def bound_of(matrix) -> int:
-    """The largest row or column sum, without the library."""
+    """Return the largest row or column sum, independently of the library."""
     size = len(matrix)
     rows = [sum(int(matrix[i][j]) for j in range(size) if i != j) for i in range(size)]
     columns = [sum(int(matrix[i][j]) for i in range(size) if i != j) for j in range(size)]
@@ -41,7 +41,7 @@ def bound_of(matrix) -> int:
 
 
 def check(matrix, stages) -> None:
-    """Each byte once, one partner for each node and stage, nobody longer than the stage."""
+    """Check that each byte is in one stage, with one partner for each node, and none sends beyond the stage."""
     left = np.array(matrix)
     np.fill_diagonal(left, 0)
     for dst_node, num_bytes, length in zip(stages.dst_node, stages.num_bytes, stages.duration_bytes, strict=True):
@@ -80,7 +80,7 @@ def test_fig_9():
     assert lower_bound_bytes(FIG_9) == bound_of(FIG_9) == FIG_9[:, 3].sum() == 14
     shifted = spread_out(FIG_9)
     assert shifted.duration_bytes.tolist() == [5, 6, 6]
-    assert FIG_9[[2, 1, 0], 3].tolist() == [3, 6, 5]  # what D receives meanwhile: it waits for 2, 0 and 1
+    assert FIG_9[[2, 1, 0], 3].tolist() == [3, 6, 5]  # what D receives in each stage: it waits for 2, 0 and 1
     assert shifted.total_bytes == 17
     assert decompose(FIG_9).total_bytes == 14
     check(FIG_9, shifted)
@@ -130,7 +130,7 @@ def test_any_matrix(matrix):
 
 
 @pytest.mark.parametrize("mode", ["exact", "few"])
-def test_the_largest_sums_there_can_be(mode):
+def test_the_largest_possible_sums(mode):
     matrix = np.array([[0, MAX_INT64 - 5, 5], [MAX_INT64, 0, 0], [0, 5, 0]])
     stages = decompose(matrix, mode=mode)
     check(matrix, stages)
@@ -138,7 +138,7 @@ def test_the_largest_sums_there_can_be(mode):
 
 
 @pytest.mark.parametrize("mode", ["exact", "few"])
-def test_same_matrix_same_stages_whatever_its_layout(mode):
+def test_stages_do_not_depend_on_the_layout_of_the_matrix(mode):
     matrix = families(8)["uniform"]
     expected = decompose(matrix, mode=mode)
     read_only = matrix.copy()
@@ -151,8 +151,8 @@ def test_same_matrix_same_stages_whatever_its_layout(mode):
             assert np.array_equal(getattr(stages, name), getattr(expected, name))
 
 
-# All that takes what nodes send each other refuses the same.
-TAKING_A_MATRIX = [
+# All functions of a node-to-node matrix reject the same.
+FUNCTIONS_OF_A_MATRIX = [
     pytest.param(functools.partial(decompose, mode="exact"), id="exact"),
     pytest.param(functools.partial(decompose, mode="few"), id="few"),
     pytest.param(spread_out, id="spread_out"),
@@ -161,42 +161,42 @@ TAKING_A_MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("takes_a_matrix", TAKING_A_MATRIX)
-def test_what_is_refused(takes_a_matrix):
+@pytest.mark.parametrize("function", FUNCTIONS_OF_A_MATRIX)
+def test_invalid_matrices_are_rejected(function):
     negative, too_much = np.zeros((2, 3, 3), np.int64)
     negative[2, 1] = -4
     too_much[0] = MAX_INT64 // 2 + 1
     with pytest.raises(ValueError, match="must not be negative, got -4 from node 2 to node 1"):
-        takes_a_matrix(negative)
+        function(negative)
     with pytest.raises(ValueError, match="node 0 sends 9223372036854775808 bytes, more than int64 holds"):
-        takes_a_matrix(too_much)
+        function(too_much)
     with pytest.raises(ValueError, match="node 0 receives 9223372036854775808 bytes"):
-        takes_a_matrix(too_much.T)
+        function(too_much.T)
     with pytest.raises(ValueError, match=r"square matrix, got shape \(2, 3\)"):
-        takes_a_matrix(np.zeros((2, 3), np.int64))
+        function(np.zeros((2, 3), np.int64))
     with pytest.raises(ValueError, match=r"square matrix, got shape \(4,\)"):
-        takes_a_matrix([1, 2, 3, 4])
+        function([1, 2, 3, 4])
     with pytest.raises(ValueError, match="fit into int64, got 18446744073709551615"):
-        takes_a_matrix(np.full((2, 2), 2**64 - 1, np.uint64))
+        function(np.full((2, 2), 2**64 - 1, np.uint64))
     with pytest.raises(ValueError, match="fit into int64, got 1180591620717411303424"):
-        takes_a_matrix([[0, 2**70], [0, 0]])
+        function([[0, 2**70], [0, 0]])
     with pytest.raises(TypeError, match="must hold integers, got float64"):
-        takes_a_matrix(np.ones((2, 2)))
+        function(np.ones((2, 2)))
     with pytest.raises(TypeError, match="must hold integers, got object"):
-        takes_a_matrix([[0, None], [0, 0]])
+        function([[0, None], [0, 0]])
 
 
-@pytest.mark.parametrize("takes_a_matrix", TAKING_A_MATRIX)
-def test_a_matrix_may_be_a_list_and_its_diagonal_anything_but_negative(takes_a_matrix):
-    takes_a_matrix([[MAX_INT64, 3], [MAX_INT64, MAX_INT64]])
+@pytest.mark.parametrize("function", FUNCTIONS_OF_A_MATRIX)
+def test_a_matrix_may_be_a_list_with_any_diagonal_that_is_not_negative(function):
+    function([[MAX_INT64, 3], [MAX_INT64, MAX_INT64]])
 
 
-def test_there_are_two_modes():
+def test_an_unknown_mode_is_rejected():
     with pytest.raises(ValueError, match="mode must be one of 'exact', 'few', got 'best'"):
         decompose(FIG_9, mode="best")
 
 
-def test_nothing_is_compiled_after_warming_up():
+def test_nothing_is_compiled_after_warm_up():
     warm_up()
     kernels = (exact.decompose_exactly, few.decompose_in_few, lanes.cut_into_lanes, lanes.cut_into_stages)
     before = [len(kernel.signatures) for kernel in kernels]
@@ -213,7 +213,7 @@ def test_no_nodes_no_stages(mode):
     assert (stages.num_stages, stages.num_nodes, stages.total_bytes) == (0, 0, 0)
 
 
-def test_the_module_is_there_without_importing_it():
+def test_fusco_has_the_module_as_an_attribute():
     assert fusco.schedule.decompose is decompose
 
 
@@ -226,7 +226,7 @@ def median_us(mode, matrices):
     return np.median(times)
 
 
-# What is asked of the two modes, FAST's C++ figures divided by 4 and 10; a quiet machine takes a fraction of it.
+# Targets of the two modes: FAST's C++ figures divided by 4 and 10. An idle machine takes a fraction of them.
 @pytest.mark.parametrize(
     ("mode", "num_nodes", "limit_us"), [("exact", 8, 12.5), ("exact", 40, 5600), ("few", 40, 3000)]
 )

@@ -1,4 +1,4 @@
-"""Itineraries of all ranks, followed in any order on labelled bytes: all arrives, and nobody waits in a circle."""
+"""Rank schedules, executed in any order on labelled bytes: every byte arrives, without a circular wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNWRITTEN = -1
 
 
 class Rank:
-    """A rank's memories, in which every byte of a message has a number of its own, and what it still has to do."""
+    """Memories of a rank, in which every byte of a message has a unique number, and its remaining messages."""
 
     def __init__(self, rank_schedule, rank, rank_bytes, slice_bytes):
         self.memories = [np.full(size, UNWRITTEN) for size in rank_schedule.memory_bytes]
@@ -29,15 +29,15 @@ class Rank:
         within, across = rank_schedule.sends_within, rank_schedule.sends_across
         self.sends = [messages(flows, slice_bytes) for flows in (*within.values(), across)]
         self.receives = {peer: messages(flows, slice_bytes) for peer, flows in rank_schedule.receives_within.items()}
-        self.crossing = messages(rank_schedule.receives_across, slice_bytes)
+        self.internode_receives = messages(rank_schedule.receives_across, slice_bytes)
         (source, *_), (target, *_) = (pieces.tolist() for pieces in rank_schedule.own)
         self.write([(OUTPUT, *target[1:])], self.memories[INPUT][source[1] :][: source[2]])
 
     def is_ready(self, message):
-        return all(region < 0 or self.filled[region] >= begin + size for _, begin, size, region in message.spans)
+        return all(span.region < 0 or self.filled[span.region] >= span.end for span in message.spans)
 
     def read(self, message):
-        return np.concatenate([self.memories[memory][begin : begin + size] for memory, begin, size, _ in message.spans])
+        return np.concatenate([self.memories[span.memory][span.offset : span.end] for span in message.spans])
 
     def write(self, spans, values):
         for memory, begin, size, region in spans:
@@ -50,7 +50,7 @@ class Rank:
 
 
 def labels(rank_bytes, pairs):
-    """Numbers of the bytes of messages, one message after the other."""
+    """Return the numbers of the bytes of messages, one message after the other."""
     first = np.cumsum(rank_bytes.ravel()) - rank_bytes.ravel()
     size = len(rank_bytes)
     parts = [first[src * size + dst] + np.arange(rank_bytes[src, dst]) for src, dst in pairs]
@@ -62,29 +62,29 @@ def messages(flows, slice_bytes):
 
 
 def deliver(sender, rank, ranks, topology):
-    """Pass the first message of a list on, if it and its receiver are ready; whether that was so."""
+    """Deliver the first message of a list; ``False`` if it or its receiver is not ready."""
     message = sender[0]
-    giver, taker = ranks[rank], ranks[message.peer]
+    source, receiver = ranks[rank], ranks[message.peer]
     is_within = topology.rank_to_node[rank] == topology.rank_to_node[message.peer]
-    expected = taker.receives[rank] if is_within else taker.crossing
-    if not giver.is_ready(message) or expected[0].peer != rank:
+    expected = receiver.receives[rank] if is_within else receiver.internode_receives
+    if not source.is_ready(message) or expected[0].peer != rank:
         return False
     assert expected[0].num_bytes == message.num_bytes
-    taker.write(expected.pop(0).spans, giver.read(sender.pop(0)))
+    receiver.write(expected.pop(0).spans, source.read(sender.pop(0)))
     return True
 
 
 def follow(rank_bytes, topology, mode, slice_bytes, seed=0):
-    """Follow all rank_schedules in random order; everything is checked."""
+    """Execute all rank schedules in random order, and check everything."""
     schedule = make_schedule(rank_bytes, topology, mode=mode)
     size = topology.world_size
     ranks = [Rank(make_rank_schedule(schedule, rank), rank, rank_bytes, slice_bytes) for rank in range(size)]
     choice = random.Random(seed)
     while any(senders := [(sends, rank) for rank in range(size) for sends in ranks[rank].sends if sends]):
         choice.shuffle(senders)
-        assert any(deliver(sends, rank, ranks, topology) for sends, rank in senders), "all wait in a circle"
+        assert any(deliver(sends, rank, ranks, topology) for sends, rank in senders), "circular wait"
     for rank, state in enumerate(ranks):
-        assert not state.crossing
+        assert not state.internode_receives
         assert not any(state.receives.values())
         expected = labels(rank_bytes, [(src, rank) for src in range(size)])
         assert state.memories[OUTPUT].tolist() == expected.tolist()
@@ -110,11 +110,11 @@ def test_any_matrix(data, mode, slice_bytes, seed):
     follow(rank_bytes, Topology.of_equal_nodes(size, ranks_per_node), mode, slice_bytes, seed)
 
 
-def test_ranks_that_are_dealt_to_nodes_in_turn():
+def test_ranks_assigned_to_nodes_in_turn():
     follow(np.arange(36).reshape(6, 6), Topology((0, 1, 0, 1, 0, 1)), "exact", slice_bytes=7)
 
 
-def test_memory_is_what_is_carried_and_what_arrives_for_others():
+def test_memory_sizes_are_the_bytes_carried_and_arrived_for_others():
     rank_bytes = np.random.default_rng(0).integers(0, 50, (6, 6))
     schedule, ranks = follow(rank_bytes, Topology.of_equal_nodes(6, 2), "exact", slice_bytes=1000)
     for rank, state in enumerate(ranks):
@@ -127,10 +127,10 @@ def test_balancing_comes_in_the_order_of_stages():
     rank_bytes[0, 2:] = [40, 0, 8, 0]
     schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(6, 2))
     assert schedule.stages.num_bytes[:, 0].tolist() == [8, 40]
-    [handed_over] = make_rank_schedule(schedule, 0).sends_within[1]
-    assert handed_over.pieces[:, 1:3].tolist() == [[44, 4], [20, 20]]  # to node 2 first
+    [balancing] = make_rank_schedule(schedule, 0).sends_within[1]
+    assert balancing.pieces[:, 1:3].tolist() == [[44, 4], [20, 20]]  # to node 2 first
 
 
-def test_a_course_of_nothing_has_no_messages():
+def test_an_empty_flow_has_no_messages():
     assert not list(cut_flow(Flow(1, 0, np.empty((0, 4), np.int64)), 8))
     assert not list(cut_flow(Flow(1, 0, np.array([[INPUT, 5, 0, -1]])), 8))

@@ -1,4 +1,4 @@
-"""Schedules of ranks: every byte followed from where it is to where it belongs."""
+"""Schedules of all ranks: every byte is followed from its source to its destination."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fusco.schedule import Stages, Transfers, check_schedule, find_faults, make_
 
 MODES = ["exact", "few", "spread-out"]
 
-# FAST's Fig. 10, from its text: three nodes A, B, C of two ranks. B1 sends most, 10 units, B0 receives most, 10 units;
-# evened out within nodes, A and C send and A and B receive most, 8 units on each lane.
+# FAST's Fig. 10, from its text: three nodes A, B, C of two ranks. B1 sends the maximum, 10 units, and so B0 receives.
+# After balancing, A and C send and A and B receive the maximum, 8 units on each lane.
 FIG_10 = np.array(
     [
         [0, 3, 4, 2, 2, 1],
@@ -34,24 +34,24 @@ def between_nodes(rank_bytes, topology):
 
 
 def labels(transfers):
-    """(from_rank, to_rank, label) of every byte; byte ``i`` of a message has the label (src, dst, i)."""
+    """Yield (from_rank, to_rank, label) of every byte; byte ``i`` of a message has the label (src, dst, i)."""
     columns = [getattr(transfers, field.name).tolist() for field in fields(transfers)]
-    for giver, taker, src, dst, first, size, _ in zip(*columns, strict=True):
+    for sender, receiver, src, dst, first, size, _ in zip(*columns, strict=True):
         for i in range(first, first + size):
-            yield giver, taker, (src, dst, i)
+            yield sender, receiver, (src, dst, i)
 
 
 def move(held, transfers):
-    """All at once: nobody can give what it gets here."""
+    """Move all bytes at once: no rank can send what it receives here."""
     moves = list(labels(transfers))
-    for giver, taker, label in moves:
-        assert label in held[giver], f"rank {giver} does not have {label} for rank {taker}"
-    for _, taker, label in moves:
-        held[taker].add(label)
+    for sender, receiver, label in moves:
+        assert label in held[sender], f"rank {sender} does not have {label} for rank {receiver}"
+    for _, receiver, label in moves:
+        held[receiver].add(label)
 
 
 def run(schedule) -> np.ndarray:
-    """Execute it on labelled bytes, stage by stage; how many of each message are where they belong in the end."""
+    """Execute a schedule on labelled bytes, stage by stage; return the number of bytes of each message that arrive."""
     held = [set() for _ in range(schedule.topology.world_size)]
     for (src, dst), size in np.ndenumerate(schedule.rank_bytes):
         held[src] |= {(src, dst, i) for i in range(size)}
@@ -69,9 +69,9 @@ def run(schedule) -> np.ndarray:
 
 def test_fig_10():
     topology = Topology.of_equal_nodes(6, 2)
-    crossing = between_nodes(FIG_10, topology)
-    assert crossing.sum(axis=1).tolist() == [9, 7, 2, 10, 9, 7]
-    assert crossing.sum(axis=0).tolist() == [9, 7, 10, 6, 7, 5]
+    internode = between_nodes(FIG_10, topology)
+    assert internode.sum(axis=1).tolist() == [9, 7, 2, 10, 9, 7]
+    assert internode.sum(axis=0).tolist() == [9, 7, 10, 6, 7, 5]
     schedule = make_schedule(FIG_10, topology)
     check_schedule(schedule)
     assert schedule.stages.node_bytes().tolist() == [[0, 10, 6], [6, 0, 6], [10, 6, 0]]
@@ -89,13 +89,13 @@ def test_only_surplus_moves_and_what_needs_no_balancing_goes_first():
     check_schedule(schedule)
     moved = schedule.balancing
     assert (moved.from_rank.tolist(), moved.to_rank.tolist(), moved.num_bytes.tolist()) == ([0], [1], [2])
-    assert moved.dst_rank.tolist() == [3]  # those that lane 1 brings to where they belong
+    assert moved.dst_rank.tolist() == [3]  # those that lane 1 delivers directly
     sent = schedule.crossing
     table = zip(sent.from_rank.tolist(), sent.src_rank.tolist(), sent.dst_rank.tolist(), sent.num_bytes, strict=True)
     assert list(table) == [(0, 0, 2, 4), (0, 0, 3, 1), (1, 1, 2, 2), (1, 0, 3, 2)]
 
 
-def test_messages_within_nodes_go_straight():
+def test_messages_within_nodes_are_direct():
     rank_bytes = np.arange(16).reshape(4, 4)
     schedule = make_schedule(rank_bytes, Topology((0, 1, 0, 1)))
     check_schedule(schedule)
@@ -141,7 +141,7 @@ def test_larger_shapes_and_the_same_everywhere(mode):
             assert all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Transfers))
 
 
-def test_what_one_rank_does():
+def test_transfers_of_one_rank():
     schedule = make_schedule(FIG_10, Topology.of_equal_nodes(6, 2))
     sent = sum(len(schedule.crossing.sent_by(rank)) for rank in range(6))
     received = sum(len(schedule.crossing.received_by(rank)) for rank in range(6))
@@ -156,7 +156,7 @@ def test_very_large_messages():
         make_schedule(rank_bytes * 2, Topology.of_equal_nodes(4, 2))
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_rejected():
     topology = Topology.of_equal_nodes(4, 2)
     with pytest.raises(ValueError, match="rank_bytes is for 2 ranks, the topology has 4"):
         make_schedule(np.zeros((2, 2), np.int64), topology)
@@ -183,7 +183,7 @@ def with_stages(schedule, **changes):
 
 
 def corruptions(schedule):
-    """One fault each, with what the checker must say about it."""
+    """Yield corrupted schedules with one fault each, and the text that the checker must report."""
     for name in ("local", "balancing", "crossing", "redistribution"):
         transfers = getattr(schedule, name)
         everything = np.arange(len(transfers))
@@ -221,7 +221,7 @@ def test_the_checker_finds_every_corruption():
             check_schedule(corrupted)
 
 
-def test_uneven_lanes_and_stages_that_take_too_long_are_faults():
+def test_uneven_lanes_and_long_stages_are_faults():
     schedule = make_schedule(FIG_10, Topology.of_equal_nodes(6, 2), mode="few")
     longer = with_stages(schedule, duration_bytes=(0, schedule.stages.duration_bytes[0] + 1))
     assert any("more than 2 % longer" in fault for fault in find_faults(longer))

@@ -1,4 +1,4 @@
-"""The cost model, the choice of mode, and FAST's bounds against what schedules cost."""
+"""Cost model, choice of mode, and FAST's bounds compared with the costs of schedules."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import pytest
 
 from fusco import Topology
 from fusco.schedule import Links, choose_mode, decompose, make_schedule, schedule_us, spread_out, stages_us
-from fusco.schedule.worst_case import adversarial_bytes, optimal_us, worst_case_ratio, worst_case_us
 from matrices import families
+from worst_case import adversarial_bytes, optimal_us, worst_case_ratio, worst_case_us
 
 NO_LATENCY = Links(latency_us=0)
 
 
 def test_a_schedule_by_hand():
-    # Two nodes of two ranks; rank 0 has 8000 bytes for rank 3, and 4500 for rank 1. It hands 4000 bytes to rank 1
-    # (4 us at 1 GB/s); both send 4000 (40 us at 0.1 GB/s) in a stage (5 us); lane 0's go on to rank 3 (4 us).
+    # Two nodes of two ranks; rank 0 has 8000 bytes for rank 3, and 4500 for rank 1. It gives rank 1 4000 bytes (4 us at
+    # 1 GB/s); both send 4000 (40 us at 0.1 GB/s) in a stage (5 us); those of lane 0 are forwarded to rank 3 (4 us).
     rank_bytes = np.zeros((4, 4), np.int64)
     rank_bytes[0, 3], rank_bytes[0, 1] = 8000, 4500
     schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(4, 2))
     links = Links(latency_us=5, internode_gbs=0.1, intranode_gbs=1)
     assert schedule_us(schedule, links) == pytest.approx(4 + 5 + 40 + 4)
     assert stages_us(schedule.stages, 2, links) == pytest.approx(45)
-    # Local messages that outlast the stage delay the redistribution behind them.
+    # Local messages that take longer than the stage delay the redistribution after them.
     rank_bytes[0, 1] = 60_000
     assert schedule_us(make_schedule(rank_bytes, schedule.topology), links) == pytest.approx(4 + 60 + 4)
 
 
 @pytest.mark.parametrize("num_nodes", [4, 8, 16, 40])
-def test_the_mode_chosen_takes_hardly_longer_than_the_other(num_nodes):
-    # The choice knows the size of the matrix only; between a thousand and a billion bytes it may lose a few stages.
+def test_the_chosen_mode_is_at_most_a_tenth_slower_than_the_other(num_nodes):
+    # The choice depends on the size of the matrix only, so it may cost a few stages between 1000 and 1e9 bytes.
     for name in ("uniform", "zipf 0.9", "uniform, equal sums"):
         for scale in (1, 10, 100, 1000, 10_000):
             matrix = families(num_nodes)[name] * scale
@@ -37,7 +37,7 @@ def test_the_mode_chosen_takes_hardly_longer_than_the_other(num_nodes):
             assert cost[choose_mode(matrix, 8, Links())] <= 1.1 * min(cost.values()), (name, scale)
 
 
-def test_little_to_send_few_stages_and_no_latency_exact():
+def test_small_traffic_uses_few_stages_and_zero_latency_exact():
     matrix = families(16)["uniform"]
     assert choose_mode(matrix, 8, Links()) == "few"
     assert choose_mode(matrix, 8, NO_LATENCY) == "exact"
@@ -60,11 +60,11 @@ def test_theorem_3_on_its_adversarial_workload(num_nodes, ranks_per_node, mode):
         assert cost <= worst * (1 + 1e-9)
 
 
-def test_the_proof_misses_that_one_rank_may_receive_the_whole_last_stage():
+def test_the_proof_omits_that_one_rank_may_receive_the_whole_last_stage():
     topology = Topology.of_equal_nodes(16, 8)
     schedule = make_schedule(adversarial_bytes(topology, 10**9), topology)
     ratio = schedule_us(schedule, NO_LATENCY) / optimal_us(schedule.stages.node_bytes(), 8, NO_LATENCY)
-    assert ratio == pytest.approx(1 + 14 / 9)  # 7 to balance and 7 to hand on, 9 times faster than between nodes
+    assert ratio == pytest.approx(1 + 14 / 9)  # 7 to balance and 7 to redistribute, 9 times faster than between nodes
     assert worst_case_ratio(topology, NO_LATENCY) == pytest.approx(1 + 12 / 9)
 
 
@@ -82,13 +82,13 @@ def test_spread_out_is_never_shorter():
             assert spread_out(matrix).total_bytes >= decompose(matrix).total_bytes
 
 
-def test_links_that_cannot_be():
+def test_invalid_links_are_rejected():
     with pytest.raises(ValueError, match="latency must not be negative and bandwidths must be above zero, got Links"):
         Links(internode_gbs=0)
 
 
 @pytest.mark.parametrize(("ranks_per_node", "error"), [(0, ValueError), (1.5, TypeError)])
-def test_nodes_have_ranks(ranks_per_node, error):
+def test_ranks_per_node_is_validated(ranks_per_node, error):
     with pytest.raises(error, match=f"ranks_per_node must be .*, got {ranks_per_node}"):
         choose_mode(np.ones((2, 2), np.int64), ranks_per_node, Links())
     with pytest.raises(error, match=f"ranks_per_node must be .*, got {ranks_per_node}"):

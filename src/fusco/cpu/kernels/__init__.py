@@ -1,4 +1,5 @@
-"""Loops over NumPy arrays, compiled by numba at first use and cached on disk.
+"""CPU kernels: loops over NumPy arrays, compiled by numba at first use and cached on disk.
 
-They release the GIL, run on one thread, and touch only what their arguments name.
+Each file has a wrapper that takes tensors and the compiled loop. Loops release the GIL, run on one thread, and access
+only their arguments.
 """

@@ -1,10 +1,13 @@
-"""Add dense rows into scattered sums: how partial sums of several ranks come together."""
+"""Add dense rows into scattered sums: combines the partial sums of several ranks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from fusco.cpu.kernels.add_rows_loop import add_rows as add_rows_cpu
+from fusco.core.compiled import compiled
+from fusco.cpu.kernels.intrinsics import widen
 from fusco.cpu.kernels.reduce_rows import as_array
 
 
@@ -22,4 +25,13 @@ def add_rows(rows: torch.Tensor, row_to_sum: torch.Tensor, sums: torch.Tensor) -
     [[3.0], [1.0], [2.0]]
 
     """
-    add_rows_cpu(as_array(rows), row_to_sum.numpy(), sums.numpy())
+    _add_rows(as_array(rows), row_to_sum.numpy(), sums.numpy())
+
+
+@compiled(nogil=True)
+def _add_rows(rows: Any, row_to_sum: Any, sums: Any) -> None:
+    width = sums.shape[1]
+    for i in range(row_to_sum.size):
+        row, total = rows[i], sums[row_to_sum[i]]
+        for h in range(width):
+            total[h] += widen(row[h])

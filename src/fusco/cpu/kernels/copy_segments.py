@@ -1,10 +1,13 @@
-"""Copy scattered segments of memory to scattered places: the data movement of gather, scatter and distribution."""
+"""Copy scattered segments of memory to scattered places: one ``memcpy`` for each segment."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from fusco.cpu.kernels.copy_segments_loop import copy_segments as copy_segments_cpu
+from fusco.core.compiled import compiled
+from fusco.cpu.kernels.intrinsics import copy_bytes
 
 
 def copy_segments(
@@ -12,7 +15,7 @@ def copy_segments(
 ) -> None:
     """Copy ``src[src_offset[i]:][:num_bytes[i]]`` to ``dst[dst_offset[i]:][:num_bytes[i]]`` for every ``i``, in order.
 
-    A segment that goes to several places is named several times in a row; it is read from memory once and from the
+    To copy a segment to several places, name it several times in a row. It is then read from memory once and from the
     cache afterwards.
 
     Args:
@@ -22,7 +25,7 @@ def copy_segments(
         dst_offset: int64 (num_segments,), in bytes.
         num_bytes: int64 (num_segments,).
 
-    Offsets are not checked; callers build them from plans or from checked ``Segments``.
+    Offsets are not checked. Callers build them from plans or from checked ``Segments``.
 
     >>> dst = torch.zeros(6, dtype=torch.uint8)
     >>> two = torch.tensor([2, 2, 1])
@@ -31,4 +34,10 @@ def copy_segments(
     [3, 4, 0, 0, 3, 4]
 
     """
-    copy_segments_cpu(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
+    _copy_segments(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
+
+
+@compiled(nogil=True)
+def _copy_segments(src: Any, src_offset: Any, dst: Any, dst_offset: Any, num_bytes: Any) -> None:
+    for i in range(num_bytes.size):
+        copy_bytes(dst, dst_offset[i], src, src_offset[i], num_bytes[i])

@@ -1,7 +1,7 @@
-"""The few machine-level operations that numba lacks, each named by its meaning.
+"""Machine-level operations that numba lacks.
 
-16-bit floats come as integers of their bits: uint16 for bfloat16, int16 for float16, since NumPy has no bfloat16 and
-numba computes with neither.
+16-bit floats are passed as integers of their bits: uint16 for bfloat16, int16 for float16, since NumPy has no bfloat16
+and numba supports neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusco.control.atomics import element_pointer
 
 @intrinsic
 def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: Any, num_bytes: Any) -> Any:
-    """``memcpy`` between two uint8 arrays: ``dst[dst_offset:][:num_bytes] = src[src_offset:][:num_bytes]``."""
+    """Call ``memcpy`` between two uint8 arrays: ``dst[dst_offset:][:num_bytes] = src[src_offset:][:num_bytes]``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to = element_pointer(context, builder, signature.args[0], args[0], args[1])
@@ -31,7 +31,7 @@ def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: An
 
 @intrinsic
 def widen(_typing: Any, value: Any) -> Any:
-    """A floating value as it is accumulated: bits of bfloat16 or float16 to float32, other floats unchanged."""
+    """Widen a value for accumulation: bits of bfloat16 or float16 to float32, other floats unchanged."""
     is_bits = value in (types.uint16, types.int16)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

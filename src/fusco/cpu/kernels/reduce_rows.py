@@ -1,4 +1,4 @@
-"""Weighted sums of rows that stand in scattered places: combine's arithmetic."""
+"""Weighted sums of scattered rows: the arithmetic of combine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from fusco.cpu.kernels.reduce_rows_loop import reduce_rows as reduce_rows_cpu
+from fusco.core.compiled import compiled
+from fusco.cpu.kernels.intrinsics import widen
 
 _BITS_OF_HALVES = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A tensor's memory as NumPy array; 16-bit floats as integers of their bits (see ``cpu.intrinsics``)."""
+    """Return a tensor's memory as a NumPy array; 16-bit floats as integers of their bits (see ``intrinsics``)."""
     bits = _BITS_OF_HALVES.get(tensor.dtype)
     return tensor.numpy() if bits is None else tensor.view(bits).numpy()
 
@@ -43,4 +44,26 @@ def reduce_rows(
     [[102.0], [30.0]]
 
     """
-    reduce_rows_cpu(as_array(rows), row_to_first_term.numpy(), term_to_row.numpy(), term_weight.numpy(), sums.numpy())
+    _reduce_rows(as_array(rows), row_to_first_term.numpy(), term_to_row.numpy(), term_weight.numpy(), sums.numpy())
+
+
+# A row of sums stays in the cache while its terms stream by, two at a time. Two terms a pass halve the traffic between
+# cache and registers; four gave no more.
+@compiled(nogil=True, error_model="numpy")
+def _reduce_rows(rows: Any, row_to_first_term: Any, term_to_row: Any, term_weight: Any, sums: Any) -> None:
+    width = sums.shape[1]
+    for i in range(sums.shape[0]):
+        total = sums[i]
+        total[:] = 0
+        term, end = row_to_first_term[i], row_to_first_term[i + 1]
+        while term + 1 < end:
+            weight, next_weight = term_weight[term], term_weight[term + 1]
+            row, next_row = rows[term_to_row[term]], rows[term_to_row[term + 1]]
+            for h in range(width):
+                # Summed from left to right, as one at a time would be.
+                total[h] = (total[h] + weight * widen(row[h])) + next_weight * widen(next_row[h])
+            term += 2
+        if term < end:
+            weight, row = term_weight[term], rows[term_to_row[term]]
+            for h in range(width):
+                total[h] += weight * widen(row[h])

@@ -1,4 +1,4 @@
-"""Compile the CPU kernels before anybody waits for them."""
+"""Compilation of all CPU kernels ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FAST's bounds: the best possible time, and how much worse a schedule can be. Source: FAST appendix A.1."""
+"""FAST's bounds: the optimal time, and the worst case of a schedule. Source: FAST appendix A.1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusco.schedule.stages import IntArray, lower_bound_bytes
 
 
 def optimal_us(node_bytes: IntArray, ranks_per_node: int, links: Links) -> float:
-    """Theorem 1: the busiest node's bytes over all its links; latency and links within nodes cost nothing.
+    """Return the optimum of theorem 1: the busiest node's bytes over all its links, without latency.
 
     >>> optimal_us(np.array([[0, 3000], [9000, 0]]), ranks_per_node=3, links=Links(internode_gbs=1))
     3.0
@@ -19,9 +19,9 @@ def optimal_us(node_bytes: IntArray, ranks_per_node: int, links: Links) -> float
 
 
 def worst_case_us(node_bytes: IntArray, ranks_per_node: int, links: Links) -> float:
-    """Theorem 2: balancing, local messages, stages and the last redistribution, each at its worst.
+    """Return the bound of theorem 2: balancing, local messages, stages and the last redistribution, each at its worst.
 
-    Holds if local messages of a node are no more than a ``num_nodes``-th of what it sends to others.
+    It holds if the local messages of a node are at most ``1 / num_nodes`` of what it sends to others.
     """
     sent = np.array(node_bytes, dtype=object)
     np.fill_diagonal(sent, 0)
@@ -33,11 +33,11 @@ def worst_case_us(node_bytes: IntArray, ranks_per_node: int, links: Links) -> fl
 
 
 def worst_case_ratio(topology: Topology, links: Links) -> float:
-    """Theorem 3: ``1 + (B2 / B1) * (m + m / n)``, how much longer than the optimum the worst case is.
+    """Return the ratio of theorem 3, worst case to optimum: ``1 + (B2 / B1) * (m + m / n)``.
 
-    The proof takes the last redistribution for what one rank hands on, yet one rank may have to take that from all
-    ``m - 1`` others. With few nodes of many ranks that shows: ``adversarial_bytes`` for 2 nodes of 8 takes 2.56 times
-    the optimum by ``schedule_us``, not 2.33; from 3 nodes of 8 on the bound holds there, as local messages are hidden.
+    The proof counts the last redistribution as what one rank sends, but one rank may have to receive that from all
+    ``m - 1`` others. This matters for few nodes of many ranks: by ``schedule_us``, ``adversarial_bytes`` for 2 nodes of
+    8 takes 2.56 times the optimum, not 2.33. From 3 nodes of 8 the bound holds, since local messages are hidden.
 
     The paper's example, 4 nodes of 8 GPUs with 450 GB/s within and 50 GB/s between nodes, "within 2.12":
 
@@ -49,10 +49,10 @@ def worst_case_ratio(topology: Topology, links: Links) -> float:
 
 
 def adversarial_bytes(topology: Topology, pair_bytes: int) -> IntArray:
-    """The workload that theorem 3 has in mind, int64 (world_size, world_size).
+    """Return the adversarial workload of theorem 3, int64 (world_size, world_size).
 
-    Each node has ``pair_bytes`` for each other, all at its first rank and all for the other's last rank, so that
-    balancing and redistribution have most to do; and as many local bytes as theorem 2 allows, between two ranks.
+    Each node has ``pair_bytes`` for each other, all at its first rank and all for the other's last rank. That maximises
+    balancing and redistribution. Its local bytes are as many as theorem 2 allows, between two ranks.
     """
     rank_bytes = np.zeros((topology.world_size, topology.world_size), np.int64)
     for node, ranks in enumerate(topology.node_to_ranks):

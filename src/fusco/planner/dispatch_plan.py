@@ -1,4 +1,4 @@
-"""The plan of one rank: both levels of descriptors, and who forwards."""
+"""Dispatch plan of one rank: both levels of descriptors, and the forwarders."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fusco.planner.sending import SendingStage
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """What one rank does in a dispatch and, mirrored, in the combine that follows.
+    """Plan of one rank for a dispatch and, mirrored, for the combine that follows.
 
     ``forwarding`` and ``distribution`` are the two levels of FUSCO section 3.3. Every array is on the device of the
-    routing it was made from; the same inputs give the same plan on every device.
+    routing. The same inputs give the same plan on every device.
     """
 
     rank: int
@@ -34,17 +34,17 @@ class DispatchPlan:
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """Nodes of the ranks."""
         return self.groups.topology
 
     @property
     def node(self) -> int:
-        """The rank's own node."""
+        """This rank's node."""
         return self.topology.rank_to_node[self.rank]
 
     @cached_property
     def forwarders(self) -> Forwarders:
-        """Who forwards for whom, seen from this rank."""
+        """Forwarders, from the view of this rank."""
         return Forwarders(self.rank, self.groups)
 
     @property
@@ -53,63 +53,63 @@ class DispatchPlan:
         return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
-        """The sources whose rows stand in the pool of a rank of this node: those it forwards for, then itself."""
+        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself."""
         forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
         return (*sorted(forwarded), rank)
 
     @cached_property
     def row_to_locals(self) -> torch.Tensor:
-        """Which local ranks want which rows of the node's routing: bool (num_rows, ranks_per_node)."""
+        """True where a local rank needs a row of the node's routing: bool (num_rows, ranks_per_node)."""
         return mark_local_ranks(self.routing, self.placement, self.topology, self.node)
 
     @cached_property
     def row_to_first_pair(self) -> torch.Tensor:
-        """Int64 (num_rows + 1,): row ``i`` of the node has pairs ``row_to_first_pair[i]`` to ``[i + 1]`` here."""
+        """First pairs of rows, int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``."""
         rows = torch.arange(self.routing.src_to_first_row[-1] + 1, device=self.distribution.pair_to_row.device)
         return torch.searchsorted(self.distribution.pair_to_row, rows)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
         return self.num_rows_from(self.rank)
 
     @property
     def num_topk(self) -> int:
-        """Expert slots of a token."""
+        """Experts per token (top-k)."""
         return self.routing.topk_idx.shape[1]
 
     @property
     def num_slots(self) -> int:
-        """Rows of the expert-major output."""
+        """Number of rows of the expert-major output."""
         return self.distribution.num_slots
 
     @property
     def num_rows_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert's block, padding not counted, int64 (num_local_experts,)."""
+        """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
         return self.distribution.num_rows_per_expert
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """The weight of each pair of ``distribution``, as it travelled: float32, or float64 (num_pairs,)."""
+        """Weight of each pair of ``distribution``, in the dtype of the routing: float32 or float64 (num_pairs,)."""
         if self.routing.topk_weights is None:
             return None
         return self.routing.topk_weights[self.distribution.pair_to_row, self.distribution.pair_to_k]
 
     @cached_property
     def slot_weights(self) -> torch.Tensor:
-        """The weight of the row in each slot (num_slots,); zero where none stands."""
+        """Weight of the row in each slot (num_slots,); zero in empty slots."""
         weights = self.weights
-        assert weights is not None, "there are no weights by slot without weights"
+        assert weights is not None, "weights by slot need weights"
         return weights.new_zeros(self.num_slots).scatter_(0, self.distribution.pair_to_slot, weights)
 
     @cached_property
     def slot_to_k(self) -> torch.Tensor:
-        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where none stands."""
+        """Index k of each slot's row among the experts of its token, int64 (num_slots,); 0 in empty slots."""
         pairs = self.distribution
         return pairs.pair_to_k.new_zeros(self.num_slots).scatter_(0, pairs.pair_to_slot, pairs.pair_to_k)
 
     def num_rows_from(self, src_rank: int) -> int:
-        """How many rows of ``src_rank`` are on this node."""
+        """Return the number of rows of ``src_rank`` on this node."""
         first = self.routing.src_to_first_row
         return first[src_rank + 1] - first[src_rank]
 
@@ -122,23 +122,23 @@ def make_plan(
     forwarding: NodeForwarding,
     routing: NodeRouting,
     expert_alignment: int = 1,
-    static_slots: int | None = None,
+    static_rows: int | None = None,
     sending_stages: tuple[SendingStage, ...] = (),
 ) -> DispatchPlan:
-    """Put a rank's plan together from its forwarding, its node's routing and the groups.
+    """Make a rank's plan from its forwarding, its node's routing and the groups.
 
     Args:
-        rank: the rank whose plan it is.
-        placement: which rank owns which expert.
-        groups: who forwards for whom.
-        forwarding: what this rank sends to each node.
+        rank: this rank.
+        placement: owners of the experts.
+        groups: communication groups, which determine the forwarders.
+        forwarding: tokens that this rank sends to each node.
         routing: the routing of all rows on this rank's node.
         expert_alignment: each expert's block is rounded up to this many rows.
-        static_slots: rows of the expert-major output; ``None`` means as many as needed.
-        sending_stages: in which order slices leave for other nodes; none means to all in turn.
+        static_rows: rows of the expert-major output; ``None`` means as many as needed.
+        sending_stages: order in which slices are sent to other nodes; empty means to all nodes in turn.
 
     """
-    distribution = distribute(routing, placement, rank, expert_alignment, static_slots)
+    distribution = distribute(routing, placement, rank, expert_alignment, static_rows)
     return DispatchPlan(
         rank=rank,
         placement=placement,
