@@ -33,12 +33,11 @@ from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
-from fusco.cuda.last_work import LastWork
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import StreamOrder
+from fusco.cuda.stream_order import LastWork, StreamOrder
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,

@@ -23,11 +23,11 @@ from fusco.core.rows import accumulation_dtype, aligned, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan_forwarding import plan_forwarding
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message

@@ -8,7 +8,7 @@ from functools import cached_property
 from fusco.core.config import Capacity, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 
 MAX_PAYLOADS = 8  # of a dispatch
 # Settings.slice_bytes says why, and who may choose otherwise.

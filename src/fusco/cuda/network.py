@@ -21,7 +21,6 @@ from fusco.control.threads import within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message, NcclTransport
-from fusco.cuda.threads import enter_device
 
 # NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. NCCL 2.28
 # takes two for a peer, with which one peer got less over sockets than two (docs/performance/internode.md).
@@ -181,3 +180,20 @@ class NcclWatchdog:
     def _is_in_vain(self) -> bool:
         is_late = time.monotonic() - self._since_progress > self._timeout_s
         return is_late or self._watchdog.is_anybody_gone or bool(self._nccl.failure)
+
+
+def enter_device(device: torch.device) -> None:
+    """Make ``device`` current in this helper thread without invalidating a CUDA-graph capture in another thread.
+
+    ``torch.cuda.graph`` captures in global mode, in which even an event query in any other thread fails and
+    invalidates the capture. A thread in thread-local mode is exempt. ``TransportError`` if the mode cannot be set.
+    """
+    if not torch.cuda.is_available():
+        return  # the device is simulated
+    from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
+
+    torch.cuda.set_device(device)
+    thread_local = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    result, _ = driver.cuThreadExchangeStreamCaptureMode(thread_local)
+    if int(result):
+        raise TransportError(f"a thread for {device} could not set its stream capture mode: {result.name}")

@@ -13,8 +13,8 @@ from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.scatter_rows import is_staged, scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows
 

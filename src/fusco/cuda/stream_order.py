@@ -1,13 +1,16 @@
-"""On which stream a rank's work is launched, and in what order with everything before."""
+"""The streams of a communicator: launches in issue order, and a wait with a timeout for all launched work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from fusco.core.config import Launch
+
+_POLL_INTERVAL_S = 1e-3
 
 
 class StreamOrder:
@@ -78,3 +81,24 @@ class StreamOrder:
         self.wait()
         self._done.record(torch.cuda.current_stream(self._device))
         return self._done
+
+
+class LastWork:
+    """All work launched on some streams so far. Kernels of other libraries may be queued ahead of it."""
+
+    def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
+        """Record an event on each stream. The time limit starts now."""
+        self._deadline = time.monotonic() + limit_s
+        self._events = []
+        for stream in streams:
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._events.append(event)
+
+    def ends(self) -> bool:
+        """Wait until all of it is complete; return False if the time limit expires first."""
+        while not all(event.query() for event in self._events):
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(_POLL_INTERVAL_S)
+        return True

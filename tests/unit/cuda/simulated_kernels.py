@@ -11,8 +11,8 @@ import torch
 from simulated_device import Machine, Stream
 
 from fusco.core.rows import accumulation_dtype
+from fusco.cuda.kernels.abi import vector_bytes
 from fusco.cuda.kernels.comm import Report
-from fusco.cuda.kernels.widths import vector_bytes
 from fusco.reference.add_returned import add_returned
 from fusco.reference.combine_rows import combine_rows, sum_partially
 from fusco.reference.plan import mark_ranks, plan_slots

@@ -15,8 +15,8 @@ import torch
 
 from fusco.core.errors import CompileError
 from fusco.cuda.kernels import compiler
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.cuda.kernels.combine_rows import combine_type
 from fusco.cuda.kernels.comm import Failure, Report
 from fusco.cuda.kernels.compiler import SOURCE_DIR, Compiler
@@ -28,7 +28,6 @@ from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.stage_rows import stage_type
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
-from fusco.cuda.kernels.widths import vector_bytes
 from fusco.cuda.layout import MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.internode import _take
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.cuda.layout import MAX_PAYLOADS, DeviceLayout
 
 CACHE_LINE = 128

@@ -9,9 +9,8 @@ from functools import cache
 import torch
 
 from fusco.core.rows import accumulation_dtype
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
 
 _NUM_THREADS, _BLOCKS_PER_SM = 256, 4
 _TOKENS_OF_A_BLOCK = _NUM_THREADS // 32

@@ -7,12 +7,10 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.chunks import MAX_PARTS
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, address, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, address
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
 
 # Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
 # hide latency; on many, fewer warps with more in flight each do so at less contention.

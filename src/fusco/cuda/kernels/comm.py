@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from fusco.cuda.kernels.fields import I32, POINTER, U32, U64
+from fusco.cuda.kernels.abi import I32, POINTER, U32, U64
 
 
 class Failure(ctypes.Structure):

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from fusco.cuda.kernels.fields import I64, POINTER
+from fusco.cuda.kernels.abi import I64, POINTER
 from fusco.cuda.kernels.launcher import Launcher
 
 _NUM_THREADS, _BLOCKS_PER_SM = 256, 4

@@ -10,9 +10,8 @@ from functools import cache
 import torch
 
 from fusco.core.rows import row_bytes
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import I32, POINTER, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import vector_bytes
 
 # Enough to pack rows several times as fast as any network takes them.
 _NUM_THREADS, _NUM_SMS = 512, 8

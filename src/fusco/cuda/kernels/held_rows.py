@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.cuda.kernels.chunks import MAX_PARTS
+from fusco.cuda.kernels.abi import MAX_PARTS
 
 # Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
 # Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.

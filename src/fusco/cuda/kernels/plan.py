@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U32, address
 from fusco.cuda.kernels.launcher import Launcher
 
 _WARP_SIZE = 32

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import I32, POINTER
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.planner.forwarding import DeviceForwarding
 

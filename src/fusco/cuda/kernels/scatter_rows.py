@@ -6,15 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from fusco.cuda.kernels.chunks import CHUNK_ROWS
+from fusco.cuda.kernels.abi import CHUNK_ROWS, I32, POINTER, U32, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U32
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan import PlannedRows
 from fusco.cuda.kernels.stage_rows import share_for_staging
-from fusco.cuda.kernels.widths import vector_bytes
 
 # Half of a multiprocessor, so that staging fits beside it.
 _NUM_THREADS, _UNROLL = 512, 8

@@ -6,11 +6,9 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from fusco.cuda.kernels.chunks import CHUNK_ROWS
+from fusco.cuda.kernels.abi import CHUNK_ROWS, I32, POINTER, U64, Payload
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U64
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
 
 _NUM_THREADS, _NUM_SMS = 512, 16
 

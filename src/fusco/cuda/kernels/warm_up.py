@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from fusco.cuda.kernels import weight_gradients
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan import PlannedRows, PlanTables, PlanTerms, PublishedRouting, plan_slots
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows

@@ -8,9 +8,8 @@ from functools import cache
 import torch
 
 from fusco.core.rows import aligned
-from fusco.cuda.kernels.fields import I64, POINTER, address
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
 
 _NUM_THREADS, _BLOCKS_PER_SM = 256, 8
 _ROWS_OF_A_BLOCK = _NUM_THREADS // 32
