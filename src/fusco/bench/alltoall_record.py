@@ -14,9 +14,8 @@ from fusco.bench.links import LinkPeaks
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import LINKS as CPU_LINKS
-from fusco.cuda.all_to_all import LINKS as CUDA_LINKS
 from fusco.schedule.choice import schedule_for
+from fusco.schedule.cost import GLOO_LINKS, NCCL_LINKS
 from fusco.schedule.schedule import Schedule, ScheduleMode
 from fusco.schedule.stages import IntArray, lower_bound_bytes
 
@@ -83,7 +82,7 @@ class ExchangeRun:
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
     """The record of one matrix, from all ranks' results."""
-    links_of = CUDA_LINKS if run.device == "cuda" else CPU_LINKS
+    links_of = NCCL_LINKS if run.device == "cuda" else GLOO_LINKS
     schedule = schedule_for(run.rank_bytes, run.topology, links_of, run.mode)
     ranks_per_node = run.topology.ranks_per_node
     node = np.array(run.topology.rank_to_node)

@@ -19,12 +19,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.staging import Staging
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
-from fusco.schedule.cost import Links
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
-
-# By which links a schedule is chosen unless it is given: ranks that run gloo over 10 Gbit/s or a loopback device, where
-# a stage costs the way of its first message through Python and TCP (docs/performance/alltoall.md has it measured).
-LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
 
 
 class MessageQueue:

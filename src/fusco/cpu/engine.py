@@ -16,7 +16,7 @@ from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import LINKS, make_tasks
+from fusco.cpu.all_to_all import make_tasks
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
@@ -46,6 +46,7 @@ from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
 from fusco.planner.plan import DispatchPlan, make_plan
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.schedule.cost import GLOO_LINKS
 
 
 class CpuEngine:
@@ -205,7 +206,7 @@ class CpuEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, GLOO_LINKS)
             with call.profile.spend("wire"):
                 spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
                 memories = [*request.memories, *spare]

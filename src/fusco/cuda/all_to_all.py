@@ -15,12 +15,7 @@ from fusco.core.profile import CallProfile
 from fusco.cuda.network import Network, messages_of
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import Copy
-from fusco.schedule.cost import Links
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
-
-# By which links a schedule is chosen unless it is given: what a round of messages costs to launch and to connect, a NIC
-# of 200 Gbit/s for each rank, NVLink.
-LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
 
 
 class MessageRounds:
@@ -29,7 +24,7 @@ class MessageRounds:
     def __init__(
         self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], network: Network, copy: Copy
     ) -> None:
-        """``memories`` are uint8, in the order and of the sizes of the rank schedule; ``copy`` is on the network's stream."""
+        """``memories`` are uint8, in the sizes and order of the rank schedule. ``copy`` uses the network's stream."""
         self._rank_schedule, self._memories, self._network, self._copy = rank_schedule, memories, network, copy
 
     def run(self, profile: CallProfile) -> None:

@@ -22,7 +22,7 @@ from fusco.core.rows import row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cuda.all_to_all import LINKS, MessageRounds
+from fusco.cuda.all_to_all import MessageRounds
 from fusco.cuda.arena import Arena, allocate_visible
 from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
@@ -52,12 +52,10 @@ from fusco.engine.base import (
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
 from fusco.planner.routing import describe_invalid_id
+from fusco.schedule.cost import NCCL_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
 
 _MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
-# How long a rank looks without pause for what its peers' processes and its device are about to say: as long as hosts
-# may be ahead of their devices in training. With pauses a device may stand idle for half a millisecond.
-SPIN_S = 50e-3
 _ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
 
 
@@ -209,7 +207,7 @@ class CudaEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, NCCL_LINKS)
             on_stream = self._order.on_stream(Launch(), request.input, request.output)
             with call.profile.spend("wire"), on_stream as stream:
                 if self._network:

@@ -36,15 +36,13 @@ from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
+from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing, describe_invalid_id
-
-# Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
-_NUM_SMS = 32
 
 
 class InternodeShuffle:
@@ -338,7 +336,7 @@ def _count_rows(sends: Sequence[Message], call: Call) -> None:
 
 
 def _with_sms(launch: Launch) -> Launch:
-    return launch if launch.num_sms else replace(launch, num_sms=_NUM_SMS)
+    return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)
 
 
 def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

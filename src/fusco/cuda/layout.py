@@ -9,10 +9,9 @@ from fusco.core.config import Capacity, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 
 MAX_PAYLOADS = 8  # of a dispatch
-# Settings.slice_bytes says why, and who may choose otherwise.
-_STREAM_SLICE_BYTES, _NETWORK_SLICE_BYTES = 1 << 20, 16 << 20
 _ALIGNMENT = 128  # a cache line, and the largest access of a warp's lane many times over
 
 
@@ -83,12 +82,12 @@ class DeviceLayout:
     @property
     def slot_bytes(self) -> int:
         """A slot of a ring: one slice of a byte stream within the node."""
-        return _align(self.settings.slice_bytes or _STREAM_SLICE_BYTES)
+        return _align(self.settings.slice_bytes or STREAM_SLICE_BYTES)
 
     @property
     def slice_bytes(self) -> int:
         """What a rank sends to all other nodes together before it sends more."""
-        return self.settings.slice_bytes or _NETWORK_SLICE_BYTES
+        return self.settings.slice_bytes or NETWORK_SLICE_BYTES
 
     @property
     def network_slot_bytes(self) -> int:

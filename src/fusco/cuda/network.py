@@ -21,10 +21,8 @@ from fusco.control.threads import within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message, NcclTransport
+from fusco.cuda.tuning import channels_per_peer
 
-# NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. NCCL 2.28
-# takes two for a peer, with which one peer got less over sockets than two (docs/performance/internode.md).
-_NUM_CHANNELS, _CHANNELS_OF_NCCL = 4, 2
 _BETWEEN_LOOKS_S = 0.02
 _ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels
 
@@ -64,9 +62,9 @@ class Network:
 
         """
         device = stream.device
-        channels = _NUM_CHANNELS // num_remote_nodes
-        wanted = channels if channels > _CHANNELS_OF_NCCL else None
-        self._nccl = NcclTransport(store_gather, device, watchdog.wait_until, channels_per_peer=wanted)
+        self._nccl = NcclTransport(
+            store_gather, device, watchdog.wait_until, channels_per_peer=channels_per_peer(num_remote_nodes)
+        )
         self._watchdog = watchdog
         self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = stream

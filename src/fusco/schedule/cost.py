@@ -49,6 +49,15 @@ class Links:
         return num_bytes / (self.intranode_gbs * _BYTES_PER_US_AND_GBS)
 
 
+# The links that backends choose a schedule by, unless it is given.
+# CPU: gloo over 10 Gbit/s or a loopback device, where a stage costs the way of its first message through Python and TCP
+# (measured in docs/performance/alltoall.md).
+GLOO_LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
+# CUDA: the cost of launching and connecting a round of messages, a NIC of 200 Gbit/s per rank, NVLink. Not measured
+# (c56ea98).
+NCCL_LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
+
+
 def stages_us(stages: Stages, ranks_per_node: int, links: Links) -> float:
     """Time of all stages one after the other, each node's bytes shared by its ranks.
 

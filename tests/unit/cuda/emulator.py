@@ -53,7 +53,7 @@ class Emulator:
         *,
         grid: int,
         shared_bytes: int,
-        comes_early: bool,
+        is_dependent: bool,
         max_resident: int,
     ) -> int:
         """Put a kernel into a stream; returns its number. No more than ``max_resident`` of its blocks run at once."""
@@ -66,7 +66,7 @@ class Emulator:
             grid,
             NUM_THREADS,
             shared_bytes,
-            comes_early,
+            is_dependent,
             max_resident,
         )
         self._num_launched += 1
@@ -178,7 +178,7 @@ class EmulatedKernel:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
         assert grid >= 1
         numbers: list[int] = []
@@ -191,12 +191,12 @@ class EmulatedKernel:
                 stream,
                 grid=grid,
                 shared_bytes=shared_bytes,
-                comes_early=comes_early,
+                is_dependent=is_dependent,
                 max_resident=self._num_sms,
             )
             numbers.append(number)
 
         queue = self._machine.stream_of(stream)
-        launch = queue.launch_early if comes_early else queue.launch
+        launch = queue.launch_early if is_dependent else queue.launch
         launch(f"the beginning of {self._name}", begin)
         queue.launch(END_OF_KERNEL + self._name, lambda: None, lambda: self._emulator.is_done(numbers[0]))

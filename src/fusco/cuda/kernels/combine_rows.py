@@ -11,11 +11,7 @@ from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, addre
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-
-# Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
-# hide latency; on many, fewer warps with more in flight each do so at less contention.
-_FEW_SMS = 40
-_ON_FEW_SMS, _ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
+from fusco.cuda.tuning import combine_shape
 
 
 @cache
@@ -45,7 +41,7 @@ def combine_rows(
     Returns how many multiprocessors it takes.
     """
     sms = launcher.sms(num_sms)
-    num_threads, blocks_per_sm, unroll = _ON_FEW_SMS if sms <= _FEW_SMS else _ON_MANY_SMS
+    shape = combine_shape(sms)
     weights = held.weights if is_weighted else None
     arguments = combine_type(launcher.num_ranks)(
         comm=launcher.comm,
@@ -68,8 +64,8 @@ def combine_rows(
         "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
         "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
         "MAX_PARTS": MAX_PARTS,
-        "BLOCKS_PER_SM": blocks_per_sm,
-        "UNROLL": unroll,
+        "BLOCKS_PER_SM": shape.blocks_per_sm,
+        "UNROLL": shape.unroll,
     }
-    launcher.launch("combine_rows", constants, arguments, grid=sms * blocks_per_sm, num_threads=num_threads)
+    launcher.launch("combine_rows", constants, arguments, grid=sms * shape.blocks_per_sm, num_threads=shape.num_threads)
     return sms

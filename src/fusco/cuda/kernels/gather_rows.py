@@ -12,9 +12,7 @@ import torch
 from fusco.core.rows import row_bytes
 from fusco.cuda.kernels.abi import I32, POINTER, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher
-
-# Enough to pack rows several times as fast as any network takes them.
-_NUM_THREADS, _NUM_SMS = 512, 8
+from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 
 
 @cache
@@ -48,5 +46,5 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
         first_row=first_row,
     )
     constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
-    grid = min(first_row[-1], _NUM_SMS)
-    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS)
+    grid = min(first_row[-1], GATHER_SMS)
+    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=GATHER_THREADS)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fusco.cuda.kernels.abi import MAX_PARTS
-
-# Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
-# Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.
-_ROWS_FOR_ALL_WARPS = 12_000
+from fusco.cuda.tuning import parts_of_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,5 +43,4 @@ class HeldRows:
     def num_parts(self) -> int:
         """How many warps share a row."""
         num_ranks = len(self.first_row) - 1
-        num_rows = max(1, self.longest * num_ranks)
-        return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))
+        return parts_of_row(self.longest * num_ranks, MAX_PARTS)

@@ -42,7 +42,7 @@ class Launcher:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
         """See ``Kernel.launch``; ``constants`` are those that not all kernels have."""
         always: dict[str, object] = {
@@ -57,5 +57,5 @@ class Launcher:
             grid=grid,
             num_threads=num_threads,
             shared_bytes=shared_bytes,
-            comes_early=comes_early,
+            is_dependent=is_dependent,
         )

@@ -40,9 +40,9 @@ class Kernel:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
-        """Launch on a stream, given as its handle; with ``comes_early`` before the kernel ahead of it is done."""
+        """Launch on a stream, given as its handle; with ``is_dependent`` before the kernel ahead of it is done."""
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
@@ -52,7 +52,7 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        if comes_early:
+        if is_dependent:
             config.attrs, config.numAttrs = [self._early], 1
         self._check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 

@@ -12,9 +12,9 @@ import torch
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
-_NUM_THREADS, _PAIRS_PER_BLOCK = 512, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
 
 def plan_shared_bytes(num_local_experts: int) -> int:
     """Shared memory of a block that plans: counts of each warp, and what is before, in all, and first."""
-    return 4 * ((_NUM_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
+    return 4 * ((PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
 
 
 def plan_slots(
@@ -166,7 +166,7 @@ def plan_slots(
         "plan",
         constants,
         arguments,
-        grid=max(1, min(launcher.sms(num_sms), -(-num_pairs // _PAIRS_PER_BLOCK))),
-        num_threads=_NUM_THREADS,
+        grid=max(1, min(launcher.sms(num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK))),
+        num_threads=PLAN_THREADS,
         shared_bytes=plan_shared_bytes(tables.num_local_experts),
     )

@@ -11,13 +11,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan import PlannedRows
-from fusco.cuda.kernels.stage_rows import share_for_staging
-
-# Half of a multiprocessor, so that staging fits beside it.
-_NUM_THREADS, _UNROLL = 512, 8
-# Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
-# multiprocessors only contend.
-_SMS_TIMES_RANKS = 192
+from fusco.cuda.tuning import SCATTER_THREADS, SCATTER_UNROLL, scatter_sms, stage_sms
 
 
 @cache
@@ -62,9 +56,9 @@ def scatter_rows(
 
     """
     num_ranks = launcher.num_ranks
-    wanted = num_sms or _SMS_TIMES_RANKS // num_ranks
+    wanted = num_sms or scatter_sms(num_ranks)
     if num_sms and is_staged(launcher, in_place_ranks):
-        wanted -= share_for_staging(launcher, num_sms)
+        wanted -= stage_sms(num_sms)
     row_type = ctypes.c_uint64 * len(payloads)
     arguments = scatter_type(num_ranks, len(payloads))(
         comm=launcher.comm,
@@ -85,10 +79,10 @@ def scatter_rows(
         "PAYLOAD_BYTES": ",".join(str(payload.row_bytes) for payload in payloads),
         "VECTOR_BYTES": ",".join(str(vector_bytes(payload.row_bytes)) for payload in payloads),
         "CHUNK_ROWS": CHUNK_ROWS,
-        "UNROLL": _UNROLL,
+        "UNROLL": SCATTER_UNROLL,
     }
     grid = launcher.sms(max(1, wanted))
-    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS, comes_early=True)
+    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=SCATTER_THREADS, is_dependent=True)
     return grid
 
 

@@ -10,9 +10,10 @@ import torch
 from fusco.core.rows import aligned
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
 from fusco.cuda.kernels.library import Library
+from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM
+from fusco.cuda.tuning import WEIGHT_GRADIENTS_THREADS as NUM_THREADS
 
-_NUM_THREADS, _BLOCKS_PER_SM = 256, 8
-_ROWS_OF_A_BLOCK = _NUM_THREADS // 32
+_ROWS_PER_BLOCK = NUM_THREADS // 32
 
 
 class WeightArgs(ctypes.Structure):
@@ -54,15 +55,15 @@ def launch(
     )
     constants = {
         "ARGUMENT_BYTES": ctypes.sizeof(arguments),
-        "NUM_THREADS": _NUM_THREADS,
+        "NUM_THREADS": NUM_THREADS,
         "HIDDEN": hidden,
         "ROW_TYPE": ELEMENT_TYPES[grads.dtype],
         "WEIGHT_BYTES": weights.element_size(),
         "HAS_DOTS": int(dots is not None),
         "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
     }
-    grid = min(-(-num_rows // _ROWS_OF_A_BLOCK), library.num_sms * _BLOCKS_PER_SM)
-    library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=_NUM_THREADS)
+    grid = min(-(-num_rows // _ROWS_PER_BLOCK), library.num_sms * BLOCKS_PER_SM)
+    library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=NUM_THREADS)
     return dots
 
 
