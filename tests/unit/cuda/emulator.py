@@ -1,7 +1,7 @@
 """The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, run in any order that they allow.
 
-``emulation/base.cuh`` stands in for the kernels' own, in which everything is that is not plain C++; everything else is
-the very source. A thread goes on until it meets others, sleeps, or touches a flag; a seed chooses who is next. So what
+``emulation/base.cuh`` replaces the kernels' ``base.cuh``, which has everything that is not plain C++; all other sources
+are the real ones. A thread runs until it reaches a barrier, sleeps, or touches a flag; a seed chooses the next one. So what
 is found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
 """
 
@@ -88,7 +88,7 @@ class Emulator:
         self._num_idle = 0 if has_gone_on else self._num_idle + 1
 
     def look_again(self) -> None:
-        """Somebody else has done something."""
+        """Another actor has made progress."""
         self._num_idle = 0
 
 
@@ -122,7 +122,7 @@ def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], .
 
 
 def as_host_code(source: str) -> str:
-    """What no macro can stand in for: shared memory, which is a block's."""
+    """Replace declarations that no macro can: shared memory, which belongs to a block."""
     source = source.replace(
         "extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());"
     )

@@ -27,7 +27,7 @@ _LARGEST_I32 = 2**31 - 1
 
 
 class NodeWords:
-    """What ranks of a node tell each other, each by epochs that are counted as on the device."""
+    """Flags between ranks of a node, with epochs counted as on the device."""
 
     def __init__(self, num_ranks: int) -> None:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))

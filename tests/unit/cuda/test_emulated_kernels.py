@@ -129,7 +129,7 @@ def test_sums_have_the_bits_of_the_twins(kind, folder):
 
 @pytest.mark.parametrize("order", range(6))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
-    """As beside kernels on other streams that wait for other ranks themselves: one of combine's blocks finds room."""
+    """As with concurrent kernels that wait for other ranks: only one of combine's blocks is resident."""
     monkeypatch.setattr(tuning, "COMBINE_ON_FEW_SMS", tuning.BlockShape(512, 3, 2))
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
 
@@ -197,7 +197,7 @@ def test_epochs_wrap_around(folder, order):
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
         arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
-        at.session.agree(CollectiveFingerprint("begin"))  # nobody begins before all are here
+        at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
             rows, plan = dispatch(at, request)

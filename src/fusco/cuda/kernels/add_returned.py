@@ -36,7 +36,7 @@ def add_returned(
     places: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    """``out[t]``: ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin."""
+    """Set ``out[t]`` to the sum of ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin."""
     num_tokens, hidden = out.shape
     if not num_tokens:
         return

@@ -1,4 +1,4 @@
-"""The kernel ``combine_rows``: partial sums to the holders of rows, who add them up."""
+"""The kernel ``combine_rows``: send partial sums to the holders of rows, and add them there."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def combine_rows(
     is_weighted: bool,
     num_sms: int | None,
 ) -> int:
-    """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's.
+    """Sum expert-major rows into the rows of their holders; ``out`` receives this rank's.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
     """
     sms = launcher.sms(num_sms)
     shape = combine_shape(sms)

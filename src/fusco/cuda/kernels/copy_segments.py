@@ -1,4 +1,4 @@
-"""The kernel ``copy_segments``: scattered pieces of device memory to scattered places."""
+"""The kernel ``copy_segments``: copy scattered segments of device memory to scattered places."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def copy_segments(
     dst_offset: torch.Tensor,
     num_bytes: torch.Tensor,
 ) -> None:
-    """See ``fusco.cpu.kernels.copy_segments``; the memory is on the device (a peer's, perhaps), the arrays are not."""
+    """See ``fusco.cpu.kernels.copy_segments``; memory is on the device or a peer's, the arrays are on the host."""
     if len(num_bytes) == 1:
-        # As nearly all messages are: no table needs to be made and sent.
+        # The case of nearly all messages: it needs no table on the device.
         begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)
         dst[begin : begin + size].copy_(src[first : first + size])
         return

@@ -1,4 +1,4 @@
-"""The kernel ``gather_rows``: rows packed into messages for other nodes."""
+"""The kernel ``gather_rows``: pack rows into messages for other nodes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
     Args:
-        launcher: of the rank.
-        rows: contiguous; they and every message stand on multiples of 16 bytes, or of what divides a row.
-        parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
+        launcher: the rank's launcher.
+        rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
+        parts: pairs of int32 ``places`` and a message (uint8); the same number in every call, some may be empty.
 
     """
     size = row_bytes(rows)

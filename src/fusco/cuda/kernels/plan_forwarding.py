@@ -1,4 +1,4 @@
-"""The kernel ``plan_forwarding``: which tokens of a rank concern which other node."""
+"""The kernel ``plan_forwarding``: find the tokens of a rank that go to each other node."""
 
 from __future__ import annotations
 

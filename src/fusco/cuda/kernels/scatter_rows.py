@@ -1,4 +1,4 @@
-"""The kernel ``scatter_rows``: rows of all ranks of the node into their slots here."""
+"""The kernel ``scatter_rows``: pull rows of all ranks of the node into their slots on this rank."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def scatter_rows(
     """Pull rows into their slots.
 
     Args:
-        launcher: of the rank.
-        plan: where blocks begin.
-        held: which rows, and their slots.
-        payloads: ``address`` is not looked at.
-        rows: ``rows[r][p]`` is where payload ``p`` of what rank ``r`` holds can be read.
-        in_place_ranks: bit ``r`` is set if rank ``r`` stages nothing.
-        clears_padding: whether slots between blocks are set to zero.
-        num_sms: a budget of multiprocessors, of which staging has its share.
+        launcher: the rank's launcher.
+        plan: has the offsets of blocks.
+        held: the rows and their slots.
+        payloads: ``address`` is not used.
+        rows: ``rows[r][p]`` is the address of payload ``p`` of the rows that rank ``r`` holds.
+        in_place_ranks: bit ``r`` is set if rank ``r`` does not stage its rows.
+        clears_padding: True to set the slots between blocks to zero.
+        num_sms: a budget of SMs, shared with staging.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
 
     """
     num_ranks = launcher.num_ranks
@@ -87,5 +87,5 @@ def scatter_rows(
 
 
 def is_staged(launcher: Launcher, in_place_ranks: int) -> bool:
-    """Whether this rank's own rows are staged."""
+    """Return whether this rank's rows are staged."""
     return not in_place_ranks >> launcher.comm.rank & 1

@@ -1,4 +1,4 @@
-"""The kernel ``stage_rows``: own rows into the pool that peers read."""
+"""The kernel ``stage_rows``: copy this rank's rows into the pool, which peers read."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def stage_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
 def stage_rows(
     launcher: Launcher, payloads: Sequence[Payload], pools: Sequence[int], num_tokens: int, num_sms: int | None
 ) -> int:
-    """Copy rows into the pool that peers read; leaves most of a budget of multiprocessors to those that pull.
+    """Copy rows into the pool; leaves most of a budget of SMs to ``scatter_rows``.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
     """
     num_chunks = -(-num_tokens // CHUNK_ROWS)
     arguments = stage_type(launcher.num_ranks, len(payloads))(

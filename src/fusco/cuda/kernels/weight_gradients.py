@@ -1,4 +1,4 @@
-"""The kernel ``weight_gradients``: combine's backward, rows of gradients times their weights, and dots."""
+"""The kernel ``weight_gradients``: combine's backward, gradient rows times their weights, and dot products."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weight_gradients_on_cuda(
 def launch(
     library: Library, stream: int, grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same with the kernels of a device, on a stream given as its handle."""
+    """Launch on a stream handle, with a given library; see ``weight_gradients_on_cuda``."""
     (num_rows, hidden), item_bytes = grads.shape, grads.element_size()
     dots = None
     if rows is not None:
@@ -69,5 +69,5 @@ def launch(
 
 @cache
 def _library_of(device: torch.device) -> Library:
-    """Loaded for as long as the process lives: backward passes may outlive their communicator's other kernels."""
+    """Return the device's library, loaded until the process ends: backward passes may outlive their communicator."""
     return Library(device)
