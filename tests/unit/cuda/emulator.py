@@ -1,8 +1,8 @@
 """The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, run in any order that they allow.
 
 ``emulation/base.cuh`` replaces the kernels' ``base.cuh``, which has everything that is not plain C++; all other sources
-are the real ones. A thread runs until it reaches a barrier, sleeps, or touches a flag; a seed chooses the next one. So what
-is found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
+are the real ones. A thread runs until it reaches a barrier, sleeps, or touches a flag; a seed chooses the next one.
+This finds wrong counts, wrong places, missing waits and deadlocks. It does not find wrong memory order.
 """
 
 from __future__ import annotations

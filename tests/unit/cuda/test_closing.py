@@ -189,12 +189,12 @@ def end_network(engine) -> None:
     engine._network.nccl_watchdog.stall = Stall("the network", (1,), "slice 3", "nothing")
 
 
-def wait_in_vain(engine) -> None:
+def time_out(engine) -> None:
     engine._arena.failure.is_set = 1
 
 
-@pytest.mark.parametrize("befall", [break_off, end_network, wait_in_vain])
-def test_a_rank_that_has_left_is_an_error_where_results_are_garbage(befall):
+@pytest.mark.parametrize("befall", [break_off, end_network, time_out])
+def test_a_rank_that_has_left_is_an_error_where_results_are_undefined(befall):
     def later(communicator):
         # It shows after the barrier in which rank 1 is missing has begun.
         session, engine = communicator._session, communicator._engine
@@ -249,7 +249,7 @@ def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
     gc.collect()
     assert took_s < TIMEOUT_S + SLACK_S
     assert len(texts) == 1
-    assert "what a communicator launched on cpu has not ended within 1.0 s" in texts[0]
+    assert "work that a communicator launched on cpu has not completed within 1.0 s" in texts[0]
     assert engine() is not None
 
 

@@ -26,7 +26,7 @@ def test_a_wait_for_a_peer_names_it_and_what_was_seen():
     assert stall_of(failure, NODE_RANKS) == Stall("pulling rows", (6,), "a chunk of its rows of epoch 8", "7")
 
 
-def test_a_grid_that_does_not_meet_accuses_no_rank():
+def test_a_grid_barrier_that_times_out_blames_no_rank():
     # The kernel reports its own rank, and does not know how many blocks arrived.
     failure = Failure(is_set=1, phase=phase_of("GRID_BARRIER"), peer=1, expected=64, seen=0)
     stall = stall_of(failure, NODE_RANKS)
@@ -35,5 +35,5 @@ def test_a_grid_that_does_not_meet_accuses_no_rank():
     assert str(error) == (
         "rank 5 gave up in dispatch #3, phase 'grid barrier', waiting for no other rank: "
         "expected all blocks of a kernel resident on this device at once, which are 64, "
-        "saw fewer, as other kernels occupy these. Cause: ..."
+        "saw fewer, as other kernels occupy its multiprocessors. Cause: ..."
     )

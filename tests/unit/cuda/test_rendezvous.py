@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -158,6 +159,15 @@ def test_a_rank_that_dies_before_it_sends_its_descriptor_is_named(symmetric_memo
         assert channel.fileno() >= 0
     assert type(errors[0]) is PeerFailureError
     assert errors[0].peers == (1,)
+
+
+def test_pytorch_still_declares_the_socket_that_gets_a_limit():
+    """All builds have this header; only CUDA builds have the name itself (tests/cuda/test_cuda_socket_name.py)."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/symm_mem"
+    header = (folder / "CUDASymmetricMemoryUtils.hpp").read_text()
+    assert "std::string get_socket_name(int pid);" in header, (
+        f"torch {torch.__version__} no longer has IpcChannel::get_socket_name: see fusco.cuda.rendezvous"
+    )
 
 
 def test_no_other_socket_is_given_a_limit(symmetric_memory, tmp_path):

@@ -42,7 +42,7 @@ class Kernel:
         shared_bytes: int = 0,
         is_dependent: bool = False,
     ) -> None:
-        """Launch on a stream handle. With ``is_dependent`` (programmatic dependent launch) it may overlap the previous."""
+        """Launch on a stream handle; with ``is_dependent``, a programmatic dependent launch that may begin early."""
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
