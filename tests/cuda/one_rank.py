@@ -1,4 +1,4 @@
-"""A communicator of one rank, beside the twins that say what its kernels must give."""
+"""Communicator of one rank, compared with the twins of its kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case_of(kind: str, seed: int, num_topk: int, max_tokens: int = 40) -> Case:
 
 
 def taken(output: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU. What stood on the device is poisoned, so that no later call can pass it on."""
+    """A copy on the CPU. The device tensor is poisoned, so that no later call can use it."""
     copy = output.detach().to("cpu", copy=True)
     output.detach().view(-1).view(torch.uint8).fill_(0xFF)
     return copy
@@ -99,7 +99,7 @@ class OneRank:
             assert_same_bits(made.weights.cpu(), case.topk_weights(0, made.weights.dtype), "weights")
 
     def check_rows(self, outputs: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor], plan: PlannedSlots) -> None:
-        """Compare expert-major rows; those behind the last block are anybody's."""
+        """Compare expert-major rows; those after the last block are undefined."""
         num_written = int(plan.block_to_first_slot[-1])
         assert len(outputs) == len(payloads)
         for i, (output, payload) in enumerate(zip(outputs, payloads, strict=True)):

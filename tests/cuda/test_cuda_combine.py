@@ -72,7 +72,7 @@ def test_the_same_sums_bit_for_bit_every_time(one: OneRank):
 
 
 def test_what_stands_in_padding_is_not_looked_at(one: OneRank):
-    # Rows behind the last block of a static output are anybody's, too.
+    # Rows after the last block of a static output are undefined, too.
     case = case_of("ragged", 4, num_topk=3)
     plan = one.plan(case, alignment=8)
     num_slots = plan.num_slots_needed + 13

@@ -143,22 +143,22 @@ def test_on_few_multiprocessors_and_on_a_stream_of_its_own(one: OneRank, launch)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("stranger", [NUM_EXPERTS, -2, 2**31 - 1, -(2**31)])
-def test_an_id_that_is_no_expert(one: OneRank, ids_dtype, stranger):
-    check_stranger(one, ids_dtype, stranger)
+@pytest.mark.parametrize("bad_id", [NUM_EXPERTS, -2, 2**31 - 1, -(2**31)])
+def test_an_id_that_is_no_expert(one: OneRank, ids_dtype, bad_id):
+    check_bad_id(one, ids_dtype, bad_id)
 
 
-@pytest.mark.parametrize("stranger", [1 << 32, (1 << 32) - 1, 1 << 40, -(1 << 40), -(1 << 63)])
-def test_an_id_that_is_no_expert_even_if_its_low_half_is(one: OneRank, stranger):
-    check_stranger(one, torch.int64, stranger)
+@pytest.mark.parametrize("bad_id", [1 << 32, (1 << 32) - 1, 1 << 40, -(1 << 40), -(1 << 63)])
+def test_an_id_that_is_no_expert_even_if_its_low_half_is(one: OneRank, bad_id):
+    check_bad_id(one, torch.int64, bad_id)
 
 
-def check_stranger(one: OneRank, ids_dtype: torch.dtype, stranger: int) -> None:
+def check_bad_id(one: OneRank, ids_dtype: torch.dtype, bad_id: int) -> None:
     """The first of two bad ids is named, and the communicator goes on."""
     case = case_of("balanced", 7, num_topk=4)
     ids = case.topk_idx(0).to(ids_dtype)
-    ids[3, 1] = ids[30, 0] = stranger
+    ids[3, 1] = ids[30, 0] = bad_id
     x = rows_of(case, (4,), torch.uint8)
-    with pytest.raises(ValueError, match=rf"topk_idx\[3, 1\] = {stranger} is no expert: ids go from 0 to 39"):
+    with pytest.raises(ValueError, match=rf"topk_idx\[3, 1\] = {bad_id} is no expert: ids go from 0 to 39"):
         one.comm.dispatch(x.to(one.device), ids.to(one.device))
     one.dispatch(case, [x])

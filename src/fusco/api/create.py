@@ -160,7 +160,8 @@ def connect_parts(
         engine: Engine[Any]
         if validator.device.type == "cuda":
             # Needs the extra packages of fusco[cuda].
-            from fusco.cuda.engine import SPIN_S, CudaEngine, open_library  # noqa: PLC0415
+            from fusco.cuda.engine import CudaEngine, open_library  # noqa: PLC0415
+            from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), met, SPIN_S)

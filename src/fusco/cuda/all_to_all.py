@@ -1,8 +1,8 @@
-"""``all_to_all`` on CUDA: rounds of messages, each a stage between nodes beside what the node hands on meanwhile.
+"""``all_to_all`` on CUDA: rounds of NCCL messages, each a stage between nodes and the redistribution of the previous.
 
-In the first round the ranks of a node even out what they send. Then each stage crosses between nodes while what the
-stage before it brought for others goes on within the node, over NVLink; both are messages of NCCL's (FAST, Fig. 11).
-All of it runs on the network's stream, one round after the other, so that nothing need be announced.
+In the first round the ranks of a node balance what they send. Then each stage is sent between nodes while the data of
+the previous stage is redistributed within the node, over NVLink; both are NCCL messages (FAST, Fig. 11). All rounds run
+in order on the network's stream, so no flags are needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow,
 
 
 class MessageRounds:
-    """Runs a rank schedule; one for each call."""
+    """Runs the rank schedule of one call."""
 
     def __init__(
         self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], network: Network, copy: Copy
     ) -> None:
-        """``memories`` are uint8, as the rank schedule says; ``copy`` is on the network's stream."""
+        """``memories`` are uint8, in the sizes and order of the rank schedule. ``copy`` uses the network's stream."""
         self._rank_schedule, self._memories, self._network, self._copy = rank_schedule, memories, network, copy
 
     def run(self, profile: CallProfile) -> None:
@@ -33,18 +33,18 @@ class MessageRounds:
         plan = self._rank_schedule
         sends = [*plan.sends_across, *(flow for flows in plan.sends_within.values() for flow in flows)]
         receives = [*plan.receives_across, *(flow for flows in plan.receives_within.values() for flow in flows)]
-        # Both ends of a flow have it in the same round, and in the same order among those of their pair.
+        # Both ends have a flow in the same round, and in the same order among the flows of their pair.
         for number in sorted({self._round_of(flow) for flow in (*sends, *receives)}):
-            going = [flow for flow in sends if self._round_of(flow) == number]
-            coming = [flow for flow in receives if self._round_of(flow) == number]
-            self._exchange(going, coming, f"round {number} of an all-to-all")
+            outgoing = [flow for flow in sends if self._round_of(flow) == number]
+            incoming = [flow for flow in receives if self._round_of(flow) == number]
+            self._exchange(outgoing, incoming, f"round {number} of an all-to-all")
         profile.internode_row_bytes += sum(flow.total_bytes for flow in plan.sends_across)
         profile.intranode_row_bytes += sum(
             flow.total_bytes for flows in plan.receives_within.values() for flow in flows
         )
 
     def _round_of(self, flow: Flow) -> int:
-        """First what belongs to no stage; then each stage, and what it brought for others beside the next one."""
+        """Return 0 for flows of no stage; else a stage's round, where redistribution runs with the next stage."""
         if flow.stage < 0:
             return 0
         is_within = flow.peer in self._rank_schedule.sends_within
@@ -63,7 +63,7 @@ class MessageRounds:
             self._scatter(memory, message)
 
     def _gathered(self, message: FlowSlice) -> torch.Tensor:
-        """The bytes of a message in one piece; where they stand, if they do."""
+        """Return the bytes of a message in one piece; a view where they are contiguous."""
         memory = self._room_for(message)
         if len(message.spans) > 1:
             for i, offset, first, num_bytes in _by_memory(message):
@@ -76,7 +76,7 @@ class MessageRounds:
                 self._copy(memory, first, self._memories[i], offset, num_bytes)
 
     def _room_for(self, message: FlowSlice) -> torch.Tensor:
-        """Where a message stands or shall stand, if in one piece; else memory for it."""
+        """Return a view of a contiguous message, else new memory for it."""
         if len(message.spans) == 1:
             i, offset, num_bytes, _ = message.spans[0]
             return self._memories[i][offset : offset + num_bytes]
@@ -84,12 +84,12 @@ class MessageRounds:
 
 
 def _whole(flow: Flow) -> list[FlowSlice]:
-    """A flow as one message, or as none if it is empty."""
+    """Return a flow as one message, or none if it is empty."""
     return list(cut_flow(flow, flow.total_bytes)) if flow.total_bytes else []
 
 
 def _by_memory(message: FlowSlice) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The spans of each memory: where they stand there, where in the message, and their sizes."""
+    """Return the spans of each memory: its index, offsets in it, offsets in the message, and sizes."""
     table = torch.tensor(message.spans, dtype=torch.int64, device="cpu")
     memory, offset, num_bytes = table[:, 0], table[:, 1], table[:, 2]
     first = num_bytes.cumsum(0) - num_bytes

@@ -1,4 +1,4 @@
-"""One rank's device memory that peers see, and the words by which device and host tell each other of trouble."""
+"""Peer-visible device memory of one rank, and the host-pinned flags for errors and aborts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fusco.cuda.kernels.comm import Failure, Report, comm_type
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.rendezvous import rendezvous
 
-_NUM_STATE_WORDS = 16  # more than State of comm.cuh has
-_IS_BROKEN = 0  # of State
+_NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
+_IS_BROKEN = 0  # index in State
 
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """Device memory of the same size on every rank of a node; ``addresses[r]`` is where this one sees rank ``r``'s."""
+    """Device memory of one size on all ranks of a node; ``addresses[r]`` is this rank's mapping of rank ``r``'s."""
 
     memory: torch.Tensor
     addresses: tuple[int, ...]
@@ -29,7 +29,7 @@ class SymmetricBuffer:
 
 
 def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that can be shared, cleared, uint8; ``SharedMemoryError`` if there is not enough. Not a collective."""
+    """Return zeroed uint8 memory that peers can map; ``SharedMemoryError`` if there is not enough. Not a collective."""
     try:
         memory = symm_mem.empty(max(num_bytes, 16), dtype=torch.uint8, device=device)
         memory.zero_()
@@ -37,17 +37,17 @@ def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
     except RuntimeError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise SharedMemoryError(
-            f"{num_bytes:,} bytes of peer-visible memory could not be had on {device}, which has {free:,} of {total:,} "
-            f"free ({str(error).splitlines()[0]}); lower max_tokens_per_rank or max_bytes_per_token"
+            f"{num_bytes:,} bytes of peer-visible memory could not be allocated on {device}, which has {free:,} of "
+            f"{total:,} free ({str(error).splitlines()[0]}); lower max_tokens_per_rank or max_bytes_per_token"
         ) from error
     return memory
 
 
 class Arena:
-    """Peer-visible memory laid out by a ``DeviceLayout``, private words, and words in host memory."""
+    """Peer-visible memory laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
     def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather) -> None:
-        """Make it, together with all ranks of the roll; ``memory`` is from ``allocate_visible``."""
+        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_visible``."""
         topology, device = layout.topology, memory.device
         self._store_gather, self.rank, self.layout, self.device = store_gather, store_gather.rank, layout, device
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
@@ -63,7 +63,7 @@ class Arena:
         self._pinned: list[torch.Tensor] = []
         self.failure, failure_address = self._in_host_memory(Failure)
         self.report, self.report_address = self._in_host_memory(Report)
-        self.report.bad_src = -1  # of no rank
+        self.report.bad_src = -1  # none
         self._abort, abort_address = self._in_host_memory(ctypes.c_uint32)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "end")}
         self.comm = comm_type(layout.num_ranks)(
@@ -80,14 +80,14 @@ class Arena:
         )
 
     def share(self, memory: torch.Tensor) -> None:
-        """Have peers read a buffer, too; together with all ranks. ``SharedMemoryError`` on all if one cannot."""
+        """Map a buffer on all peers; a collective. Raises ``SharedMemoryError`` on all ranks if one cannot."""
         name = f"peer memory {self._num_rendezvous}"
-        self._num_rendezvous += 1  # also of those that fail: what was told there must not be heard again
+        self._num_rendezvous += 1  # failed ones count, too: no key of the store is used twice
         handle = rendezvous(memory, self._store_gather, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Which buffer a contiguous tensor stands in, and at which byte; (-1, 0) if in none."""
+        """Return the buffer that contains a contiguous tensor, and the byte offset in it; (-1, 0) if none does."""
         address, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         for i, buffer in enumerate(self.buffers[1:], start=1):
             offset = address - buffer.addresses[self.local]
@@ -96,35 +96,35 @@ class Arena:
         return -1, 0
 
     def address(self, local: int, buffer: int, offset: int) -> int:
-        """Where this rank sees a byte of a buffer of the node's rank ``local``."""
+        """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""
         return self.buffers[buffer].addresses[local] + offset
 
     def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Some of this rank's own memory, as uint8."""
+        """Return part of this rank's arena, as uint8."""
         return self._views[self.local][offset : offset + num_bytes]
 
     def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
-        """The bytes of a message between two ranks of the node, in the producer's arena."""
+        """Return the ring slot of a message between two ranks of the node, in the producer's arena."""
         layout = self.layout
         first = layout.ring_offset(consumer, message)
         return self._views[producer][first : first + layout.slot_bytes]
 
     def abort(self) -> None:
-        """Have every wait on this device end soon."""
+        """End every wait on this device soon."""
         self._abort.value = 1
 
     def is_broken(self) -> bool:
-        """Whether a wait on this device has ended in vain. Waits for the current stream."""
+        """Return whether a device-side wait has timed out or was aborted. Synchronises the current stream."""
         return bool(self._state[_IS_BROKEN].item())
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
-        """A struct of zeros that both sides see, and its address, which is the same on both."""
+        """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""
         memory = torch.zeros(ctypes.sizeof(kind), dtype=torch.uint8, device="cpu").pin_memory()
         self._pinned.append(memory)
         return kind.from_address(memory.data_ptr()), memory.data_ptr()
 
     def close(self) -> None:
-        """Let go of all device memory; nothing may be under way."""
+        """Release all device memory. No work may be in flight."""
         self._views.clear()
         self.buffers.clear()
         del self._state

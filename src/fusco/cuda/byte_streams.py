@@ -1,4 +1,4 @@
-"""Byte streams of segments: within a node through rings in device memory, between nodes in one message to each rank."""
+"""Byte streams of segments: through rings in device memory within a node, one message per rank between nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusco.engine.tasks import Task
 
 
 class DeviceRingOut:
-    """A ring that a peer reads. A slot is announced once the copy into it is done, which is found out at every look."""
+    """Producer's end of a ring. Each poll announces the slots whose copies are complete."""
 
     def __init__(self, memory: NodeMemory, arena: Arena, consumer: int) -> None:
         self._memory, self._arena, self._consumer = memory, arena, consumer
@@ -58,7 +58,7 @@ class DeviceRingOut:
 
 
 class DeviceRingIn:
-    """The other end of a ``DeviceRingOut``."""
+    """Consumer's end of a ``DeviceRingOut``."""
 
     def __init__(self, memory: NodeMemory, arena: Arena, producer: int) -> None:
         self._memory, self._arena, self._producer = memory, arena, producer
@@ -93,7 +93,7 @@ class DeviceRingIn:
 
 
 class NetworkExchange:
-    """All streams to and from ranks of other nodes: packed, sent side by side, and unpacked when all have arrived."""
+    """All streams to and from ranks of other nodes: packed, sent concurrently, unpacked when all have arrived."""
 
     def __init__(
         self, send: Mapping[int, Segments], receive: Mapping[int, Segments], network: Network, copy: Copy
@@ -103,7 +103,7 @@ class NetworkExchange:
         caller = torch.cuda.current_stream()
         outgoing = {dst: self._packed(segments) for dst, segments in send.items()}
         self._incoming = {src: _room_for(segments) for src, segments in receive.items()}
-        self._messages = [*outgoing.values(), *self._incoming.values()]  # they must live until they have travelled
+        self._messages = [*outgoing.values(), *self._incoming.values()]  # must live until they have been sent
         network.stream.wait_stream(caller)
         self._has_arrived = network.exchange(
             messages_of(outgoing.items()), messages_of(self._incoming.items()), "segments"
@@ -122,11 +122,11 @@ class NetworkExchange:
 
     @property
     def is_done(self) -> bool:
-        """Whether every segment is filled."""
+        """True once every segment is filled."""
         return self._has_unpacked is not None and self._has_unpacked.query()
 
     def stall(self) -> Stall:
-        """The other side does not send, or does not receive."""
+        """A peer does not send, or does not receive."""
         return Stall("exchanging segments between nodes", self._peers, "all of them", "not all")
 
     def _packed(self, segments: Segments) -> torch.Tensor:
@@ -136,7 +136,7 @@ class NetworkExchange:
 
 
 class DeviceSegmentChannels:
-    """See ``SegmentChannels``; for one call, which launches on one stream."""
+    """See ``SegmentChannels``; of one call, which launches on one stream."""
 
     def __init__(
         self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream
@@ -149,15 +149,15 @@ class DeviceSegmentChannels:
         """See ``SegmentChannels``."""
         rank, local_of, size = self._arena.rank, self._arena.node_ranks.index, self._arena.layout.slot_bytes
         tasks: list[Task] = []
-        far_send, far_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
-        if self._network and (far_send or far_receive):
-            tasks.append(NetworkExchange(far_send, far_receive, self._network, self._copy))
+        remote_send, remote_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
+        if self._network and (remote_send or remote_receive):
+            tasks.append(NetworkExchange(remote_send, remote_receive, self._network, self._copy))
         for dst, segments in in_turn(rank, send):
-            if dst not in far_send:
+            if dst not in remote_send:
                 ring_out = DeviceRingOut(self._memory, self._arena, local_of(dst))
                 tasks.append(SegmentSender(segments, ring_out, dst, size, self._copy))
         for src, segments in in_turn(rank, receive):
-            if src not in far_receive:
+            if src not in remote_receive:
                 ring_in = DeviceRingIn(self._memory, self._arena, local_of(src))
                 tasks.append(SegmentReceiver(segments, ring_in, src, size, self._copy))
         return tasks

@@ -1,4 +1,4 @@
-"""What everything that launches for one rank shares: its arena, kernels and tables, its watchdog, and the timeline."""
+"""Context of all launches of one rank: arena, kernels, tables, watchdog, and timeline."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fusco.cuda.layout import DeviceLayout
 
 @dataclass(kw_only=True)
 class CudaContext:
-    """One rank's device and what is known once and for all of it.
+    """One rank's device, with its per-rank constants.
 
     Attributes:
-        arena: the memory that peers see.
+        arena: the peer-visible memory.
         library: the device's kernels.
-        placement: which rank owns which expert.
+        placement: the experts of each rank.
         watchdog: waits for peers.
-        tables: what all plans are made with.
+        tables: tables for all plans.
         expert_to_node: int32 (num_experts,).
-        timeline: of what is launched; see ``record``.
+        timeline: of all launches; see ``record``.
 
     """
 
@@ -42,7 +42,7 @@ class CudaContext:
 
     @classmethod
     def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watchdog: Watchdog) -> CudaContext:
-        """Make the tables."""
+        """Return a context with its tables on the device."""
         topology, rank, device = arena.layout.topology, arena.rank, library.device
         own_node, num_local = topology.rank_to_node[rank], len(placement.rank_to_experts[rank])
         places = zip(topology.rank_to_node, topology.rank_to_local, strict=True)
@@ -65,21 +65,21 @@ class CudaContext:
         )
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
-        """Launches kernels on a stream."""
+        """Return a launcher on a stream."""
         return Launcher(self.library, self.arena.comm, stream.cuda_stream)
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Put what is launched from now on into a timeline."""
+        """Record all further launches in a timeline."""
         self.timeline = timeline
 
     @property
     def layout(self) -> DeviceLayout:
-        """Of the arena."""
+        """The arena's layout."""
         return self.arena.layout
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """The ranks of each node."""
         return self.layout.topology
 
     @property
@@ -89,9 +89,9 @@ class CudaContext:
 
     @property
     def node(self) -> int:
-        """Its node."""
+        """This rank's node."""
         return self.topology.rank_to_node[self.rank]
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which partial sums of rows of ``dtype`` travel."""
+        """Return the dtype in which partial sums of rows of ``dtype`` are sent."""
         return torch.promote_types(dtype, self.layout.settings.wire_dtype or dtype)

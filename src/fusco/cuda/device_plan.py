@@ -1,4 +1,4 @@
-"""A plan that was made on the device, and never left it."""
+"""Plan of a dispatch, made and kept on the device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DevicePlan(PlannedRows):
     """See ``fusco.engine.base.Plan``.
 
     Attributes:
-        rank: the rank whose plan it is.
-        placement: which rank owns which expert.
+        rank: the rank that the plan is for.
+        placement: the experts of each rank.
         num_slots: rows of the expert-major output.
 
     """
@@ -30,13 +30,13 @@ class DevicePlan(PlannedRows):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on the device."""
+        """All tensors that it holds on the device."""
         optional = [] if self.weights is None else [self.weights]
         always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
         return always + optional
 
     def num_rows_of(self, source: int) -> int:
-        """Rows of a source."""
+        """Return the number of rows of a source."""
         return self.first_row[source + 1] - self.first_row[source]
 
     @property
@@ -46,7 +46,7 @@ class DevicePlan(PlannedRows):
 
     @cached_property
     def rows(self) -> HeldRows:
-        """All rows, where there is only one node."""
+        """All rows; only if there is one node."""
         assert len(self.held) == 1, self.held
         return HeldRows(
             first_row=self.first_row,
@@ -55,12 +55,12 @@ class DevicePlan(PlannedRows):
             token_to_ranks=self.token_to_ranks,
         )
 
-    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], own: int) -> HeldRows:
-        """Some of the rows; copied together, unless they stand together.
+    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows:
+        """Return some of the rows; copied unless they are contiguous.
 
         Args:
-            runs: for each rank of the node what it holds, in order: rows ``first`` to ``end`` of a source.
-            own: the index of this rank in the node.
+            runs: for each rank of the node, the rows that it holds, in order: (source, first, end).
+            local: the local index of this rank.
 
         """
         places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
@@ -71,33 +71,33 @@ class DevicePlan(PlannedRows):
         before = {src: sum(map(self.num_rows_of, self.held[:i])) for i, src in enumerate(self.held)}
         return HeldRows(
             first_row=tuple(first_row),
-            row_to_slots=_picked(self.row_to_slots, pieces),
-            weights=None if self.weights is None else _picked(self.weights, pieces),
-            token_to_ranks=_picked(
-                self.token_to_ranks, [(before[src] + first, before[src] + end) for src, first, end in runs[own]]
+            row_to_slots=_concatenated(self.row_to_slots, pieces),
+            weights=None if self.weights is None else _concatenated(self.weights, pieces),
+            token_to_ranks=_concatenated(
+                self.token_to_ranks, [(before[src] + first, before[src] + end) for src, first, end in runs[local]]
             ),
         )
 
     @cached_property
     def slot_weights(self) -> torch.Tensor:
-        """The weight of the row in each slot (num_slots,); zero where none stands."""
+        """Weight of the row in each slot (num_slots,); zero for empty slots."""
         assert self.weights is not None, "there are no weights by slot without weights"
         return self._by_slot(self.weights)
 
     @cached_property
     def slot_to_k(self) -> torch.Tensor:
-        """Which of its token's experts a slot's row is for, int64 (num_slots,); 0 where none stands."""
+        """Index k, among its token's experts, of the row in each slot, int64 (num_slots,); 0 for empty slots."""
         k = torch.arange(self.num_topk, device=self.row_to_slots.device)
         return self._by_slot(k.expand(self.row_to_slots.shape))
 
     def _by_slot(self, values: torch.Tensor) -> torch.Tensor:
-        # One slot more, for all pairs that have none.
+        # One extra slot, for all pairs without a slot.
         slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
         return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
 
 
-def _picked(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Runs of rows, one behind the other; not copied where they stand so already."""
+def _concatenated(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return runs of rows, concatenated; a view if they are contiguous already."""
     runs: list[tuple[int, int]] = []
     for first, end in pieces:
         if first == end:

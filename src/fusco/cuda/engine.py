@@ -1,4 +1,4 @@
-"""The CUDA engine: one rank's part in every verb, as kernels on a stream."""
+"""CUDA engine: one rank's part of every verb, as kernels on a stream."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
-from fusco.cuda.last_work import LastWork
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import StreamOrder
+from fusco.cuda.stream_order import LastWork, StreamOrder
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -56,18 +55,15 @@ from fusco.planner.routing import describe_invalid_id
 from fusco.schedule.cost import CUDA_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
 
-_MAX_TOPK, _MAX_RANKS = 32, 32  # a lane of a warp for each expert of a token, a bit of a word for each rank
-# How long a rank looks without pause for what its peers' processes and its device are about to say: as long as hosts
-# may be ahead of their devices in training. With pauses a device may stand idle for half a millisecond.
-SPIN_S = 50e-3
-_ENDING = 0.5  # of the limit, for what was launched to end before its memory is given back
+_MAX_TOPK, _MAX_RANKS = 32, 32  # one lane of a warp per expert of a token, one bit of a uint32 per rank
+_ENDING = 0.5  # fraction of the time limit, for launched work to complete before its memory is released
 
 
 _PlanT = TypeVar("_PlanT", bound=DevicePlan)
 
 
 class Shuffle(Protocol[_PlanT]):
-    """What depends on whether there is one node, or several. Everything is launched on the given stream."""
+    """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
@@ -91,8 +87,8 @@ class CudaEngine:
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
-        ``library`` is from ``open_library``. The connections stay the caller's, who closes them after
-        this. Only records and words for byte streams stand in their memory; rows never do.
+        ``library`` is from ``open_library``. The caller owns the connections and closes them after this
+        engine. Their memory holds only records and flags of byte streams, never rows.
         """
         device = library.device
         self._topology, self._device = config.topology, device
@@ -106,15 +102,15 @@ class CudaEngine:
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
-            resources.callback(self._let_go_of_memory)
+            resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
             self._shuffle = self._make_shuffle()
             self._watchdog.add_device_probe(self._device_stall)
-            torch.cuda.synchronize(device)  # whichever stream the first verb runs on
-            store_gather.all_gather("arena", "")  # nobody writes to an arena that its owner has not cleared
+            torch.cuda.synchronize(device)  # the first verb may run on any stream
+            store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
             self._resources = resources.pop_all()
 
     def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
@@ -122,7 +118,7 @@ class CudaEngine:
         return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, self._arena.abort)
 
     def _make_shuffle(self) -> Shuffle[Any]:
-        """Of the plans that it makes itself."""
+        """Make the shuffle for one node or several; it takes the plans that it makes."""
         planner = DevicePlanner(self._context)
         own_rows = OwnRows(self._context, self._order.new_stream())
         if not self._network:
@@ -143,10 +139,10 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         """See ``Engine``."""
         report = self._arena.report
-        if report.bad_src >= 0:  # from a dispatch into static rows, which did not wait to see
+        if report.bad_src >= 0:  # from a dispatch into static rows, which does not wait for the report
             reason = describe_invalid_id(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
             bad_src, report.bad_src = report.bad_src, -1
-            return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} gave {reason}")
+            return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} passed {reason}")
         if not report.overflow_needed:
             return None
         error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
@@ -154,7 +150,7 @@ class CudaEngine:
         return error
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
-        """See ``Engine``. Between nodes it waits, on the host, for the counts of rows, and looks at expert ids."""
+        """See ``Engine``. Between nodes the host waits for the counts of rows, and expert ids are validated."""
         launch = request.launch
         inputs = (*request.payloads, request.routing.topk_idx, request.routing.topk_weights)
         with self._order.on_stream(launch, *inputs) as stream:
@@ -207,7 +203,7 @@ class CudaEngine:
         return Pending(sizes.pack(), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """See ``Engine``. In order with everything else on the caller's stream; on one node the host waits for it."""
+        """See ``Engine``. In order with other work on the caller's stream; on one node the host waits for it."""
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
@@ -275,7 +271,7 @@ class CudaEngine:
         if self._order.latest is None:
             return
         done = self._order.mark()
-        self._watchdog.wait_until(done.query, lambda: own_backlog("everything launched to be done"))
+        self._watchdog.wait_until(done.query, lambda: own_backlog("all launched work to complete"))
         self._watchdog.check_device()
 
     def finish(self) -> None:
@@ -300,14 +296,15 @@ class CudaEngine:
         """See ``Engine``."""
         self._resources.close()
 
-    def _let_go_of_memory(self) -> None:
+    def _release_memory(self) -> None:
         if self._has_work_ended():
             self._arena.close()
             return
         leak(self)  # the device may still use it
         warnings.warn(
-            f"what a communicator launched on {self._device} has not ended within {self._ending_s:.1f} s: a kernel of "
-            f"somebody else's is in its way, or the device has failed. The communicator's memory is never given back",
+            f"work that a communicator launched on {self._device} has not completed within {self._ending_s:.1f} s: "
+            f"kernels of another library have not finished, or the device has failed. The communicator's memory is not "
+            f"released",
             stacklevel=2,
         )
 
@@ -317,7 +314,7 @@ class CudaEngine:
                 streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
                 self._last_work = LastWork(streams, self._ending_s)
             return self._last_work.ends()
-        except RuntimeError:  # of CUDA, which will not say more about this device
+        except RuntimeError:  # from CUDA: this device's state is unknown
             return False
 
     def _device_stall(self) -> Stall | None:
@@ -331,9 +328,9 @@ class CudaEngine:
 
 
 def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch.device) -> Library:
-    """The kernels of a device; ``ValueError``, the same on all ranks, for what no GPU, or not this one, can do.
+    """Return the kernels of a device; ``ValueError``, the same on all ranks, for sizes that it does not support.
 
-    To be called before ranks connect: one that leaves while others still do would look as if it had died.
+    Call it before ranks connect: a rank that raises while others connect would look dead to them.
     """
     if config.capacity.num_topk > _MAX_TOPK or config.topology.ranks_per_node > _MAX_RANKS:
         raise ValueError(
@@ -346,7 +343,7 @@ def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch
 
 
 def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
-    """Raise ``ValueError`` if any rank has more experts than a block has room to count for; the same on all ranks."""
+    """Raise ``ValueError``, the same on all ranks, if a block lacks shared memory to count any rank's experts."""
     num_experts = max(map(len, placement.rank_to_experts))
     needed, limit = plan_shared_bytes(num_experts), library.max_shared_bytes
     if needed > limit:
@@ -357,20 +354,20 @@ def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
 
 
 def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]:
-    """Rows in order of the ranks that they go to or come from, where all are of one node."""
+    """Return the rows to or from each rank of the node, as segments; rows are in order of rank."""
     size = row_bytes(rows)
     return {
-        peer: Segments(rows, _word((end - of_peer) * size), _word(of_peer * size))
+        peer: Segments(rows, _int64((end - of_peer) * size), _int64(of_peer * size))
         for peer, (of_peer, end) in enumerate(zip(num_rows, itertools.accumulate(num_rows), strict=True))
     }
 
 
-def _word(value: int) -> torch.Tensor:
+def _int64(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
 def _allocate_together(store_gather: StoreGather, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Peer-visible memory on every rank, or ``SharedMemoryError`` on all of them."""
+    """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
     memory, error = None, ""
     try:
         memory = allocate_visible(num_bytes, device)

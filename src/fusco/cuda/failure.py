@@ -1,4 +1,4 @@
-"""What a wait on the device was for, in words."""
+"""Descriptions of device-side waits that timed out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusco.cuda.kernels.comm import Failure
 
 @dataclass(frozen=True)
 class Phase:
-    """A kind of wait, by its index in ``Phase`` of comm.cuh; for a peer, unless it is known beforehand what is seen."""
+    """Description of a wait, at its index in ``Phase`` of comm.cuh. ``seen`` is set for a wait without a peer."""
 
     name: str
     expected: str
@@ -26,21 +26,21 @@ PHASES = (
     Phase("adding partial sums", "its partial sum of epoch"),
     Phase("leaving", "its release of rows in place of epoch"),
     Phase(
-        "blocks of the own grid meeting",
-        "all blocks of a kernel on the own multiprocessors at once, which are",
-        "fewer, as other kernels occupy these",
+        "grid barrier",
+        "all blocks of a kernel resident on this device at once, which are",
+        "fewer, as other kernels occupy its multiprocessors",
     ),
 )
 
 
 def own_backlog(expected: str) -> Stall:
-    """The words for a wait that needs no peer, but all that is queued before it on the stream."""
-    seen = "work queued before it on the stream, whoever queued it"
-    return Stall("waiting for the own device", (), expected, seen, is_for_own_device=True)
+    """Return the stall of a wait that needs no peer, only the work queued before it on the stream."""
+    seen = "work queued before it on the stream, by fusco or others"
+    return Stall("waiting for the local device", (), expected, seen, is_for_own_device=True)
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
-    """The words for a wait that ran out, on a device whose node has these ranks."""
+    """Return the stall of a device-side wait that timed out; ``node_ranks`` are the ranks of its node."""
     phase = PHASES[failure.phase]
     on_ranks = () if phase.seen else (node_ranks[failure.peer],)
     return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", phase.seen or f"{failure.seen}")

@@ -1,11 +1,12 @@
-"""Between nodes: one copy of a row for each node, in slices, packing, network and scattering all at work at once.
+"""Dispatch and combine between nodes: one copy of a row for each node, in slices that overlap packing and network.
 
-A slice goes through three streams. On one, rows are packed into a slot of a ring; on the network's, they travel into
-the pool of the node's forwarder; on the caller's, all ranks of that node pull them out of the pool into their slots.
-Tokens of the own node go there before all others. Combine is the mirror: a node's sum of a row goes home in one piece.
+A slice passes through three streams. The packing stream gathers rows into a ring slot. The network's stream sends them
+into the pool of the node's forwarder. On the caller's stream, all ranks of that node pull them from the pool into their
+slots. Tokens of this node are scattered before all others. Combine is the mirror: one sum of a row returns from each
+node.
 
-NCCL must be told how much a message has when it is launched. So the host waits once in each dispatch, until the device
-has counted the rows for each node; exactly sized outputs take a second wait, as within a node.
+NCCL needs the size of a message at launch. So the host waits once in each dispatch, until the device has counted the
+rows for each node. Exactly sized outputs need a second wait, as within a node.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from fusco.core.rows import accumulation_dtype, aligned, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan_forwarding import plan_forwarding
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
@@ -36,6 +37,7 @@ from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
+from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
@@ -43,12 +45,9 @@ from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing, describe_invalid_id
 
-# Multiprocessors for moving rows, unless the caller says: faster than networks, and NCCL's kernels need some, too.
-_NUM_SMS = 32
-
 
 class InternodeShuffle:
-    """What one rank does where there are several nodes."""
+    """Dispatch and combine of one rank where there are several nodes."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class InternodeShuffle:
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[InternodePlan]]:
-        """Plan and move rows; waits until the device has counted those for each node.
+        """Prepare planning and moving rows; waits until the device has counted the rows for each node.
 
-        Raises ``ValueError`` for an id that is no expert.
+        Raises ``ValueError`` for an invalid expert id.
         """
         request = replace(request, launch=_with_sms(request.launch))
         routing = replace(request.routing, topk_idx=request.routing.topk_idx.contiguous())
@@ -137,7 +136,7 @@ class InternodeShuffle:
     def _return_sums(
         self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
     ) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
-        """Launch the sums of other nodes' tokens on their way; returns what comes back, and the last arrival."""
+        """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
         plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
         traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
         rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
@@ -191,11 +190,11 @@ class InternodeShuffle:
             num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
             groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
             traffic = InternodeTraffic(self._context.rank, groups, num_rows)
-            told = RoutingMessages(routing, forwarding, traffic)
-            self._pack_routing(told, transfer)
+            messages = RoutingMessages(routing, forwarding, traffic)
+            self._pack_routing(messages, transfer)
         with self._own_rows.staging(transfer) as staging_sms:
-            # Routing travels beside the first slice: by itself it would cost the network's latency once more.
-            sending = self._send(transfer, forwarding, traffic, (told.sends, told.receives))
+            # Routing travels with the first slice: separate, it would cost the network's latency once more.
+            sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
             with profile.spend("wire"):
                 arrivals = list(itertools.islice(sending, 1))
             if arrivals:
@@ -203,7 +202,7 @@ class InternodeShuffle:
             on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
             plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
             with profile.spend("planning"):
-                plan = self._planner.make_plan(plan_type, request, told.published, on_node, stream, traffic.sources)
+                plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
             with profile.spend("wire"):
                 arrivals += sending
             if not request.static:
@@ -215,40 +214,40 @@ class InternodeShuffle:
             self._scatter_slices(plan, transfer, rows, arrivals)
         return DispatchOutput(plan, rows)
 
-    def _pack_routing(self, told: RoutingMessages, transfer: Transfer) -> None:
-        """Ahead of rows."""
+    def _pack_routing(self, routing: RoutingMessages, transfer: Transfer) -> None:
+        """Pack routing before any rows."""
         self._packing_stream.wait_stream(transfer.stream)
         with self._context.timeline.span("gather", "routing", self._packing_stream):
-            told.pack(self._context.launcher(self._packing_stream))
-        transfer.call.profile.internode_metadata_bytes += sum(message.num_bytes for message in told.sends)
+            routing.pack(self._context.launcher(self._packing_stream))
+        transfer.call.profile.internode_metadata_bytes += sum(message.num_bytes for message in routing.sends)
 
     def _send(
         self,
         transfer: Transfer,
         forwarding: DeviceForwarding,
         traffic: InternodeTraffic,
-        beside_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
+        with_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
     ) -> Iterator[torch.cuda.Event]:
-        """Launch the way of each slice into the forwarders' pools; an event for each that arrives here.
+        """Launch the transfer of each slice into the forwarders' pools; yield an event for each that arrives here.
 
-        ``beside_first`` are messages, sent and received, that travel with the first slice.
+        ``with_first``: messages, sent and received, that travel with the first slice.
         """
         timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         starts = self._forwarded_starts(traffic, local, sizes)
-        # Nobody reads the pool any more once everything before this is done.
+        # No peer reads the pool once all earlier work is complete.
         self._network.stream.wait_stream(transfer.stream)
         packing.wait_stream(transfer.stream)
         for number in range(traffic.num_slices(rows_per_slice)):
             free = self._ring.slot(number, packing)
-            going = traffic.sends(number, rows_per_slice)
-            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in going]
+            outgoing = traffic.sends(number, rows_per_slice)
+            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in outgoing]
             with timeline.span("gather", f"slice {number}", packing):
                 packed = self._pack(transfer.payloads, places, free)
             sends: list[Message] = []
             for messages in packed:
-                forwarders = (forwarder for _, forwarder, _, _ in going)
+                forwarders = (forwarder for _, forwarder, _, _ in outgoing)
                 sends += messages_of(zip(forwarders, messages, strict=True))
             receives: list[Message] = []
             first_row = traffic.first_in_pool(local, number, rows_per_slice)
@@ -258,14 +257,14 @@ class InternodeShuffle:
                     receives += messages_of([(src, arriving)])
                 first_row += end - first
             _count_rows(sends, transfer.call)
-            more = beside_first if number == 0 else ((), ())
+            more = with_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
             yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
 
     def _pack(
         self, payloads: Sequence[torch.Tensor], places: Sequence[torch.Tensor], free: torch.Tensor
     ) -> list[list[torch.Tensor]]:
-        """For each payload a message to each other node: its rows at ``places``, packed into ``free`` bytes."""
+        """Return, per payload, a message to each other node: its rows at ``places``, packed into ``free`` bytes."""
         launcher, packed = self._context.launcher(self._packing_stream), []
         for payload in payloads:
             messages = []
@@ -302,7 +301,7 @@ class InternodeShuffle:
                 [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
                 for of_rank, first_row in zip(addresses, first_rows, strict=True)
             ]
-            # In place: each rank announces its rows when it comes here, and stays until all others have read them.
+            # As rows in place: each rank announces its rows here and waits until all others have read them.
             with self._context.timeline.span("scatter", f"slice {number}", stream):
                 num_sms = scatter_rows(
                     launcher,
@@ -317,7 +316,7 @@ class InternodeShuffle:
             transfer.call.profile.count_sms(num_sms)
 
     def _forwarded_starts(self, traffic: InternodeTraffic, local: int, sizes: list[int]) -> list[int]:
-        """Where each payload of what a rank of the node forwards begins in its arena."""
+        """Return the arena offsets of the payloads that a rank of the node forwards."""
         num_rows = traffic.num_forwarded[local]
         return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
@@ -338,10 +337,10 @@ def _count_rows(sends: Sequence[Message], call: Call) -> None:
 
 
 def _with_sms(launch: Launch) -> Launch:
-    return launch if launch.num_sms else replace(launch, num_sms=_NUM_SMS)
+    return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)
 
 
 def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some bytes, and what is left behind them, aligned."""
+    """Return the first bytes, and the rest, aligned."""
     aligned = -(-num_bytes // 16) * 16
     return free[:num_bytes], free[aligned:]

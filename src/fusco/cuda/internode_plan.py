@@ -1,4 +1,4 @@
-"""A plan between nodes: on the device by token, on the host by rank, node and slice."""
+"""Plan of a dispatch between nodes: per token on the device; per rank, node and slice on the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class InternodePlan(DevicePlan):
     """A plan between nodes.
 
     Attributes:
-        traffic: who sends how much where.
-        forwarding: which tokens this rank sends.
+        traffic: the number of rows from each rank to each node, and the forwarders.
+        forwarding: the tokens that this rank sends to other nodes.
 
     """
 
@@ -30,7 +30,7 @@ class InternodePlan(DevicePlan):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on the device, what was copied together for earlier calls included."""
+        """All tensors that it holds on the device, including copies made for earlier calls."""
         own_rows = vars(self).get("own_rows")
         copied = [own_rows] if own_rows else []
         copied += itertools.chain.from_iterable(self._slices.values())

@@ -1,4 +1,4 @@
-"""Within a node: planning, pulling rows into their slots, and summing them up again, as kernels on one stream."""
+"""Dispatch and combine within a node: plan, pull rows into their slots, and sum them, as kernels on one stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusco.planner.routing import Routing
 
 
 class IntranodeShuffle:
-    """What one rank does where there is one node."""
+    """Dispatch and combine of one rank where there is one node."""
 
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
@@ -80,7 +80,7 @@ class IntranodeShuffle:
             self._planner.begin(stream)
         with self._own_rows.staging(transfer) as staging_sms:
             with profile.spend("planning"):
-                routing_of_rank = [(routing.topk_idx.contiguous(), travelling_weights(routing))]
+                routing_of_rank = [(routing.topk_idx.contiguous(), detached_weights(routing))]
                 num_rows = [of_rank.num_tokens for of_rank in transfer.published]
                 plan = self._planner.make_plan(DevicePlan, request, routing_of_rank, num_rows, stream)
                 if not request.static:
@@ -92,6 +92,6 @@ class IntranodeShuffle:
         return DispatchOutput(plan, rows)
 
 
-def travelling_weights(routing: Routing) -> torch.Tensor | None:
-    """Weights as they are sent, contiguous."""
+def detached_weights(routing: Routing) -> torch.Tensor | None:
+    """Return the weights, detached and contiguous, or ``None``."""
     return None if routing.topk_weights is None else routing.topk_weights.detach().contiguous()

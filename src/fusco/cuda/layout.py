@@ -1,4 +1,4 @@
-"""Where everything stands in a rank's peer-visible device memory: the one place that computes offsets, and so sizes."""
+"""Layout of a rank's peer-visible device memory: the only place that computes offsets, and so sizes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from functools import cached_property
 from fusco.core.config import Capacity, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 
-MAX_PAYLOADS = 8  # of a dispatch
-# Settings.slice_bytes says why, and who may choose otherwise.
-_STREAM_SLICE_BYTES, _NETWORK_SLICE_BYTES = 1 << 20, 16 << 20
-_ALIGNMENT = 128  # a cache line, and the largest access of a warp's lane many times over
+MAX_PAYLOADS = 8  # per dispatch
+_ALIGNMENT = 128  # a cache line; a multiple of the widest access of a lane, 16 bytes
 
 
 def _align(num_bytes: int) -> int:
@@ -24,8 +23,8 @@ def _align(num_bytes: int) -> int:
 class DeviceLayout:
     """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh.
 
-    The pool has room for the own rows, and behind them for those that this rank forwards for its node: from one rank of
-    each other node.
+    The pool has room for this rank's rows, followed by the rows that it forwards for its node: from one rank of each
+    other node.
     """
 
     topology: Topology
@@ -34,12 +33,12 @@ class DeviceLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that see each other's memory: those of a node."""
+        """Ranks of a node, which access each other's memory."""
         return self.topology.ranks_per_node
 
     @property
     def max_rows(self) -> int:
-        """Most rows that a rank holds at once in one launch: its tokens, or a slice with a row of each other node."""
+        """Maximum number of rows that a rank holds in one launch: its tokens, or a slice with a row per other node."""
         return max(self.capacity.max_tokens_per_rank, self.topology.num_nodes - 1)
 
     @property
@@ -54,7 +53,7 @@ class DeviceLayout:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each section begins; ``"end"`` is the size of it all."""
+        """Offset of each section in bytes; ``"end"`` is the total size."""
         tokens, ranks, sources = self.max_rows, self.num_ranks, self.topology.world_size
         pairs = tokens * self.capacity.num_topk
         sizes = {
@@ -77,54 +76,54 @@ class DeviceLayout:
 
     @property
     def ring_depth(self) -> int:
-        """Slots of the ring to each peer."""
+        """Slots of a ring; there is one ring to each peer."""
         return self.settings.ring_depth
 
     @property
     def slot_bytes(self) -> int:
-        """A slot of a ring: one slice of a byte stream within the node."""
-        return _align(self.settings.slice_bytes or _STREAM_SLICE_BYTES)
+        """Bytes of a ring slot: one slice of a byte stream within the node."""
+        return _align(self.settings.slice_bytes or STREAM_SLICE_BYTES)
 
     @property
     def slice_bytes(self) -> int:
-        """What a rank sends to all other nodes together before it sends more."""
-        return self.settings.slice_bytes or _NETWORK_SLICE_BYTES
+        """Bytes of a slice: what a rank sends to all other nodes together at a time."""
+        return self.settings.slice_bytes or NETWORK_SLICE_BYTES
 
     @property
     def network_slot_bytes(self) -> int:
-        """A slot of the ring of slices between nodes: at least one row for each, and room to align every message."""
+        """Bytes of a slot for slices between nodes: at least one row for each, and padding to align every message."""
         num_remote = self.topology.num_nodes - 1
         least = self.capacity.max_row_bytes * num_remote
         return _align(max(self.slice_bytes, least)) + _ALIGNMENT * MAX_PAYLOADS * num_remote
 
     def rows_per_slice(self, row_bytes: int) -> int:
-        """Rows that go to each other node in a slice; as many for all of them together as fit into the pool of sums."""
+        """Return the rows of a slice to each other node; those of all nodes together fit into the section of sums."""
         num_remote = self.topology.num_nodes - 1
         by_bytes = self.slice_bytes // max(1, row_bytes * num_remote)
         return max(1, min(by_bytes, self.max_rows // num_remote))
 
     def ring_offset(self, consumer: int, message: int) -> int:
-        """Where a message to a rank stands."""
+        """Return the offset of a message to a rank."""
         slot = consumer * self.ring_depth + message % self.ring_depth
         return self.offsets["rings"] + slot * self.slot_bytes
 
     def pool_offset(self, num_tokens: int, row_bytes: list[int], payload: int) -> int:
-        """Where the rows of a payload stand in the pool of a rank with ``num_tokens`` tokens."""
+        """Return the offset of a payload's rows in the pool of a rank with ``num_tokens`` tokens."""
         before = sum(_align(num_tokens * size) for size in row_bytes[:payload])
         return self.offsets["pool"] + before
 
     def forwarded_offset(self, num_rows: int, row_bytes: list[int], payload: int) -> int:
-        """The same for the rows that a rank forwards, ``num_rows`` of them."""
+        """Return the same for the ``num_rows`` rows that a rank forwards."""
         return self._part_bytes(1) + self.pool_offset(num_rows, row_bytes, payload)
 
     def _part_bytes(self, num_nodes: int) -> int:
-        """Room in the pool for the rows of one rank of each of some nodes."""
+        """Return the bytes of the pool for the rows of one rank from each of ``num_nodes`` nodes."""
         rows = self.max_rows * num_nodes
         return _align(self.capacity.max_row_bytes * rows) + _ALIGNMENT * MAX_PAYLOADS
 
     @property
     def memory_size(self) -> MemorySize:
-        """What this comes to, of device memory."""
+        """Device memory by purpose."""
         at = self.offsets
         return MemorySize(
             control_bytes=at["ids"],
@@ -136,5 +135,5 @@ class DeviceLayout:
 
     @property
     def _private_bytes(self) -> int:
-        """Slices on their way to other nodes."""
+        """Bytes of the ring for slices to other nodes."""
         return self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0

@@ -1,7 +1,7 @@
-"""NCCL's point-to-point messages between device memories, on streams of ours and with limits of ours.
+"""NCCL point-to-point messages between device memories, on given streams and with time limits.
 
-Not through PyTorch's process group: that one makes connections without a limit, runs on streams of its own, and ends
-the process if a peer fails. Nor in NCCL's non-blocking mode, in which every launch costs the host a millisecond.
+PyTorch's process group is not used: it connects without a time limit, uses its own streams, and ends the process if a
+peer fails. NCCL's non-blocking mode is not used either: in it, every launch costs the host a millisecond.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fusco.core.errors import Stall, TransportError
 _SUCCESS, _IN_PROGRESS = 0, 7
 _INT8 = 0
 _UNIQUE_ID_BYTES = 128
-_LAUNCHING_S = 0.5  # longer than any launch that does not wait for a peer
+_LAUNCHING_S = 0.5  # longer than any launch that does not wait for a peer; source not recorded
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
 
 
-_CONFIGURABLE_VERSION = 22800  # since when a communicator can be told how many channels to use
+_CONFIGURABLE_VERSION = 22800  # the first version whose config has nChannelsPerNetPeer
 _UNDEFINED = -(2**31)
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` as of ``_CONFIGURABLE_VERSION``; later versions take it, and have more behind it."""
+    """``ncclConfig_t`` as of ``_CONFIGURABLE_VERSION``; later versions accept it, and append fields."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -50,7 +50,7 @@ class _Config(ctypes.Structure):
 
     @classmethod
     def of_channels(cls, num_channels: int) -> _Config:
-        """Everything as NCCL has it but the channels to a peer of another node."""
+        """Return NCCL's defaults, except for the channels per peer on another node."""
         config = cls(size=ctypes.sizeof(cls), magic=0xCAFEBEEF, version=_CONFIGURABLE_VERSION)
         for field in cls._fields_:
             if field[1] is ctypes.c_int:
@@ -61,7 +61,7 @@ class _Config(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Message:
-    """Some device memory that goes to a rank, or comes from it."""
+    """Device memory to send to a rank, or to receive from it."""
 
     peer: int
     address: int
@@ -69,7 +69,7 @@ class Message:
 
 
 class NcclTransport:
-    """One rank's end of a communicator of NCCL's among all ranks. ``abort`` may be called from another thread."""
+    """NCCL communicator of all ranks. ``abort`` may be called from another thread."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class NcclTransport:
         """Connect, together with all ranks.
 
         Args:
-            store_gather: finds them.
-            device: whose memory messages come from and go to.
-            wait_until: waits for a condition, and raises if a rank does not come.
-            channels_per_peer: how many of NCCL's channels carry messages to a rank of another node, where NCCL can be
-                told and ``NCCL_NCHANNELS_PER_NET_PEER`` does not say otherwise; ``None`` leaves it to NCCL.
+            store_gather: distributes the unique id.
+            device: the device of all messages.
+            wait_until: waits for a condition, and raises if a rank is missing.
+            channels_per_peer: number of NCCL channels to a rank of another node, where NCCL supports it and
+                ``NCCL_NCHANNELS_PER_NET_PEER`` is not set; ``None`` leaves it to NCCL.
 
         Raises:
-            TransportError: if NCCL fails; or whatever ``wait_until`` raises if a rank does not come.
+            TransportError: if NCCL fails. Errors of ``wait_until`` pass through.
 
         """
         self._nccl = _library()
@@ -111,7 +111,7 @@ class NcclTransport:
                 result = self._nccl.ncclCommInitRankConfig(*arguments, ctypes.byref(config))
             return result
 
-        # In a thread, as it waits for all ranks without a limit.
+        # In a thread, since it waits for all ranks without a time limit.
         connecting = in_thread(connect)
         others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
         stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
@@ -119,10 +119,10 @@ class NcclTransport:
         self._check(connecting.result(), "connecting")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
-        """Launch messages that travel side by side, on a stream. Every rank's sends and receives must match.
+        """Launch one group of messages on a stream. The sends and receives of all ranks must match.
 
-        The first messages between two ranks connect them, for which each waits for the other. Does nothing after
-        ``abort``, and returns soon if it is called meanwhile.
+        The first messages between two ranks connect them, and each waits for the other. Does nothing after ``abort``,
+        and returns soon if ``abort`` is called meanwhile.
         """
         with self._lock:
             if not (self._is_open and (sends or receives)):
@@ -144,13 +144,13 @@ class NcclTransport:
                     result = call(message.address, message.num_bytes, _INT8, message.peer, self._comm, stream)
                     self._check(result, f"a message of {message.num_bytes} bytes with rank {message.peer}")
         except TransportError:
-            self._nccl.ncclGroupEnd()  # in an open group, whatever else this thread asks of NCCL would be put off
+            self._nccl.ncclGroupEnd()  # in an open group, NCCL would defer all later calls of this thread
             raise
         self._check(self._nccl.ncclGroupEnd(), "launching messages")
 
     @property
     def failure(self) -> str:
-        """What went wrong on the network, or ``""``."""
+        """NCCL's asynchronous error, or ``""``."""
         with self._lock:
             if not self._is_open:
                 return ""
@@ -159,21 +159,21 @@ class NcclTransport:
         return "" if result in (_SUCCESS, _IN_PROGRESS) else f"NCCL: {self._text(result)}"
 
     def abort(self) -> None:
-        """End everything under way, which leaves garbage, and give everything back; a second call does nothing."""
+        """Abort everything in flight, which leaves undefined data, and free resources. A second call does nothing."""
         with self._lock:
             if not (self._is_open and self._comm):
                 return
             self._is_open = False
-        # A launch is over at once, or it waits for a peer, and only this ends it.
+        # A launch returns at once, or it waits for a peer and only this ends it.
         deadline = time.monotonic() + _LAUNCHING_S
         while self._is_launching and time.monotonic() < deadline:
             time.sleep(_LAUNCHING_S / 100)
         self._nccl.ncclCommAbort(self._comm)
 
     def finish(self) -> None:
-        """Give everything back, together with all ranks, once nothing is under way on any; ``abort`` does nothing then.
+        """Free resources, together with all ranks, once nothing is in flight on any; then ``abort`` does nothing.
 
-        To be called while nobody launches anything. Waits for all ranks, without a limit.
+        No thread may launch messages meanwhile. Waits for all ranks, without a time limit.
         """
         with self._lock:
             if not self._is_open:
@@ -193,13 +193,13 @@ class NcclTransport:
 
     def _text(self, result: int) -> str:
         last: bytes = self._nccl.ncclGetLastError(None) or b""
-        words: bytes = self._nccl.ncclGetErrorString(result)
-        return f"{words.decode()} {last.decode(errors='replace').strip()}".strip()
+        error: bytes = self._nccl.ncclGetErrorString(result)
+        return f"{error.decode()} {last.decode(errors='replace').strip()}".strip()
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The NCCL that PyTorch has loaded."""
+    """Return the NCCL library that PyTorch has loaded."""
     try:
         nccl = ctypes.CDLL("libnccl.so.2")
     except OSError as error:

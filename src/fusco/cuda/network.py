@@ -1,8 +1,8 @@
-"""Messages between nodes on a stream of their own, and a thread that ends them when nobody comes.
+"""NCCL send and receive on a dedicated stream, with a watchdog thread that aborts NCCL on timeout.
 
-A kernel of NCCL's waits for its peer without a limit, and so does whoever waits for the stream behind it. The guard
-gives up when nothing has arrived for as long as the limit, when a rank has died or left, or when NCCL says that the
-network failed: it aborts NCCL, so that streams go on, and keeps the words for the error that the next call raises.
+An NCCL kernel waits for its peer without a limit, and so does all later work on its stream. The watchdog thread gives
+up when no message has completed within the time limit, when a rank has died or left, or when NCCL reports an error. It
+aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from fusco.control.threads import within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message, NcclTransport
-from fusco.cuda.threads import enter_device
+from fusco.cuda.tuning import channels_per_peer
 
-# NCCL's channels for all that a rank sends to other nodes at a time, which as a rule is one message to each. NCCL 2.28
-# takes two for a peer, with which one peer got less over sockets than two (docs/performance/internode.md).
-_NUM_CHANNELS, _CHANNELS_OF_NCCL = 4, 2
-_BETWEEN_LOOKS_S = 0.02
-_ENDING = 0.25  # of the limit, for each step of the end: NCCL frees device memory, which waits for anybody's kernels
+_POLL_INTERVAL_S = 0.02
+# Fraction of the time limit for each step of closing. NCCL frees device memory, which waits for all kernels.
+_ENDING = 0.25
 
 
 def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
-    """One for each rank and its memory, none where there is nothing to send."""
+    """Return a message for each rank and its memory, except for empty memory."""
     return [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in memories if memory.nbytes]
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _InFlight:
     is_done: Callable[[], bool]
     stall: Stall
 
 
 class Network:
-    """Sends and receives device memory between ranks of different nodes, in the order of calls."""
+    """Sends and receives device memory between ranks of different nodes, in order of calls."""
 
     def __init__(
         self,
@@ -56,48 +54,48 @@ class Network:
         """Connect, together with all ranks.
 
         Args:
-            store_gather: finds them.
-            watchdog: waits for them.
-            stream: on which messages travel.
-            num_remote_nodes: to how many nodes they go.
-            timeout_s: after how long without progress NCCL is ended.
-            on_stall: called just before that.
+            store_gather: all-gathers with all ranks.
+            watchdog: waits for all ranks.
+            stream: the stream of all messages.
+            num_remote_nodes: the number of other nodes.
+            timeout_s: NCCL is aborted after this long without progress.
+            on_stall: called just before NCCL is aborted.
 
         """
         device = stream.device
-        channels = _NUM_CHANNELS // num_remote_nodes
-        wanted = channels if channels > _CHANNELS_OF_NCCL else None
-        self._nccl = NcclTransport(store_gather, device, watchdog.wait_until, channels_per_peer=wanted)
+        self._nccl = NcclTransport(
+            store_gather, device, watchdog.wait_until, channels_per_peer=channels_per_peer(num_remote_nodes)
+        )
         self._watchdog = watchdog
         self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = stream
         self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, device, on_stall)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
-        """Launch messages that travel side by side; the event is recorded once they are through."""
+        """Launch one group of messages; return the event of their completion."""
         peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
         num_bytes = sum(message.num_bytes for message in receives)
         stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
         has_launched = threading.Event()
-        self.nccl_watchdog.watch_over(has_launched.is_set, stall)
+        self.nccl_watchdog.watch(has_launched.is_set, stall)
         try:
             self._nccl.exchange(sends, receives, self.stream.cuda_stream)
         except TransportError as error:
             self._watchdog.ask_everybody(stall, str(error))
-            raise  # though all ranks live
+            raise  # all ranks are alive
         has_launched.set()
         done = torch.cuda.Event()
         done.record(self.stream)
-        self.nccl_watchdog.watch_over(done.query, stall)
+        self.nccl_watchdog.watch(done.query, stall)
         return done
 
     def finish(self) -> None:
-        """Give everything back, together with all ranks, once nothing is under way on any."""
+        """Free NCCL, together with all ranks, once nothing is in flight on any."""
         self.nccl_watchdog.close()
         self._end(self._nccl.finish)
 
     def close(self) -> None:
-        """Give everything back; what is still under way is ended."""
+        """Abort everything in flight, and free NCCL."""
         self.nccl_watchdog.close()
         self._end(self._nccl.abort)
 
@@ -108,14 +106,14 @@ class Network:
 
         if not within(self._ending_s, in_thread):
             warnings.warn(
-                f"NCCL has not given back what it has on {self._device} within {self._ending_s:.1f} s: a rank, or a "
-                f"kernel on the device, is in its way. A thread goes on waiting for it",
+                f"NCCL has not freed its resources on {self._device} within {self._ending_s:.1f} s: a rank or a kernel "
+                f"on the device has not finished. A background thread keeps waiting for it",
                 stacklevel=2,
             )
 
 
 class NcclWatchdog:
-    """Watches over what is under way on the network."""
+    """Thread that limits the waits of NCCL kernels."""
 
     def __init__(
         self,
@@ -125,25 +123,25 @@ class NcclWatchdog:
         device: torch.device,
         on_stall: Callable[[], None],
     ) -> None:
-        """``on_stall`` is called, in the guard's thread, when it gives up and before it ends NCCL."""
+        """``on_stall`` is called in the watchdog thread, before it aborts NCCL."""
         self._nccl, self._watchdog, self._timeout_s, self._device = nccl, watchdog, timeout_s, device
         self._on_stall = on_stall
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._since_progress = time.monotonic()
         self._has_work, self._is_closed = threading.Event(), False
-        self.stall: Stall | None = None  # what was waited for when the guard gave up
-        self._thread = threading.Thread(target=self._run, name="fusco network guard", daemon=True)
+        self.stall: Stall | None = None  # the wait that timed out
+        self._thread = threading.Thread(target=self._run, name="fusco NCCL watchdog", daemon=True)
         self._thread.start()
 
-    def watch_over(self, is_done: Callable[[], bool], stall: Stall) -> None:
-        """Give up if ``is_done`` stays false while nothing else gets done either."""
-        if not self._under_way:
+    def watch(self, is_done: Callable[[], bool], stall: Stall) -> None:
+        """Time out if ``is_done`` stays false and no other watched condition becomes true."""
+        if not self._in_flight:
             self._since_progress = time.monotonic()
-        self._under_way.append(_UnderWay(is_done, stall))
+        self._in_flight.append(_InFlight(is_done, stall))
         self._has_work.set()
 
     def close(self) -> None:
-        """End the thread. One that ends NCCL is not waited for beyond a limit."""
+        """End the thread; if it is aborting NCCL, wait for a limited time only."""
         self._is_closed = True
         self._has_work.set()
         self._thread.join(_ENDING * self._timeout_s)
@@ -151,33 +149,50 @@ class NcclWatchdog:
     def _run(self) -> None:
         try:
             enter_device(self._device)
-            self._look_after_network()
-        except Exception as error:  # noqa: BLE001  nobody would look after the network any more
+            self._poll()
+        except Exception as error:  # noqa: BLE001  without this thread, waits would have no limit
             seen = f"{type(error).__name__}: {error}"
-            self._give_up(Stall("looking after the network", (), "its state", seen))
+            self._give_up(Stall("watching the network", (), "its state", seen))
 
-    def _look_after_network(self) -> None:
+    def _poll(self) -> None:
         while not self._is_closed:
-            if not self._under_way:
+            if not self._in_flight:
                 self._has_work.wait()
                 self._has_work.clear()
                 continue
-            oldest = self._under_way[0]
+            oldest = self._in_flight[0]
             if oldest.is_done():
-                self._under_way.popleft()
+                self._in_flight.popleft()
                 self._since_progress = time.monotonic()
                 continue
-            if self._is_in_vain():
+            if self._should_give_up():
                 self._give_up(oldest.stall)
                 return
-            time.sleep(_BETWEEN_LOOKS_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _give_up(self, stall: Stall) -> None:
         self.stall = stall
-        self._under_way.clear()
+        self._in_flight.clear()
         self._on_stall()
         self._nccl.abort()
 
-    def _is_in_vain(self) -> bool:
+    def _should_give_up(self) -> bool:
         is_late = time.monotonic() - self._since_progress > self._timeout_s
         return is_late or self._watchdog.is_anybody_gone or bool(self._nccl.failure)
+
+
+def enter_device(device: torch.device) -> None:
+    """Make ``device`` current in this helper thread without invalidating a CUDA-graph capture in another thread.
+
+    ``torch.cuda.graph`` captures in global mode, in which even an event query in any other thread fails and
+    invalidates the capture. A thread in thread-local mode is exempt. ``TransportError`` if the mode cannot be set.
+    """
+    if not torch.cuda.is_available():
+        return  # the device is simulated
+    from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
+
+    torch.cuda.set_device(device)
+    thread_local = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    result, _ = driver.cuThreadExchangeStreamCaptureMode(thread_local)
+    if int(result):
+        raise TransportError(f"a thread for {device} could not set its stream capture mode: {result.name}")

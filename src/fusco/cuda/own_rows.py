@@ -1,4 +1,4 @@
-"""Rows of the node's own ranks: where peers find them, how they get there, and into which slots they are pulled."""
+"""Rows of this node's ranks: publish their addresses, stage them in the pool, scatter them into their slots."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.scatter_rows import is_staged, scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows
 
-_STAGED = -1  # no buffer: rows are where peers read them in the pool
+_STAGED = -1  # no buffer: rows are staged in the pool
 
 
 @dataclass(frozen=True)
 class PublishedRows:
-    """What a rank tells the others of the rows that it dispatches.
+    """Location and counts of the rows that a rank dispatches, as other ranks need them.
 
     Attributes:
         num_tokens: of the rank.
-        buffer: which of the buffers that peers see holds the rows, -1 if they are staged in the pool.
-        offset: the byte of the buffer at which they begin.
-        num_rows_to_node: tokens that concern each other node; none where there is one node, or an earlier plan.
+        buffer: index of the peer-visible buffer that holds the rows; -1 if they are staged in the pool.
+        offset: byte offset of the rows in the buffer.
+        num_rows_to_node: tokens for each other node; empty if there is one node, or with an earlier plan.
 
     """
 
@@ -40,30 +40,30 @@ class PublishedRows:
 
     @property
     def is_in_buffer(self) -> bool:
-        """Whether peers read the rows where the caller has them."""
+        """True if peers read the rows in place, from the caller's tensor."""
         return self.buffer != _STAGED
 
     def pack(self) -> list[int]:
-        """As counts."""
+        """Return the counts of a record."""
         return [self.num_tokens, self.buffer, self.offset, *self.num_rows_to_node]
 
     @classmethod
     def unpack(cls, counts: Sequence[int]) -> PublishedRows:
-        """From counts."""
+        """Return the inverse of ``pack``."""
         num_tokens, buffer, offset, *num_rows_to_node = counts
         return cls(num_tokens, buffer, offset, tuple(num_rows_to_node))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What one call moves, once all ranks have agreed.
+    """Rows that one call moves, once all ranks have agreed.
 
     Attributes:
         payloads: rows of this rank, aligned.
-        published: what each rank of the group told.
-        launch: how to use the device.
-        stream: on which everything is launched.
-        call: where times and multiprocessors are counted.
+        published: published by each rank of the group.
+        launch: launch options.
+        stream: the stream for all launches.
+        call: counts times and SMs.
 
     """
 
@@ -84,7 +84,7 @@ class OwnRows:
     def publish(
         self, num_tokens: int, payloads: Sequence[torch.Tensor], num_rows_to_node: Sequence[int] = ()
     ) -> PublishedRows:
-        """Say where peers find the rows: in a buffer that they see, or in the pool."""
+        """Return where peers find the rows: in a peer-visible buffer, or in the pool."""
         buffer, offset = _STAGED, 0
         if len(payloads) == 1 and payloads[0].numel():
             buffer, offset = self._arena.place_of(payloads[0])
@@ -92,9 +92,9 @@ class OwnRows:
 
     @contextmanager
     def staging(self, transfer: Transfer) -> Iterator[int]:
-        """Copy rows to where peers read them, beside what is launched inside; rows in place stay where they are.
+        """Copy rows into the pool, concurrently with work launched inside; rows in place are not copied.
 
-        Gives the multiprocessors that it takes.
+        Yields the number of SMs that it takes.
         """
         payloads, stream, context = transfer.payloads, transfer.stream, self._context
         if not self._is_staged(transfer.published[self._arena.rank]):
@@ -116,7 +116,7 @@ class OwnRows:
         stream.wait_event(self._has_staged)
 
     def scatter(self, plan: DevicePlan, held: HeldRows, transfer: Transfer, staging_sms: int) -> list[torch.Tensor]:
-        """Make the outputs, and fill them from the tokens of this node's ranks, while staging takes ``staging_sms``."""
+        """Return the outputs, filled with the tokens of this node's ranks, while staging takes ``staging_sms``."""
         outputs = [payload.new_empty(plan.num_slots, *payload.shape[1:]) for payload in transfer.payloads]
         moved = [
             Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload), output_address=output.data_ptr())
@@ -150,5 +150,5 @@ class OwnRows:
         return outputs
 
     def _is_staged(self, published: PublishedRows) -> bool:
-        """Whether a rank of this node copies its rows to where peers read them; with no peers nobody reads them."""
+        """Return whether a rank of this node copies its rows into the pool; without peers no rank does."""
         return not published.is_in_buffer and len(self._arena.node_ranks) > 1

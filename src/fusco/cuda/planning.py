@@ -1,4 +1,4 @@
-"""Planning on the device: the kernel's call, the one wait for the size of an output, and ids that are no expert."""
+"""Planning on the device: the kernel's launch, the one wait for the output's size, and invalid expert ids."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fusco.planner.routing import Routing, describe_invalid_id
 _Plan = TypeVar("_Plan", bound=DevicePlan)
 
 _NO_LIMIT = 2**31 - 1
-_NARROWED = 2**31 - 1  # what the plan's kernel makes of a larger id, and less than none of a smaller one
+_CLAMPED = 2**31 - 1  # the kernel clamps ids outside int32 to +-(2**31 - 1)
 
 
 class DevicePlanner:
-    """Makes the plans of one rank, one after the other."""
+    """Makes the plans of one rank, in order."""
 
     def __init__(self, context: CudaContext) -> None:
         self._context, self._arena, self._placement = context, context.arena, context.placement
-        self._has_come_to_plan = torch.cuda.Event()  # between nodes the host has waited so far anyway
+        self._reached_plan = torch.cuda.Event()  # unused between nodes: there the host has waited already
         self._num_plans = 0
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """Mark where the stream comes to the next plan; what is waited for before that is no peer's fault."""
-        self._has_come_to_plan.record(stream)
+        """Record an event ahead of the next plan: until it completes, no peer is to blame for a wait."""
+        self._reached_plan.record(stream)
 
     def make_plan(
         self,
@@ -47,11 +47,11 @@ class DevicePlanner:
         """Plan on the device.
 
         Args:
-            plan_type: takes the fields of ``DevicePlan``.
-            request: what is dispatched.
+            plan_type: constructor that takes the fields of ``DevicePlan``.
+            request: the dispatch.
             routing: ids and weights that this rank publishes: its own, then those of its counterparts on other nodes.
-            num_rows: of each source on this node.
-            stream: on which to launch.
+            num_rows: rows of each source on this node.
+            stream: the stream to launch on.
             held: sources whose rows this rank forwards.
 
         """
@@ -92,12 +92,12 @@ class DevicePlanner:
         return plan
 
     def size_exactly(self, plan: _Plan) -> _Plan:
-        """Wait until the plan is made, for the one number that the host needs."""
+        """Wait for the plan, and return it with its number of slots, the only value that the host needs."""
         report, ticket = self._arena.report, self._num_plans
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 
         def stall() -> Stall:
-            if not self._has_come_to_plan.query():
+            if not self._reached_plan.query():
                 return own_backlog("the plan")
             return Stall("planning on the device", peers, "the plan", "none yet")
 
@@ -105,9 +105,9 @@ class DevicePlanner:
         return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
-        """What is wrong with an id that is no expert: for whoever gave it a ``ValueError``, and all others know.
+        """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection.
 
-        Of the latest plan, that is. What an earlier one found, into static rows, is told by ``Engine.pending_error``.
+        ``Engine.pending_error`` returns those of earlier plans, into static rows.
         """
         report = self._arena.report
         src = report.bad_src
@@ -115,7 +115,7 @@ class DevicePlanner:
             return None
         report.bad_src = -1
         token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
-        if src == self._arena.rank and abs(bad_id) == _NARROWED:
+        if src == self._arena.rank and abs(bad_id) == _CLAMPED:
             bad_id = int(routing.topk_idx[token, k])
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:

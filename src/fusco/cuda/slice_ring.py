@@ -1,4 +1,4 @@
-"""Slots for slices on their way between nodes, each free again once the network is through with it."""
+"""Ring buffer for slices sent between nodes. A slot is free again once the network has sent it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusco.cuda.network import Network
 
 
 class SliceRing:
-    """Slices of any call take the slots in turn; nothing of it is known to other ranks."""
+    """Local ring buffer; slots are used round-robin across calls."""
 
     def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
         self._network = network
@@ -21,7 +21,7 @@ class SliceRing:
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
 
     def slot(self, number: int, stream: torch.cuda.Stream) -> torch.Tensor:
-        """The bytes of a slice's slot, which the stream waits for."""
+        """Return the slot of a slice; the stream waits until it is free."""
         if is_free := self._is_free[number % len(self._is_free)]:
             stream.wait_event(is_free)
         return self._slots[number % len(self._slots)]
@@ -35,7 +35,7 @@ class SliceRing:
         producer: torch.cuda.Stream,
         timeline: Timeline | NoTimeline,
     ) -> torch.cuda.Event:
-        """Send a slice, once its producer's stream has come so far, beside what is received; the event is its end."""
+        """Send a slice after all work on its producer's stream, and receive; return the event of their completion."""
         stream = self._network.stream
         stream.wait_stream(producer)
         with timeline.span("network", what, stream):

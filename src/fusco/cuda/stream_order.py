@@ -1,27 +1,30 @@
-"""On which stream a rank's work is launched, and in what order with everything before."""
+"""The streams of a communicator: launches in issue order, and a wait with a timeout for all launched work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from fusco.core.config import Launch
 
+_POLL_INTERVAL_S = 1e-3
+
 
 class StreamOrder:
-    """Keeps all that a communicator launches in one order, on whichever streams; replays of graphs are the caller's."""
+    """Keeps all launches of a communicator in one order, on any streams. The caller orders graph replays."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.streams: list[torch.cuda.Stream] = []  # all that are launched on
+        self.streams: list[torch.cuda.Stream] = []  # all streams with launches
         self.own = self.new_stream()
         self._done = torch.cuda.Event()
-        self.latest: torch.cuda.Stream | None = None  # on which the latest call was launched
+        self.latest: torch.cuda.Stream | None = None  # of the latest call
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """Make a stream on which the communicator launches, too; the lower its number, the higher its priority."""
+        """Add a stream of the communicator; a lower number is a higher priority."""
         self.streams.append(torch.cuda.Stream(self._device, priority=priority))
         return self.streams[-1]
 
@@ -29,12 +32,12 @@ class StreamOrder:
     def on_stream(
         self, launch: Launch, *inputs: torch.Tensor | None, held: Sequence[torch.Tensor] = ()
     ) -> Iterator[torch.cuda.Stream]:
-        """Launch on the caller's stream or the own one, after everything launched before.
+        """Launch on the caller's stream or the communicator's, after all earlier launches.
 
         Args:
-            launch: which stream.
-            inputs: the caller's tensors, which it looks after on its own streams.
-            held: what only a handle holds, so that the caller cannot look after it on any stream.
+            launch: selects the stream.
+            inputs: the caller's tensors, which the caller keeps alive on its own streams.
+            held: tensors referenced only by a handle; the caller cannot call ``record_stream`` on them.
 
         """
         callers = torch.cuda.current_stream(self._device)
@@ -43,7 +46,7 @@ class StreamOrder:
             stream.wait_stream(callers)
             held = [*held, *(tensor for tensor in inputs if tensor is not None)]
         for tensor in held:
-            tensor.record_stream(stream)  # the caller may let go of it before it is read
+            tensor.record_stream(stream)  # the caller may free it before it is read
         if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self.latest)
         if stream != self.latest and stream not in self.streams:
@@ -54,7 +57,7 @@ class StreamOrder:
 
     @contextmanager
     def resumed(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Go on where ``on_stream`` was left, with nothing launched in between."""
+        """Re-enter the stream of ``on_stream``, with nothing launched in between."""
         is_current = stream == torch.cuda.current_stream(self._device)
         if is_current and torch.cuda.current_device() == self._device.index:
             yield
@@ -63,18 +66,39 @@ class StreamOrder:
             yield
 
     def hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
-        """What was made on the own stream will be used on the caller's."""
+        """Record that tensors made on the communicator's stream will be used on the caller's."""
         if launch.own_stream:
             for output in outputs:
                 output.record_stream(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Have the current stream wait for everything that was launched."""
+        """Make the current stream wait for all launched work."""
         if self.latest is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.latest)
 
     def mark(self) -> torch.cuda.Event:
-        """What is recorded once everything launched so far is done, graphs on the current stream included."""
+        """Return an event that completes after all work launched so far, including graphs on the current stream."""
         self.wait()
         self._done.record(torch.cuda.current_stream(self._device))
         return self._done
+
+
+class LastWork:
+    """All work launched on some streams so far. Kernels of other libraries may be queued ahead of it."""
+
+    def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
+        """Record an event on each stream. The time limit starts now."""
+        self._deadline = time.monotonic() + limit_s
+        self._events = []
+        for stream in streams:
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._events.append(event)
+
+    def ends(self) -> bool:
+        """Wait until all of it is complete; return False if the time limit expires first."""
+        while not all(event.query() for event in self._events):
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(_POLL_INTERVAL_S)
+        return True

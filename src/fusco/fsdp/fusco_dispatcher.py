@@ -12,10 +12,9 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, Settings
 from fusco.core.errors import ClosedError
+from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
-
-_NUM_SMS = 32  # of an H200's 132: dispatch and combine of 8192 tokens take 2.28 ms with them, 2.01 ms with all
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class FuscoDispatcher:
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
-        self.launch = launch or Launch(num_sms=_NUM_SMS)
+        self.launch = launch or Launch(num_sms=FSDP_SMS)
         if self.launch.own_stream:
             raise ValueError("a dispatcher's launch must not have own_stream: results are used at once")
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank

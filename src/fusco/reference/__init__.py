@@ -1,5 +1,5 @@
-"""Plain PyTorch twins of the kernels, without their speed: of the same names, and for the CPU the same signatures.
+"""Plain PyTorch twins of the kernels, with the same names and, for CPU kernels, the same signatures.
 
-Those of CUDA kernels that work across ranks (``plan``, ``scatter_rows``, ``combine_rows``) take what all ranks
-have, and return what the kernels write.
+Twins of CUDA kernels that work across ranks (``plan``, ``scatter_rows``, ``combine_rows``) take the data of all ranks,
+and return what the kernels write.
 """

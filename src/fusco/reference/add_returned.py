@@ -10,13 +10,13 @@ import torch
 def add_returned(
     own: torch.Tensor, returned: Sequence[torch.Tensor], places: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A token's sum over its own node, and the sums that other nodes sent back; the same bits as the kernel's.
+    """Return the sums of tokens: over their node, plus the sums that other nodes returned; bit-identical to the kernel.
 
     Args:
         own: (num_tokens, hidden), as accumulated: float64, or float32 for all narrower rows.
-        returned: for each other node, sums (num_returned, hidden) in the dtype in which they travelled.
-        places: for each other node int32 (num_tokens,): where a token's sum stands there; -1 if nothing came back.
-        dtype: of the rows.
+        returned: for each other node, sums (num_returned, hidden) in the dtype in which they were sent.
+        places: for each other node, int32 (num_tokens,): the index of a token's sum in ``returned``; -1 for none.
+        dtype: the dtype of rows.
 
     Returns (num_tokens, hidden) of that dtype.
 
@@ -25,8 +25,8 @@ def add_returned(
     [[1.0], [12.0]]
 
     """
-    sums = torch.zeros_like(own) + own  # not a copy: the kernel's sums start from zero, which has a sign
+    sums = torch.zeros_like(own) + own  # not a copy: the kernel's sums start from zero, so -0.0 becomes 0.0
     for rows, of_token in zip(returned, places, strict=True):
-        comes = of_token >= 0
-        sums[comes] += rows[of_token[comes].long()].to(sums.dtype)
+        is_returned = of_token >= 0
+        sums[is_returned] += rows[of_token[is_returned].long()].to(sums.dtype)
     return sums.to(dtype)

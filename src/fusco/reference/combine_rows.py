@@ -1,7 +1,7 @@
-"""PyTorch twin of the CUDA kernel ``combine_rows``: combine's sums, both where the rows are and at the tokens' owners.
+"""PyTorch twin of the CUDA kernel ``combine_rows``: partial sums of each rank, and final sums at the tokens' owners.
 
-Kernel and twin multiply and add the same terms in the same order, in float32 (float64 for float64 rows), and round each
-product, each sum and each journey alike: so they agree bit for bit.
+Kernel and twin multiply and add the same terms in the same order, in float32 (float64 for float64 rows). They round
+each product, each sum and each sent value alike, so they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fusco.core.rows import accumulation_dtype
 def sum_partially(
     rows: torch.Tensor, row_to_slots: torch.Tensor, weights: torch.Tensor | None, wire_dtype: torch.dtype
 ) -> torch.Tensor:
-    """What a rank sends to the owners of its rows' tokens: one partial sum for each token, rounded to ``wire_dtype``.
+    """Return what a rank sends to the owners of its rows' tokens: one partial sum per token, as ``wire_dtype``.
 
     Args:
         rows: bfloat16, float16, float32 or float64 (num_slots, hidden), expert-major.
         row_to_slots: int32 (num_tokens, num_topk); pairs with a negative slot have no term.
         weights: float32 or float64 (num_tokens, num_topk); ``None`` means one for all.
-        wire_dtype: in which sums travel; no narrower than ``rows``.
+        wire_dtype: the dtype in which sums are sent; no narrower than ``rows``.
 
     Returns ``wire_dtype`` (num_tokens, hidden), zero for tokens without terms.
 
@@ -44,15 +44,15 @@ def combine_rows(
     token_to_ranks: torch.Tensor,
     rank: int,
 ) -> torch.Tensor:
-    """The sums of a rank's own tokens, ranks ascending: own terms one by one, in order of k, others as partial sums.
+    """Return the sums of a rank's tokens, added by ascending rank: local terms in order of k, others as partial sums.
 
     Args:
-        rows: of this rank, as in ``sum_partially``.
-        row_to_slots: of this rank's own tokens, int32 (num_tokens, num_topk).
-        weights: of this rank's own tokens, float32 or float64 (num_tokens, num_topk), or ``None``.
-        received: by rank, what ``sum_partially`` gave there for this rank's tokens.
-        token_to_ranks: int32 (num_tokens,); bit ``r`` is set if rank ``r`` has a partial sum of the token. What
-            ``received`` has without its bit is not looked at.
+        rows: this rank's rows, as in ``sum_partially``.
+        row_to_slots: for this rank's tokens, int32 (num_tokens, num_topk).
+        weights: for this rank's tokens, float32 or float64 (num_tokens, num_topk), or ``None``.
+        received: by rank, the result of ``sum_partially`` there for this rank's tokens.
+        token_to_ranks: int32 (num_tokens,); bit ``r`` is set if rank ``r`` has a partial sum of the token.
+            Entries of ``received`` without their bit are ignored.
         rank: this rank.
 
     Returns (num_tokens, hidden) of the dtype of ``rows``.
@@ -69,8 +69,8 @@ def combine_rows(
         if src == rank:
             _add_terms(sums, rows, row_to_slots, weights)
         else:
-            comes = (token_to_ranks >> src & 1).bool()
-            sums[comes] += received[src][comes].to(sums.dtype)
+            is_received = (token_to_ranks >> src & 1).bool()
+            sums[is_received] += received[src][is_received].to(sums.dtype)
     return sums.to(rows.dtype)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch twin of the CUDA kernel ``plan``: where every rank's rows go on one rank."""
+"""PyTorch twin of the CUDA kernel ``plan``: the slots of all ranks' rows on one rank."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from fusco.planner.distribution import assign_slots
 
 NOT_HERE = -1  # the pair's expert is on another rank, or there is none
-DROPPED = -2  # the pair's expert is here, but its slot lies behind the last one
+DROPPED = -2  # the pair's expert is here, but its slot is beyond the last one
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlots:
-    """Where rows go on one rank. "Row" counts the tokens of all ranks, by source rank.
+    """Slots of rows on one rank. Rows are the tokens of all ranks, by source rank.
 
     Attributes:
         row_to_slots: int32 (num_rows, num_topk): the slot of each pair, ``NOT_HERE`` or ``DROPPED``.
-        num_rows_per_expert: int64 (num_local_experts,), padding and dropped pairs not counted.
-        block_to_first_slot: int32 (num_local_experts + 1,): where each block begins, and where the last ends.
-        num_slots_needed: slots that all rows would fill, padding counted, whatever ``max_slots`` is.
+        num_rows_per_expert: int64 (num_local_experts,), without padding and dropped pairs.
+        block_to_first_slot: int32 (num_local_experts + 1,): the first slot of each block, and the end of the last.
+        num_slots_needed: slots that all rows would fill, including padding, independent of ``max_slots``.
 
     """
 
@@ -37,13 +37,13 @@ def plan_slots(
     expert_alignment: int = 1,
     max_slots: int | None = None,
 ) -> PlannedSlots:
-    """Give each pair (row, k) whose expert is here its slot: blocks in order of local expert, inside in order of pair.
+    """Assign a slot to each pair (row, k) with a local expert: blocks by local expert, in order of pairs inside.
 
     The kernel does the same, bit for bit, after it has gathered ``topk_idx`` from all ranks.
 
     Args:
-        topk_idx: int32 or int64 (num_rows, num_topk), the expert ids of all ranks' tokens. An id that is no expert
-            counts as none; reporting it is left to the kernel.
+        topk_idx: int32 or int64 (num_rows, num_topk), the expert ids of all ranks' tokens. An invalid id
+            counts as none; only the kernel reports it.
         expert_to_local: int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks.
         num_local_experts: experts of this rank.
         expert_alignment: each block is rounded up to a multiple of this.
@@ -84,10 +84,10 @@ def plan_slots(
 
 
 def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Tensor:
-    """The ranks that own an expert of each token, as bits: the kernel's ``token_to_ranks`` of its own tokens.
+    """Return the ranks that own an expert of each token, as bits: the kernel's ``token_to_ranks`` of its rank's tokens.
 
     Args:
-        topk_idx: int32 or int64 (num_tokens, num_topk), of this rank's tokens.
+        topk_idx: int32 or int64 (num_tokens, num_topk), for this rank's tokens.
         expert_to_rank: int32 (num_experts,), below 32.
 
     Returns int32 (num_tokens,); bit ``r`` is set if rank ``r`` owns an expert of the token.
@@ -102,4 +102,4 @@ def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Te
     marks = torch.zeros(len(topk_idx), dtype=torch.int64, device=topk_idx.device)
     for r in range(int(rank.max()) + 1 if rank.numel() else 0):
         marks |= (rank == r).any(1).long() << r
-    return torch.where(marks >= 1 << 31, marks - (1 << 32), marks).int()  # the kernel's words have no sign
+    return torch.where(marks >= 1 << 31, marks - (1 << 32), marks).int()  # the kernel's words are unsigned

@@ -1,4 +1,4 @@
-"""PyTorch twin of the CUDA kernel ``plan_forwarding``: which tokens of a rank concern which other node."""
+"""PyTorch twin of the CUDA kernel ``plan_forwarding``: the tokens of a rank that go to each other node."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def plan_forwarding(
     """Plan what a rank sends to each other node.
 
     Args:
-        topk_idx: int (num_tokens, num_topk); an id that is no expert counts as none.
+        topk_idx: int (num_tokens, num_topk); an invalid id counts as none.
         expert_to_node: of ``ExpertPlacement.membership_table``, on the same device.
-        num_nodes: how many nodes there are.
-        own_node: nothing crosses to it.
+        num_nodes: the number of nodes.
+        own_node: this rank's node, to which nothing is sent.
 
     Returns the plan, and the summary that the kernel writes to host memory.
 
@@ -37,10 +37,10 @@ def plan_forwarding(
     node_to_tokens = torch.empty(num_nodes, num_tokens + 1, dtype=torch.int32, device=device)
     node_to_tokens.scatter_(1, torch.where(marks, places, num_tokens), tokens)
 
-    # One pair more, so that there is a first one.
-    is_fine = (is_expert | (topk_idx == -1)).reshape(-1)
-    is_stranger = torch.cat([~is_fine, torch.ones(1, dtype=torch.bool, device=device)])
-    first = is_stranger.int().argmax()
-    stranger = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
+    # One extra pair, so that there is a first one.
+    is_valid = (is_expert | (topk_idx == -1)).reshape(-1)
+    is_invalid = torch.cat([~is_valid, torch.ones(1, dtype=torch.bool, device=device)])
+    first = is_invalid.int().argmax()
+    bad_id = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
     plan = DeviceForwarding(node_to_tokens=node_to_tokens, token_to_place=torch.where(marks, places, -1).int())
-    return plan, torch.cat([marks.sum(1), torch.stack([first, stranger])])
+    return plan, torch.cat([marks.sum(1), torch.stack([first, bad_id])])

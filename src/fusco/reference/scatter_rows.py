@@ -1,4 +1,4 @@
-"""PyTorch twin of the CUDA kernel ``scatter_rows``: dispatch's movement of rows."""
+"""PyTorch twin of the CUDA kernel ``scatter_rows``, which moves rows in dispatch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def scatter_rows(rows: torch.Tensor, row_to_slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """Expert-major rows: each row in all its slots, and zero in the slots that no row fills.
+    """Return expert-major rows: each row in all its slots, and zero in empty slots.
 
-    Bits are moved, whatever they mean, so kernel and twin agree exactly. (The kernel leaves the slots behind the last
-    block of a static output as they are.)
+    Bits are moved unchanged, so kernel and twin agree exactly. (The kernel does not write the slots after the last
+    block of a static output.)
 
     Args:
-        rows: of any dtype (num_rows, ...), the rows of all ranks, by source rank.
-        row_to_slots: int32 (num_rows, num_topk); negative for pairs without a slot here. No slot stands twice.
+        rows: any dtype (num_rows, ...), the rows of all ranks, by source rank.
+        row_to_slots: int32 (num_rows, num_topk); negative for pairs without a slot here. No slot occurs twice.
         num_slots: rows of the output.
 
     Returns (num_slots, ...) of the dtype of ``rows``.

@@ -54,7 +54,8 @@ class Links:
 # CPU: gloo over 10 Gbit/s or a loopback device. A stage costs the latency of its first message through Python and TCP;
 # docs/performance/alltoall.md has the measurements.
 CPU_LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
-# CUDA: the cost to launch and connect a round of messages, a NIC of 200 Gbit/s for each rank, NVLink.
+# CUDA: the cost to launch and connect a round of messages, a NIC of 200 Gbit/s for each rank, NVLink. Not
+# measured (c56ea98).
 CUDA_LINKS = Links(latency_us=30.0, internode_gbs=25.0, intranode_gbs=300.0)
 
 

@@ -1,8 +1,8 @@
 """The CUDA kernels themselves on the CPU: compiled by the host's C++ compiler, run in any order that they allow.
 
-``emulation/base.cuh`` stands in for the kernels' own, in which everything is that is not plain C++; everything else is
-the very source. A thread goes on until it meets others, sleeps, or touches a flag; a seed chooses who is next. So what
-is found is wrong counting, wrong places, missing waits and deadlocks; what is not found is wrong memory order.
+``emulation/base.cuh`` replaces the kernels' ``base.cuh``, which has everything that is not plain C++; all other sources
+are the real ones. A thread runs until it reaches a barrier, sleeps, or touches a flag; a seed chooses the next one.
+This finds wrong counts, wrong places, missing waits and deadlocks. It does not find wrong memory order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Emulator:
         *,
         grid: int,
         shared_bytes: int,
-        comes_early: bool,
+        is_dependent: bool,
         max_resident: int,
     ) -> int:
         """Put a kernel into a stream; returns its number. No more than ``max_resident`` of its blocks run at once."""
@@ -66,7 +66,7 @@ class Emulator:
             grid,
             NUM_THREADS,
             shared_bytes,
-            comes_early,
+            is_dependent,
             max_resident,
         )
         self._num_launched += 1
@@ -88,7 +88,7 @@ class Emulator:
         self._num_idle = 0 if has_gone_on else self._num_idle + 1
 
     def look_again(self) -> None:
-        """Somebody else has done something."""
+        """Another actor has made progress."""
         self._num_idle = 0
 
 
@@ -122,7 +122,7 @@ def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], .
 
 
 def as_host_code(source: str) -> str:
-    """What no macro can stand in for: shared memory, which is a block's."""
+    """Replace declarations that no macro can: shared memory, which belongs to a block."""
     source = source.replace(
         "extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());"
     )
@@ -178,7 +178,7 @@ class EmulatedKernel:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
         assert grid >= 1
         numbers: list[int] = []
@@ -191,12 +191,12 @@ class EmulatedKernel:
                 stream,
                 grid=grid,
                 shared_bytes=shared_bytes,
-                comes_early=comes_early,
+                is_dependent=is_dependent,
                 max_resident=self._num_sms,
             )
             numbers.append(number)
 
         queue = self._machine.stream_of(stream)
-        launch = queue.launch_early if comes_early else queue.launch
+        launch = queue.launch_early if is_dependent else queue.launch
         launch(f"the beginning of {self._name}", begin)
         queue.launch(END_OF_KERNEL + self._name, lambda: None, lambda: self._emulator.is_done(numbers[0]))

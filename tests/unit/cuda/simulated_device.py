@@ -2,7 +2,7 @@
 
 Hosts are threads of which one runs at a time, until it waits. A seed chooses which host or stream goes on, and how much
 each is favoured, so that any of them may lag far behind. Memory is never given back, is filled with rubbish when it is
-allocated, and whoever reaches past its end finds out.
+allocated, and an access beyond its end raises.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Host:
                 self.result = self._function(self._rank)
         except Over:
             pass
-        except BaseException as error:  # noqa: BLE001  told to whoever called
+        except BaseException as error:  # noqa: BLE001  raised in the caller
             self.error = error
         self.is_done = True
         self._is_back.release()
@@ -212,13 +212,13 @@ class Machine:
         return tensor
 
     def at(self, address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """What stands at an address."""
+        """Return the bytes at an address."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if not num_bytes:
             return torch.empty(*shape, dtype=dtype)
         place = bisect.bisect_right(self._starts, address) - 1
         end = self._starts[place] + self._memory[self._starts[place]].nbytes() if place >= 0 else 0
-        assert address + num_bytes <= end, f"{num_bytes} bytes at {address:#x} are not all somebody's"
+        assert address + num_bytes <= end, f"{num_bytes} bytes at {address:#x} are not all allocated"
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
         return torch.frombuffer(memory, dtype=dtype).view(*shape)
 

@@ -11,8 +11,8 @@ import torch
 from simulated_device import Machine, Stream
 
 from fusco.core.rows import accumulation_dtype
+from fusco.cuda.kernels.abi import vector_bytes
 from fusco.cuda.kernels.comm import Report
-from fusco.cuda.kernels.widths import vector_bytes
 from fusco.reference.add_returned import add_returned
 from fusco.reference.combine_rows import combine_rows, sum_partially
 from fusco.reference.plan import mark_ranks, plan_slots
@@ -27,7 +27,7 @@ _LARGEST_I32 = 2**31 - 1
 
 
 class NodeWords:
-    """What ranks of a node tell each other, each by epochs that are counted as on the device."""
+    """Flags between ranks of a node, with epochs counted as on the device."""
 
     def __init__(self, num_ranks: int) -> None:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))

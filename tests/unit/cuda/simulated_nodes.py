@@ -32,15 +32,15 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, RedispatchRequest
 
 
-class Meetings:
-    """Where all ranks bring something, one meeting after the other, and none goes on before all have."""
+class AllGathers:
+    """All-gathers of a world, one after the other; each blocks until all ranks have taken part."""
 
     def __init__(self, machine: Machine, num_ranks: int) -> None:
         self._machine, self._num_ranks = machine, num_ranks
         self._num_met = [0] * num_ranks
         self._brought: list[dict[int, Any]] = []
 
-    def meet(self, rank: int, thing: Any) -> list[Any]:
+    def all_gather(self, rank: int, thing: Any) -> list[Any]:
         number = self._num_met[rank]
         self._num_met[rank] += 1
         if number == len(self._brought):
@@ -126,9 +126,9 @@ class SimulatedNetwork:
 class SimulatedSession:
     """Stands in for ``Session``."""
 
-    def __init__(self, meetings: Meetings, rank: int) -> None:
+    def __init__(self, gathers: AllGathers, rank: int) -> None:
         self.profile = CallProfile()
-        self._meetings, self._rank, self._num_calls = meetings, rank, 0
+        self._gathers, self._rank, self._num_calls = gathers, rank, 0
         self.access = Access(f"rank {rank}'s simulated communicator")
 
     @contextmanager
@@ -143,13 +143,13 @@ class SimulatedSession:
         yield Call(self._num_calls, self.profile, agree_again)
 
     def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
-        met = self._meetings.meet(self._rank, (fingerprint, tuple(counts)))
-        check_fingerprints([fingerprint for fingerprint, _ in met], self._rank)
-        return [counts for _, counts in met]
+        gathered = self._gathers.all_gather(self._rank, (fingerprint, tuple(counts)))
+        check_fingerprints([fingerprint for fingerprint, _ in gathered], self._rank)
+        return [counts for _, counts in gathered]
 
 
 class SimulatedWatch:
-    """Stands in for ``Watchdog``: nobody is ever late."""
+    """Mock of ``Watchdog``: no rank is ever late."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -241,7 +241,7 @@ class World:
         self.layout, self.placement, self.machine, self._library = layout, placement, machine, library
         topology = layout.topology
         self._words = [NodeWords(layout.num_ranks) for _ in range(topology.num_nodes)]
-        self._records, self._buffers = (Meetings(machine, topology.world_size) for _ in range(2))
+        self._records, self._buffers = (AllGathers(machine, topology.world_size) for _ in range(2))
         self.nccl = SimulatedNccl(machine, topology.world_size)
 
     def run(self, program: Callable[[Rank], Any]) -> list[Any]:
@@ -262,9 +262,9 @@ class World:
             return self.machine.run(on_rank, self.layout.topology.world_size)
 
     def _rendezvous(self, memory: torch.Tensor, store_gather: Roll, ranks: Sequence[int], name: str) -> Mapped:
-        met = self._buffers.meet(store_gather.rank, (name, memory))
-        assert {other for other, _ in met} == {name}
-        return Mapped([met[rank][1] for rank in ranks])
+        gathered = self._buffers.all_gather(store_gather.rank, (name, memory))
+        assert {other for other, _ in gathered} == {name}
+        return Mapped([gathered[rank][1] for rank in ranks])
 
     def _start(self, rank: int, stream: Stream) -> Rank:
         layout, machine = self.layout, self.machine

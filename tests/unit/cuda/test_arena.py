@@ -43,7 +43,7 @@ class SymmetricMemory:
         return Handle(memory)
 
 
-def test_a_buffer_that_one_rank_cannot_map_is_nobodys_and_the_next_one_is_everybodys():
+def test_a_buffer_that_one_rank_cannot_map_fails_on_all_and_the_next_one_is_mapped():
     def share(store_gather: ThreadStoreGather):
         arena = Arena(LAYOUT, torch.zeros(LAYOUT.offsets["end"], dtype=torch.uint8), store_gather)
         outcomes = []

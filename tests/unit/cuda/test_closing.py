@@ -1,4 +1,4 @@
-"""How a communicator on CUDA ends: nobody takes away what others need, nothing is lost in silence, nothing hangs.
+"""Closing of a communicator on CUDA: no rank frees what peers need, no error is silent, nothing hangs.
 
 Ranks are threads, a node each, with connections as they are; devices only say whether what was launched is done.
 """
@@ -138,7 +138,7 @@ def error_of(call):
     return None
 
 
-def test_nobody_ends_nccl_before_all_devices_are_done():
+def test_no_rank_ends_nccl_before_all_devices_are_done():
     def close(store_gather):
         communicator, began = open_on(store_gather, timeout_s=20.0), time.monotonic()
         if store_gather.rank == 1:
@@ -189,14 +189,14 @@ def end_network(engine) -> None:
     engine._network.nccl_watchdog.stall = Stall("the network", (1,), "slice 3", "nothing")
 
 
-def wait_in_vain(engine) -> None:
+def time_out(engine) -> None:
     engine._arena.failure.is_set = 1
 
 
-@pytest.mark.parametrize("befall", [break_off, end_network, wait_in_vain])
-def test_a_rank_that_has_left_is_an_error_where_results_are_garbage(befall):
+@pytest.mark.parametrize("befall", [break_off, end_network, time_out])
+def test_a_rank_that_has_left_is_an_error_where_results_are_undefined(befall):
     def later(communicator):
-        # It shows after the meeting at which rank 1 is missed has begun.
+        # It shows after the barrier in which rank 1 is missing has begun.
         session, engine = communicator._session, communicator._engine
         agree = session.agree
         session.agree = lambda *arguments: (befall(engine), agree(*arguments))[1]
@@ -210,7 +210,7 @@ def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
     def hang(communicator):
         OWN.device.is_done = lambda: False
 
-    with pytest.warns(UserWarning, match=r"has not ended within 1\.0 s: .* memory is never given back"):
+    with pytest.warns(UserWarning, match=r"has not completed within 1\.0 s: .* memory is not released"):
         error, _ = left_alone(hang)
     assert type(error) is PeerFailureError
 
@@ -249,7 +249,7 @@ def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
     gc.collect()
     assert took_s < TIMEOUT_S + SLACK_S
     assert len(texts) == 1
-    assert "what a communicator launched on cpu has not ended within 1.0 s" in texts[0]
+    assert "work that a communicator launched on cpu has not completed within 1.0 s" in texts[0]
     assert engine() is not None
 
 
@@ -267,7 +267,7 @@ def test_a_device_that_is_done_keeps_nothing():
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])
-def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
+def test_a_broken_communicator_has_not_finished(has_failed):
     def synchronize(store_gather):
         communicator = open_on(store_gather)
         if has_failed:
@@ -281,7 +281,7 @@ def test_nobody_is_told_that_a_broken_communicator_is_through(has_failed):
     assert type(on_ranks(1, synchronize)[0]) is ClosedError
 
 
-def test_nor_is_anybody_on_the_cpu():
+def test_a_broken_communicator_on_the_cpu_has_not_finished():
     def synchronize(store_gather):
         config = config_for(1, TIMEOUT_S)
         connections = connect(store_gather, CpuLayout.of(config).segment_sizes, PeerInfo(["here"], [], "127.0.0.1"))

@@ -76,7 +76,7 @@ class World:
         return plan_slots(torch.cat(self.case.world_topk_idx), table, num_local, alignment)
 
     def slots(self, rank: int, owner: int) -> torch.Tensor:
-        """Where on ``rank`` the rows of the tokens of ``owner`` stand."""
+        """Return the slots on ``rank`` of the rows of ``owner``'s tokens."""
         return self._plans[rank].row_to_slots[self.first_row[owner] : self.first_row[owner + 1]]
 
     def combine(

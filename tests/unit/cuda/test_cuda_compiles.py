@@ -15,8 +15,8 @@ import torch
 
 from fusco.core.errors import CompileError
 from fusco.cuda.kernels import compiler
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.cuda.kernels.combine_rows import combine_type
 from fusco.cuda.kernels.comm import Failure, Report
 from fusco.cuda.kernels.compiler import SOURCE_DIR, Compiler
@@ -28,7 +28,6 @@ from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.stage_rows import stage_type
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
-from fusco.cuda.kernels.widths import vector_bytes
 from fusco.cuda.layout import MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
@@ -176,7 +175,7 @@ GRID: dict[str, list[Constants]] = {
         combine_rows(1, 8, 33, "F64", "F64", 4),
         combine_rows(8, 8, 34, "F16", "F32", 4),
         combine_rows(4, 8, 1004, "BF16", "BF16", 4),
-        # Between nodes: sums in the wire's dtype that go on, and sums of the own node.
+        # Between nodes: sums in the wire's dtype that go on, and sums of this node.
         combine_rows(2, 8, 7168, "BF16", "F32", 4, "F32"),
         combine_rows(4, 8, 2880, "F16", "F16", 0, "F32"),
     ],
@@ -361,7 +360,7 @@ def test_a_broken_source_raises_the_compilers_words(tmp_path, sources):
     assert not (tmp_path / "cache").exists()
 
 
-def test_nobody_sees_a_file_that_is_not_whole(tmp_path, monkeypatch):
+def test_no_process_sees_a_partial_file(tmp_path, monkeypatch):
     cubin, replace = b"x" * 1000, Path.replace
     seen = []
 

@@ -1,4 +1,4 @@
-"""Where everything stands in a rank's peer-visible device memory."""
+"""Layout of a rank's peer-visible device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.internode import _take
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
 from fusco.cuda.layout import MAX_PAYLOADS, DeviceLayout
 
 CACHE_LINE = 128
@@ -90,7 +90,7 @@ def test_the_pool_has_room_for_own_and_forwarded_rows_however_a_token_is_split(l
     most, num_remote = layout.capacity.max_tokens_per_rank, layout.topology.num_nodes - 1
     num_tokens = data.draw(st.sampled_from([0, most]) | st.integers(0, most))
     num_forwarded = data.draw(st.sampled_from([0, most * num_remote]) | st.integers(0, most * num_remote))
-    # What one dispatch has in the pool; other ranks may still read rows of the own node when others' arrive.
+    # What one dispatch has in the pool; other ranks may still read rows of this node when others arrive.
     sizes = data.draw(splits(layout))
     runs = []
     for p, size in enumerate(sizes):

@@ -74,7 +74,7 @@ def exchange(topology, matrix, mode):
 
     with ThreadPoolExecutor(topology.world_size) as threads:
         results = list(threads.map(run, range(topology.world_size)))
-    assert all(left.empty() for left in mailboxes.values()), "messages were sent that nobody took"
+    assert all(left.empty() for left in mailboxes.values()), "messages were sent and not received"
     return sent, results
 
 

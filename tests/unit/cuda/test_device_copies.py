@@ -1,4 +1,4 @@
-"""Byte streams on a simulated device: what is copied as it is, and what a kernel is told of the rest."""
+"""Byte streams on a simulated device: plain copies, and the tables that a kernel gets for the rest."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import Call, CallProfile
+from fusco.cuda import tuning
 from fusco.cuda.arena import Arena
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import stall_of
-from fusco.cuda.kernels import combine_rows, held_rows
 from fusco.cuda.kernels import plan as plan_kernel
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_many_blocks_as_for_many_tokens(monkeypatch):
-    monkeypatch.setattr(plan_kernel, "_PAIRS_PER_BLOCK", 8)
+    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 8)
 
 
 class Emulated:
@@ -112,7 +112,7 @@ def test_dtypes_widths_and_ways_to_have_rows(changes, num_nodes, ranks_per_node,
 
 def test_many_rows_for_each_warp(folder, monkeypatch):
     """Rows are not shared among warps then."""
-    monkeypatch.setattr(held_rows, "_ROWS_FOR_ALL_WARPS", 1)
+    monkeypatch.setattr(tuning, "ROWS_FOR_ALL_WARPS", 1)
     for order in range(3):
         play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
 
@@ -129,8 +129,8 @@ def test_sums_have_the_bits_of_the_twins(kind, folder):
 
 @pytest.mark.parametrize("order", range(6))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
-    """As beside kernels on other streams that wait for other ranks themselves: one of combine's blocks finds room."""
-    monkeypatch.setattr(combine_rows, "_ON_FEW_SMS", (512, 3, 2))
+    """As with concurrent kernels that wait for other ranks: only one of combine's blocks is resident."""
+    monkeypatch.setattr(tuning, "COMBINE_ON_FEW_SMS", tuning.BlockShape(512, 3, 2))
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
 
 
@@ -197,7 +197,7 @@ def test_epochs_wrap_around(folder, order):
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
         arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
-        at.session.agree(CollectiveFingerprint("begin"))  # nobody begins before all are here
+        at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
             rows, plan = dispatch(at, request)

@@ -1,4 +1,4 @@
-"""The words for what a device waited for in vain."""
+"""Descriptions of device-side waits that timed out."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_wait_for_a_peer_names_it_and_what_was_seen():
     assert stall_of(failure, NODE_RANKS) == Stall("pulling rows", (6,), "a chunk of its rows of epoch 8", "7")
 
 
-def test_a_grid_that_does_not_meet_accuses_no_rank():
-    # The kernel gives the own rank, and does not know how many blocks came.
+def test_a_grid_barrier_that_times_out_blames_no_rank():
+    # The kernel reports its own rank, and does not know how many blocks arrived.
     failure = Failure(is_set=1, phase=phase_of("GRID_BARRIER"), peer=1, expected=64, seen=0)
     stall = stall_of(failure, NODE_RANKS)
     assert stall.on_ranks == ()
     error = PeerFailureError(rank=5, peers=(), operation="dispatch #3", stall=stall, reason="...", has_left=False)
     assert str(error) == (
-        "rank 5 gave up in dispatch #3, phase 'blocks of the own grid meeting', waiting for no other rank: "
-        "expected all blocks of a kernel on the own multiprocessors at once, which are 64, "
-        "saw fewer, as other kernels occupy these. Cause: ..."
+        "rank 5 gave up in dispatch #3, phase 'grid barrier', waiting for no other rank: "
+        "expected all blocks of a kernel resident on this device at once, which are 64, "
+        "saw fewer, as other kernels occupy its multiprocessors. Cause: ..."
     )

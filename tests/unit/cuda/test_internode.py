@@ -1,7 +1,7 @@
 """CUDA between nodes on simulated devices: what arrives is the law, however it is sliced and whatever runs first.
 
 Everything but the kernels, NCCL and the exchange of records is the very code that runs on a GPU: which rows a slice
-has, where they stand in rings and pools, what each kernel is told, and which stream waits for which.
+has, their places in rings and pools, the arguments of each kernel, and which stream waits for which.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ class Play:
             self._check_rows(rank, outcome)
             self._check_sums(rank, outcome.sums)
         scene = self.scene
-        num_crossings = scene.law.num_crossings(scene.topology.rank_to_node)
+        num_copies = scene.law.num_crossings(scene.topology.rank_to_node)
         weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
         metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
-        assert sum(outcome.row_bytes for outcome in outcomes) == num_crossings * scene.row_bytes
-        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_crossings * metadata_bytes
+        assert sum(outcome.row_bytes for outcome in outcomes) == num_copies * scene.row_bytes
+        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_copies * metadata_bytes
 
     def _check_rows(self, rank: int, outcome: Outcome) -> None:
         law, plan = self.scene.law, outcome.plan

@@ -1,4 +1,4 @@
-"""Which rows cross between nodes, and where they stand: by hand, against the planner, and for any traffic."""
+"""Rows sent between nodes, and their places: by hand, against the planner, and for any traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
-from fusco.cuda.device_plan import _picked
+from fusco.cuda.device_plan import _concatenated
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.planner.internode import InternodeTraffic
@@ -64,13 +64,13 @@ def test_forwarding_is_the_planners(kind, dtype):
             check_forwarding(ids.T.contiguous().T, placement_of(case), topology, node)
 
 
-@pytest.mark.parametrize("stranger", [4, -2, 1 << 30, -(1 << 31)])
-def test_the_first_id_that_is_no_expert_is_told_and_counts_as_none(stranger):
+@pytest.mark.parametrize("bad_id", [4, -2, 1 << 30, -(1 << 31)])
+def test_the_first_invalid_id_is_reported_and_counts_as_none(bad_id):
     placement, topology = ExpertPlacement.contiguous(4, 2), Topology((0, 1))
-    ids = torch.tensor([[3, 0], [-1, stranger], [7, 2]])
+    ids = torch.tensor([[3, 0], [-1, bad_id], [7, 2]])
     for dtype in (torch.int32, torch.int64):
         forwarding, summary = forwarding_of(ids.to(dtype), placement, topology, node=0)
-        assert summary.tolist() == [0, 2, 3, stranger]
+        assert summary.tolist() == [0, 2, 3, bad_id]
         assert forwarding.node_to_tokens[1, :2].tolist() == [0, 2]
         assert forwarding.token_to_place.tolist() == [[-1, -1, -1], [0, -1, 1]]
 
@@ -291,7 +291,7 @@ def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
 def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
     values = torch.arange(12)
     with Operations() as asked:
-        picked = _picked(values, [(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9)])
+        picked = _concatenated(values, [(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9)])
     assert asked.names == ["slice"]
     assert picked.tolist() == list(range(first, 9))
 

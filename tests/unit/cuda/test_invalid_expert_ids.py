@@ -1,4 +1,4 @@
-"""Ids that are no expert, within a node: each is told as the mistake of the dispatch that had it."""
+"""Invalid expert ids within a node: each is reported as the error of the dispatch that had it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def ids(num_tokens: int) -> torch.Tensor:
     return torch.arange(num_tokens * NUM_TOPK).view(-1, NUM_TOPK) % NUM_EXPERTS
 
 
-def with_stranger(stranger: int, token: int) -> torch.Tensor:
+def with_bad_id(bad_id: int, token: int) -> torch.Tensor:
     wrong = ids(8)
-    wrong[token, 1] = stranger
+    wrong[token, 1] = bad_id
     return wrong
 
 
@@ -49,7 +49,7 @@ def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticRows | None) -> Exc
 
 
 class Engine(CudaEngine):
-    """What an engine tells of its reports."""
+    """Reports of an engine."""
 
     def __init__(self, at: Rank) -> None:
         self._arena, self._placement, self._rank = at.arena, PLACEMENT, at.rank
@@ -65,7 +65,7 @@ def on_ranks(program: Any, order: int) -> list[Any]:
 @pytest.mark.parametrize("num_tokens", [2, 8])  # fewer than the earlier dispatch had, and as many
 def test_an_exact_dispatch_is_not_blamed_for_an_earlier_one(order, num_tokens):
     def program(at: Rank) -> list[Exception | None]:
-        dispatch(at, with_stranger(99, token=5) if at.rank == 1 else ids(8), STATIC)
+        dispatch(at, with_bad_id(99, token=5) if at.rank == 1 else ids(8), STATIC)
         rejection = dispatch(at, ids(num_tokens), None)
         engine = Engine(at)
         return [rejection, engine.pending_error(), engine.pending_error()]
@@ -73,20 +73,20 @@ def test_an_exact_dispatch_is_not_blamed_for_an_earlier_one(order, num_tokens):
     for rejection, pending, again in on_ranks(program, order):
         assert rejection is None
         assert type(pending) is ValueError
-        assert str(pending) == f"in an earlier dispatch into static rows, rank 1 gave topk_idx[5, 1] = 99 {RANGE}"
+        assert str(pending) == f"in an earlier dispatch into static rows, rank 1 passed topk_idx[5, 1] = 99 {RANGE}"
         assert again is None
 
 
-@pytest.mark.parametrize("stranger", [99, -2, 2**31 - 1, 2**40, -(2**40)])
+@pytest.mark.parametrize("bad_id", [99, -2, 2**31 - 1, 2**40, -(2**40)])
 @pytest.mark.parametrize("is_first_wrong", [False, True])
-def test_an_exact_dispatch_is_told_of_its_own(stranger, is_first_wrong):
+def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
     def program(at: Rank) -> tuple[Exception | None, Exception | None]:
-        dispatch(at, with_stranger(50, token=3) if is_first_wrong else ids(8), STATIC)
-        rejection = dispatch(at, with_stranger(stranger, token=5) if at.rank == 1 else ids(8), None)
+        dispatch(at, with_bad_id(50, token=3) if is_first_wrong else ids(8), STATIC)
+        rejection = dispatch(at, with_bad_id(bad_id, token=5) if at.rank == 1 else ids(8), None)
         return rejection, Engine(at).pending_error()
 
     rejections = on_ranks(program, order=0)
-    what = f"topk_idx[5, 1] = {stranger} {RANGE}"
+    what = f"topk_idx[5, 1] = {bad_id} {RANGE}"
     assert (type(rejections[1][0]), str(rejections[1][0])) == (ValueError, what)
     for rank, (rejection, pending) in enumerate(rejections):
         assert pending is None

@@ -15,7 +15,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 OK = (driver.CUresult.CUDA_SUCCESS,)
 ILLEGAL = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
-HINT = r"An earlier kernel on this device may be the cause, whoever launched it"
+HINT = r"An earlier asynchronous error on this device, of any library's kernel, may be the cause"
 
 
 def loaded() -> Kernel:

@@ -24,7 +24,7 @@ from fusco.planner.internode import InternodeTraffic
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
 NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))
 NUM_TOKENS = 3
-FIRST_ROW = (0, 3, 6, 8, 10, 12, 14)  # all tokens of the own node's ranks, two of each other rank
+FIRST_ROW = (0, 3, 6, 8, 10, 12, 14)  # all tokens of this node's ranks, two of each other rank
 
 
 def ints(*shape: int) -> torch.Tensor:

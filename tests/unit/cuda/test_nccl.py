@@ -1,4 +1,4 @@
-"""NCCL's messages, with a stand-in for the C library that writes down what it is asked for."""
+"""NCCL messages, with a mock of the C library that records its calls."""
 # ruff: noqa: N802  the C library's names
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Library:
 
     def ncclCommInitRankConfig(self, comm, world_size, unique_id, rank, config):
         comm._obj.value = COMM
-        told = config._obj
+        config_seen = config._obj
         return self._call(
-            "connect", world_size, bytes(unique_id), rank, {n: getattr(told, n) for n, _ in told._fields_}
+            "connect", world_size, bytes(unique_id), rank, {n: getattr(config_seen, n) for n, _ in config_seen._fields_}
         )
 
     def ncclGetVersion(self, version):
@@ -126,17 +126,17 @@ def test_rank_0s_id_reaches_all_ranks_whole(library):
     assert library.devices == [DEVICE] * 3
 
 
-def test_channels_are_all_that_nccl_is_told(library):
+def test_channels_are_all_that_nccl_is_config_seen(library):
     on_ranks(1, lambda store_gather: NcclTransport(store_gather, DEVICE, store_gather.wait_until, channels_per_peer=4))
-    (*_, told) = library.calls[-1]
+    (*_, config_seen) = library.calls[-1]
     # As NCCL's header has it for this version.
-    assert (told.pop("size"), told.pop("magic"), told.pop("version")) == (80, 0xCAFEBEEF, 22800)
+    assert (config_seen.pop("size"), config_seen.pop("magic"), config_seen.pop("version")) == (80, 0xCAFEBEEF, 22800)
     assert nccl._Config.nChannelsPerNetPeer.offset == 72
-    assert told.pop("nChannelsPerNetPeer") == 4
-    assert set(told.values()) == {None, -(2**31)}
+    assert config_seen.pop("nChannelsPerNetPeer") == 4
+    assert set(config_seen.values()) == {None, -(2**31)}
 
 
-def test_an_nccl_that_cannot_be_told_goes_without(library):
+def test_an_nccl_that_cannot_be_config_seen_goes_without(library):
     library.version = 22702
     on_ranks(1, lambda store_gather: NcclTransport(store_gather, DEVICE, store_gather.wait_until, channels_per_peer=4))
     assert library.calls[-1] == ("connect", 1, ID, 0)
@@ -222,7 +222,7 @@ def test_what_is_in_progress_is_no_failure(transport, library):
     assert transport.failure == ""
 
 
-def test_a_failure_of_the_network_is_told_until_the_end(transport, library):
+def test_a_failure_of_the_network_is_config_seen_until_the_end(transport, library):
     assert transport.failure == ""
     library.async_error = INTERNAL_ERROR
     assert transport.failure == "NCCL: error 3 socket closed"

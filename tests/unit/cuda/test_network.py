@@ -20,7 +20,7 @@ SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
 
 
 class Nccl:
-    """Stands in for ``NcclTransport``; a launch hangs until it is aborted, if it is told to."""
+    """Mock of ``NcclTransport``; with ``hangs``, a launch blocks until it is aborted."""
 
     def __init__(self, *_, channels_per_peer=None) -> None:
         self.channels_per_peer = channels_per_peer
@@ -44,15 +44,15 @@ class Watchdog:
     is_anybody_gone = False
 
     def wait_until(self, is_ready, stall) -> None:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("unexpected wait")
 
 
 class Scene:
-    """A guard, and what it has done."""
+    """An NCCL watchdog, and its calls."""
 
     def __init__(self, timeout_s: float) -> None:
         self.nccl, self.watchdog = Nccl(), Watchdog()
-        self.calls: list[tuple[Stall | None, int]] = []  # the stall and the aborts when the guard said that it gives up
+        self.calls: list[tuple[Stall | None, int]] = []  # the stall and the number of aborts at each call of on_stall
         self._is_made = threading.Event()
         self.nccl_watchdog = NcclWatchdog(self.nccl, self.watchdog, timeout_s, DEVICE, self._note_stall)
         self._is_made.set()
@@ -63,11 +63,11 @@ class Scene:
         self._is_made.wait(SLACK_S)
         self.calls.append((self.nccl_watchdog.stall, len(self.nccl.aborts)))
 
-    def watch_over(self, what: str, done_after_s: float) -> None:
-        self.nccl_watchdog.watch_over(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
+    def watch(self, what: str, done_after_s: float) -> None:
+        self.nccl_watchdog.watch(lambda: time.monotonic() - self.began >= done_after_s, stall_of(what))
 
     def gave_up_on(self, what: str) -> float:
-        """After how long the guard gave up; what it waited for was this, and it said so once, then ended everything."""
+        """Return the time until the watchdog gave up; assert that it reported this stall once, then aborted NCCL."""
         assert self.nccl.has_aborted.wait(SLACK_S)
         self.nccl_watchdog.close()  # when it has done all that it does
         assert self.nccl_watchdog.stall == stall_of(what)
@@ -91,7 +91,7 @@ def never() -> bool:
 def test_what_gets_done_in_time_is_left_alone_however_long_all_of_it_takes():
     with closing(Scene(LIMIT_S)) as scene:
         for number in range(8):
-            scene.watch_over(f"slice {number}", done_after_s=number * LIMIT_S / 3)
+            scene.watch(f"slice {number}", done_after_s=number * LIMIT_S / 3)
         time.sleep(3 * LIMIT_S)
         assert scene.is_untouched
         assert scene.nccl_watchdog._thread.is_alive()
@@ -99,23 +99,23 @@ def test_what_gets_done_in_time_is_left_alone_however_long_all_of_it_takes():
 
 def test_a_guard_gives_up_when_nothing_has_been_done_for_the_limit():
     with closing(Scene(LIMIT_S)) as scene:
-        scene.watch_over("slice 0", NO_LIMIT_S)
+        scene.watch("slice 0", NO_LIMIT_S)
         assert LIMIT_S <= scene.gave_up_on("slice 0") < LIMIT_S + SLACK_S
 
 
 def test_the_limit_begins_anew_with_all_that_gets_done():
     with closing(Scene(LIMIT_S)) as scene:
-        scene.watch_over("slice 0", done_after_s=LIMIT_S / 2)
-        scene.watch_over("slice 1", NO_LIMIT_S)
-        scene.watch_over("slice 2", done_after_s=0.0)
+        scene.watch("slice 0", done_after_s=LIMIT_S / 2)
+        scene.watch("slice 1", NO_LIMIT_S)
+        scene.watch("slice 2", done_after_s=0.0)
         assert scene.gave_up_on("slice 1") >= 1.5 * LIMIT_S
 
 
 def test_the_limit_begins_with_what_is_watched_over_after_a_pause():
     with closing(Scene(LIMIT_S)) as scene:
-        scene.watch_over("slice 0", done_after_s=0.0)
+        scene.watch("slice 0", done_after_s=0.0)
         time.sleep(1.5 * LIMIT_S)
-        scene.watch_over("slice 1", done_after_s=2 * LIMIT_S)
+        scene.watch("slice 1", done_after_s=2 * LIMIT_S)
         time.sleep(LIMIT_S)
         assert scene.is_untouched
 
@@ -123,7 +123,7 @@ def test_the_limit_begins_with_what_is_watched_over_after_a_pause():
 @pytest.mark.parametrize("fault", ["a rank is gone", "the network failed"])
 def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.watch_over("slice 0", NO_LIMIT_S)
+        scene.watch("slice 0", NO_LIMIT_S)
         time.sleep(0.1)
         assert scene.is_untouched
         if fault == "a rank is gone":
@@ -136,7 +136,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
         scene.watchdog.is_anybody_gone = True
-        scene.watch_over("slice 0", done_after_s=0.0)
+        scene.watch("slice 0", done_after_s=0.0)
         time.sleep(0.1)
         assert scene.is_untouched
 
@@ -145,7 +145,7 @@ def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
 def test_closing_ends_the_thread_and_nothing_else(num_under_way):
     scene = Scene(NO_LIMIT_S)
     for number in range(num_under_way):
-        scene.nccl_watchdog.watch_over(never, stall_of(f"slice {number}"))
+        scene.nccl_watchdog.watch(never, stall_of(f"slice {number}"))
     scene.close()
     assert not scene.nccl_watchdog._thread.is_alive()
     assert scene.is_untouched
@@ -153,7 +153,7 @@ def test_closing_ends_the_thread_and_nothing_else(num_under_way):
 
 def test_an_idle_guard_takes_no_time():
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.watch_over("slice 0", done_after_s=0.0)
+        scene.watch("slice 0", done_after_s=0.0)
         time.sleep(0.05)
         began = time.process_time()
         time.sleep(0.3)
@@ -166,10 +166,10 @@ def test_a_guard_that_cannot_look_gives_up_and_says_why():
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.nccl_watchdog.watch_over(fail, stall_of("slice 0"))
+        scene.nccl_watchdog.watch(fail, stall_of("slice 0"))
         assert scene.nccl.has_aborted.wait(SLACK_S)
         scene.nccl_watchdog.close()
-        assert scene.nccl_watchdog.stall.phase == "looking after the network"
+        assert scene.nccl_watchdog.stall.phase == "watching the network"
         assert (
             scene.nccl_watchdog.stall.seen
             == "RuntimeError: CUDA error: operation not permitted when stream is capturing"
@@ -185,7 +185,7 @@ def test_a_guard_enters_its_device_before_it_looks():
         deeds.append((device, threading.current_thread()))
 
     with mock.patch("fusco.cuda.network.enter_device", enter), closing(Scene(NO_LIMIT_S)) as scene:
-        scene.nccl_watchdog.watch_over(lambda: not deeds.append("a look"), stall_of("slice 0"))
+        scene.nccl_watchdog.watch(lambda: not deeds.append("a look"), stall_of("slice 0"))
         time.sleep(0.3)
     assert deeds == [(DEVICE, scene.nccl_watchdog._thread), "a look"]
 
@@ -203,7 +203,7 @@ def test_a_guard_that_is_held_up_is_not_waited_for():
     scene = Scene(LIMIT_S)
     may_end = threading.Event()
     with mock.patch.object(scene.nccl, "abort", may_end.wait):
-        scene.watch_over("slice 0", NO_LIMIT_S)
+        scene.watch("slice 0", NO_LIMIT_S)
         while scene.nccl_watchdog.stall is None:
             time.sleep(0.01)
         began = time.monotonic()
@@ -216,7 +216,7 @@ def test_a_guard_that_is_held_up_is_not_waited_for():
 def test_a_guard_looks_now_and_then():
     looks = []
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.nccl_watchdog.watch_over(lambda: bool(looks.append(time.monotonic())), stall_of("slice 0"))
+        scene.nccl_watchdog.watch(lambda: bool(looks.append(time.monotonic())), stall_of("slice 0"))
         time.sleep(0.4)
     took_s = time.monotonic() - scene.began
     assert 2 <= len(looks) <= took_s / 0.02 + 2
@@ -315,7 +315,7 @@ def test_a_network_that_does_not_end_is_left_to_a_thread(network, how):
 
     network._nccl.finish = network._nccl.abort = hang
     began = time.monotonic()
-    with pytest.warns(UserWarning, match=r"NCCL has not given back what it has on cuda:3 within 0\.1 s"):
+    with pytest.warns(UserWarning, match=r"NCCL has not freed its resources on cuda:3 within 0\.1 s"):
         getattr(network, how)()
     assert time.monotonic() - began < LIMIT_S + SLACK_S
     may_end.set()

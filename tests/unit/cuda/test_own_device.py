@@ -1,4 +1,4 @@
-"""Whoever waits for its own device accuses no peer of what is queued there."""
+"""A wait for the local device blames no peer for work that is queued there."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ def test_synchronize_waits_for_no_peer():
     engine = Engine()
     engine.synchronize()
     _, stall = engine._watchdog.wait_until.call_args.args
-    assert stall() == own_backlog("everything launched to be done")
+    assert stall() == own_backlog("all launched work to complete")

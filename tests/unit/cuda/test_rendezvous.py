@@ -1,4 +1,4 @@
-"""Symmetric memory's rendezvous through an all-gather, with a stand-in for PyTorch's that counts as it does."""
+"""Rendezvous of symmetric memory through an all-gather, with a mock of PyTorch's that counts in the same way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,13 +22,13 @@ SLACK_S = 5.0
 
 
 class Dead(Exception):  # noqa: N818
-    """Ends a rank, which tells nobody."""
+    """Ends a rank without a message."""
 
 
 class SymmetricMemory:
-    """Stands in for ``_SymmetricMemory``: all-gathers through a store under keys with a counter.
+    """Mock of ``_SymmetricMemory``: all-gathers through a store under keys with a counter.
 
-    PyTorch's counter is the process's, so it counts rendezvous with others, too: here every rank has come to another
+    PyTorch's counter is per process, so it counts rendezvous with other ranks, too: here every rank has another
     number, and waits for keys with its own. The store is called through C++, as PyTorch does.
     """
 
@@ -63,31 +64,31 @@ def symmetric_memory():
         yield stand_in
 
 
-def meet(store_gather: ThreadStoreGather, nodes, name: str = "arena"):
+def share(store_gather: ThreadStoreGather, nodes, name: str = "arena"):
     ranks = next(ranks for ranks in nodes if store_gather.rank in ranks)
     return rendezvous(torch.tensor([store_gather.rank]), store_gather, ranks, name)
 
 
 @pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5))], ids=str)
-def test_ranks_that_count_differently_meet_those_of_their_node(symmetric_memory, nodes):
-    met = on_ranks(sum(map(len, nodes)), lambda store_gather: meet(store_gather, nodes))
+def test_ranks_that_count_differently_share_with_their_node(symmetric_memory, nodes):
+    gathered = on_ranks(sum(map(len, nodes)), lambda store_gather: share(store_gather, nodes))
     for ranks in nodes:
         expected = [[f"{number} of {rank}" for rank in ranks] for number in range(2)]
-        assert [met[rank] for rank in ranks] == [expected] * len(ranks)
+        assert [gathered[rank] for rank in ranks] == [expected] * len(ranks)
 
 
-def test_ranks_meet_again_under_another_name(symmetric_memory):
-    def meet_twice(store_gather):
-        return [meet(store_gather, ((0, 1),), name) for name in ("arena", "a buffer")]
+def test_ranks_share_again_under_another_name(symmetric_memory):
+    def share_twice(store_gather):
+        return [share(store_gather, ((0, 1),), name) for name in ("arena", "a buffer")]
 
     expected = [[f"{number} of {rank}" for rank in range(2)] for number in range(2)]
-    assert list(on_ranks(2, meet_twice).values()) == [[expected] * 2] * 2
+    assert list(on_ranks(2, share_twice).values()) == [[expected] * 2] * 2
 
 
 def test_nodes_may_differ_in_how_often_they_gather(symmetric_memory):
     symmetric_memory.num_gathers = lambda rank: 2 if rank < 2 else 5
-    met = on_ranks(4, lambda store_gather: meet(store_gather, ((0, 1), (2, 3))))
-    assert [len(met[rank]) for rank in range(4)] == [2, 2, 5, 5]
+    gathered = on_ranks(4, lambda store_gather: share(store_gather, ((0, 1), (2, 3))))
+    assert [len(gathered[rank]) for rank in range(4)] == [2, 2, 5, 5]
 
 
 def test_a_value_may_have_any_bytes():
@@ -104,21 +105,21 @@ def test_a_value_may_have_any_bytes():
     assert [store.failure for store in stores.values()] == [None, None]
 
 
-def test_a_rank_that_does_not_come_is_named(symmetric_memory):
+def test_a_missing_rank_is_named(symmetric_memory):
     began = time.monotonic()
-    errors = on_ranks(3, lambda store_gather: meet(store_gather, ((0, 1, 2),)), absent=(1,), timeout_s=0.2)
+    errors = on_ranks(3, lambda store_gather: share(store_gather, ((0, 1, 2),)), absent=(1,), timeout_s=0.2)
     assert time.monotonic() - began < 0.2 + SLACK_S
     assert {type(error) for error in errors.values()} == {PeerFailureError}
     assert [error.peers for error in errors.values()] == [(1,), (1,)]
     assert all(error.stall.phase == "arena 0" for error in errors.values())
 
 
-def test_whatever_else_fails_is_told_in_its_own_words(symmetric_memory):
+def test_other_failures_keep_their_message(symmetric_memory):
     def fail(memory, name):
         raise RuntimeError("CUDA driver error: peer access is not supported\nException raised from here and there")
 
     with mock.patch.object(symmetric_memory, "rendezvous", fail):
-        error = on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))[0]
+        error = on_ranks(1, lambda store_gather: share(store_gather, ((0,),)))[0]
     assert type(error) is SharedMemoryError
     assert str(error).startswith(
         "rank 0: peers' memory could not be mapped on cpu: CUDA driver error: peer access is not supported. Ranks of a "
@@ -133,13 +134,13 @@ def test_what_one_rank_cannot_map_no_rank_has(symmetric_memory, nodes, after_gat
             raise RuntimeError("CUDA driver error: peer access is not supported")
 
     symmetric_memory.after_gather = fail
-    errors = on_ranks(3, lambda store_gather: meet(store_gather, nodes))
+    errors = on_ranks(3, lambda store_gather: share(store_gather, nodes))
     assert {type(error) for error in errors.values()} == {SharedMemoryError}
     assert all(str(error).startswith("rank 1: peers' memory could not be mapped on cpu:") for error in errors.values())
 
 
-def test_a_rank_that_dies_before_it_hands_its_memory_over_is_named(symmetric_memory, tmp_path):
-    def hand_over(rank, number):
+def test_a_rank_that_dies_before_it_sends_its_descriptor_is_named(symmetric_memory, tmp_path):
+    def receive_descriptor(rank, number):
         """As PyTorch does after the first gather: waits for a peer at a socket, without a limit of its own."""
         if number == 0:
             if rank == 1:
@@ -149,21 +150,30 @@ def test_a_rank_that_dies_before_it_hands_its_memory_over_is_named(symmetric_mem
             except OSError as error:
                 raise RuntimeError(f"Failed to receive fd: {error}") from error
 
-    symmetric_memory.after_gather = hand_over
+    symmetric_memory.after_gather = receive_descriptor
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(tmp_path / f"symm_mem-{os.getpid()}"))
         began = time.monotonic()
-        errors = on_ranks(2, lambda store_gather: meet(store_gather, ((0, 1),)), timeout_s=1.0)
+        errors = on_ranks(2, lambda store_gather: share(store_gather, ((0, 1),)), timeout_s=1.0)
         assert time.monotonic() - began < 1.5 + SLACK_S
         assert channel.fileno() >= 0
     assert type(errors[0]) is PeerFailureError
     assert errors[0].peers == (1,)
 
 
+def test_pytorch_still_declares_the_socket_that_gets_a_limit():
+    """All builds have this header; only CUDA builds have the name itself (tests/cuda/test_cuda_socket_name.py)."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/symm_mem"
+    header = (folder / "CUDASymmetricMemoryUtils.hpp").read_text()
+    assert "std::string get_socket_name(int pid);" in header, (
+        f"torch {torch.__version__} no longer has IpcChannel::get_socket_name: see fusco.cuda.rendezvous"
+    )
+
+
 def test_no_other_socket_is_given_a_limit(symmetric_memory, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind(str(tmp_path / "somebody's"))
-        on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))
+        other.bind(str(tmp_path / "another"))
+        on_ranks(1, lambda store_gather: share(store_gather, ((0,),)))
         assert not any(other.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
 
 
@@ -178,7 +188,7 @@ def test_the_group_is_gone_afterwards(symmetric_memory, fails):
 
     with mock.patch.object(symmetric_memory, "rendezvous", end):
         for _ in range(2):  # under the same name, which must be free again
-            on_ranks(1, lambda store_gather: meet(store_gather, ((0,),)))
+            on_ranks(1, lambda store_gather: share(store_gather, ((0,),)))
     assert known == [1, 1]
     with pytest.raises(RuntimeError, match="arena of rank 0"):
         _resolve_process_group("arena of rank 0")

@@ -9,12 +9,12 @@ from functools import cache
 import torch
 
 from fusco.core.rows import accumulation_dtype
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
+from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM
+from fusco.cuda.tuning import ADD_RETURNED_THREADS as NUM_THREADS
 
-_NUM_THREADS, _BLOCKS_PER_SM = 256, 4
-_TOKENS_OF_A_BLOCK = _NUM_THREADS // 32
+_TOKENS_PER_BLOCK = NUM_THREADS // 32
 
 
 @cache
@@ -36,7 +36,7 @@ def add_returned(
     places: Sequence[torch.Tensor],
     out: torch.Tensor,
 ) -> None:
-    """``out[t]``: ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin."""
+    """Set ``out[t]`` to the sum of ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin."""
     num_tokens, hidden = out.shape
     if not num_tokens:
         return
@@ -55,5 +55,5 @@ def add_returned(
         "WIRE_TYPE": ELEMENT_TYPES[returned[0].dtype],
         "VECTOR_ELEMENTS": vector_bytes(hidden * out.element_size()) // out.element_size(),
     }
-    grid = min(-(-num_tokens // _TOKENS_OF_A_BLOCK), launcher.library.num_sms * _BLOCKS_PER_SM)
-    launcher.launch("add_returned", constants, arguments, grid=grid, num_threads=_NUM_THREADS)
+    grid = min(-(-num_tokens // _TOKENS_PER_BLOCK), launcher.library.num_sms * BLOCKS_PER_SM)
+    launcher.launch("add_returned", constants, arguments, grid=grid, num_threads=NUM_THREADS)

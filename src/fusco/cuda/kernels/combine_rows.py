@@ -1,4 +1,4 @@
-"""The kernel ``combine_rows``: partial sums to the holders of rows, who add them up."""
+"""The kernel ``combine_rows``: send partial sums to the holders of rows, and add them there."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.chunks import MAX_PARTS
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, address, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, address
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
-
-# Threads of a block, blocks on a multiprocessor, vectors in flight for each lane. On few multiprocessors many warps
-# hide latency; on many, fewer warps with more in flight each do so at less contention.
-_FEW_SMS = 40
-_ON_FEW_SMS, _ON_MANY_SMS = (512, 2, 2), (384, 1, 7)
+from fusco.cuda.tuning import combine_shape
 
 
 @cache
@@ -42,12 +36,12 @@ def combine_rows(
     is_weighted: bool,
     num_sms: int | None,
 ) -> int:
-    """Sum expert-major rows into the rows that their holders have; ``out`` has this rank's.
+    """Sum expert-major rows into the rows of their holders; ``out`` receives this rank's.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
     """
     sms = launcher.sms(num_sms)
-    num_threads, blocks_per_sm, unroll = _ON_FEW_SMS if sms <= _FEW_SMS else _ON_MANY_SMS
+    shape = combine_shape(sms)
     weights = held.weights if is_weighted else None
     arguments = combine_type(launcher.num_ranks)(
         comm=launcher.comm,
@@ -70,8 +64,8 @@ def combine_rows(
         "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
         "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
         "MAX_PARTS": MAX_PARTS,
-        "BLOCKS_PER_SM": blocks_per_sm,
-        "UNROLL": unroll,
+        "BLOCKS_PER_SM": shape.blocks_per_sm,
+        "UNROLL": shape.unroll,
     }
-    launcher.launch("combine_rows", constants, arguments, grid=sms * blocks_per_sm, num_threads=num_threads)
+    launcher.launch("combine_rows", constants, arguments, grid=sms * shape.blocks_per_sm, num_threads=shape.num_threads)
     return sms

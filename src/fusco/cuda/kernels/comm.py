@@ -1,21 +1,21 @@
-"""The structs of comm.cuh, and the report of plan.cu: what host and kernels of a communicator know of each other."""
+"""Mirrors of the structs in comm.cuh and of the report in plan.cu."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
 
-from fusco.cuda.kernels.fields import I32, POINTER, U32, U64
+from fusco.cuda.kernels.abi import I32, POINTER, U32, U64
 
 
 class Failure(ctypes.Structure):
-    """``Failure`` of comm.cuh: the first wait that ran out."""
+    """``Failure`` of comm.cuh: the first wait that timed out."""
 
     _fields_ = [(name, U32) for name in ("is_set", "phase", "peer", "expected", "seen")]
 
 
 class Report(ctypes.Structure):
-    """``Report`` of plan.cu: what came of a plan."""
+    """``Report`` of plan.cu: the result of a plan for the host."""
 
     _fields_ = [
         ("ticket", U32),

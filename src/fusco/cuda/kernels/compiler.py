@@ -1,6 +1,6 @@
-"""From CUDA C++ to machine code, at run time, by NVRTC through ``cuda.core``; results are kept on disk.
+"""Run-time compiler of the CUDA sources: NVRTC through ``cuda.core``, with a cache on disk.
 
-Compiling needs neither a GPU nor a driver, so that any machine can check that all kernels compile.
+It needs neither a GPU nor a driver, so any machine can check that all kernels compile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOURCE_DIR = Path(__file__).parent / "source"
 
 
 class Compiler:
-    """Compiles for one architecture, such as ``"sm_90"``, and keeps the results in a folder, or where there is one."""
+    """Compiles for one architecture, such as ``"sm_90"``, and caches the results in a folder, if one is writable."""
 
     def __init__(self, arch: str, cache_dir: Path | None = None) -> None:
         self.arch = arch
@@ -29,16 +29,16 @@ class Compiler:
         self._compiling = SlowWork(lambda: f"compiling CUDA kernels for {arch}, {kept}")
 
     def compile(self, name: str, constants: Mapping[str, object]) -> bytes:
-        """The cubin of ``source/NAME.cu`` with these macros defined, from the disk cache if it is there.
+        """Return the cubin of ``source/NAME.cu`` with these macros defined, from the disk cache if possible.
 
-        Raises ``CompileError`` with the compiler's words.
+        Raises ``CompileError`` with the compiler's message.
         """
         file = f"{name}-{self._key(name, constants)}.cubin"
         for folder in self.folder.readable:
             try:
                 return (folder / file).read_bytes()
             except OSError:
-                pass  # not there yet
+                pass  # not cached yet
         self._compiling.begin()
         try:
             cubin = self._compile(name, constants)
@@ -76,7 +76,7 @@ class Compiler:
         return f"{version('cuda-core')} {nvrtc.nvrtcVersion()}"
 
     def _keep(self, file: str, cubin: bytes) -> None:
-        """Write a file that no process ever sees half-written."""
+        """Write a file atomically: no process sees a partial file."""
         self.folder.warn()
         if self.folder.used is None:
             return
@@ -87,18 +87,18 @@ class Compiler:
                 try:
                     temporary_file.write(cubin)
                     temporary_file.flush()
-                    temporary.chmod(0o644)  # others who share the folder may read it
+                    temporary.chmod(0o644)  # other users of the folder may read it
                     temporary.replace(self.folder.used / file)
                 except BaseException:
                     temporary.unlink(missing_ok=True)
                     raise
         except OSError as error:
-            # Once, since the error names another temporary file every time.
+            # Warn once: the error names another temporary file every time.
             self.folder = CacheFolder(self.folder.used, None, error.strerror or str(error))
             self.folder.warn()
 
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """All sources: a kernel's own and what it may include."""
+    """Return all sources: any kernel may include any header."""
     return "\n".join(path.read_text() for path in sorted(SOURCE_DIR.glob("*.cu*")))

@@ -1,4 +1,4 @@
-"""The kernel ``copy_segments``: scattered pieces of device memory to scattered places."""
+"""The kernel ``copy_segments``: copy scattered segments of device memory to scattered places."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import ctypes
 
 import torch
 
-from fusco.cuda.kernels.fields import I64, POINTER
+from fusco.cuda.kernels.abi import I64, POINTER
 from fusco.cuda.kernels.launcher import Launcher
-
-_NUM_THREADS, _BLOCKS_PER_SM = 256, 4
-# What a block copies at a time: less only if there are not enough bytes for all blocks.
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 1 << 10, 16 << 10
+from fusco.cuda.tuning import COPY_BLOCKS_PER_SM, COPY_THREADS, copy_piece_bytes
 
 
 class CopyArgs(ctypes.Structure):
@@ -31,9 +28,9 @@ def copy_segments(
     dst_offset: torch.Tensor,
     num_bytes: torch.Tensor,
 ) -> None:
-    """See ``fusco.cpu.kernels.copy_segments``; the memory is on the device (a peer's, perhaps), the arrays are not."""
+    """See ``fusco.cpu.kernels.copy_segments``; memory is on the device or a peer's, the arrays are on the host."""
     if len(num_bytes) == 1:
-        # As nearly all messages are: no table needs to be made and sent.
+        # The case of nearly all messages: it needs no table on the device.
         begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)
         dst[begin : begin + size].copy_(src[first : first + size])
         return
@@ -44,8 +41,8 @@ def copy_segments(
     library = launcher.library
     # From pinned memory, which stays allocated until the stream has read it.
     table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(library.device, non_blocking=True)
-    max_grid = library.num_sms * _BLOCKS_PER_SM
-    piece_bytes = min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, -(-total // max_grid)))
+    max_grid = library.num_sms * COPY_BLOCKS_PER_SM
+    piece_bytes = copy_piece_bytes(total, max_grid)
     arguments = CopyArgs(
         src=src.data_ptr(),
         dst=dst.data_ptr(),
@@ -54,4 +51,4 @@ def copy_segments(
         piece_bytes=piece_bytes,
     )
     grid = min(-(-total // piece_bytes), max_grid)
-    launcher.launch("copy_segments", {}, arguments, grid=grid, num_threads=_NUM_THREADS)
+    launcher.launch("copy_segments", {}, arguments, grid=grid, num_threads=COPY_THREADS)

@@ -1,4 +1,4 @@
-"""The kernel ``gather_rows``: rows packed into messages for other nodes."""
+"""The kernel ``gather_rows``: pack rows into messages for other nodes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from functools import cache
 import torch
 
 from fusco.core.rows import row_bytes
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import I32, POINTER, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.widths import vector_bytes
-
-# Enough to pack rows several times as fast as any network takes them.
-_NUM_THREADS, _NUM_SMS = 512, 8
+from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 
 
 @cache
@@ -33,9 +30,9 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
     Args:
-        launcher: of the rank.
-        rows: contiguous; they and every message stand on multiples of 16 bytes, or of what divides a row.
-        parts: int32 ``places``, and a message of bytes; as many at every call, some of them empty.
+        launcher: the rank's launcher.
+        rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
+        parts: pairs of int32 ``places`` and a message (uint8); the same number in every call, some may be empty.
 
     """
     size = row_bytes(rows)
@@ -49,5 +46,5 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
         first_row=first_row,
     )
     constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
-    grid = min(first_row[-1], _NUM_SMS)
-    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS)
+    grid = min(first_row[-1], GATHER_SMS)
+    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=GATHER_THREADS)

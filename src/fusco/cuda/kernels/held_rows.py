@@ -1,4 +1,4 @@
-"""Rows that stand in the pools of a node's ranks: what one launch moves or sums."""
+"""Rows in the pools of a node's ranks that one launch moves or sums."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.cuda.kernels.chunks import MAX_PARTS
-
-# Fewer rows than this are divided among warps, so that every warp has several shares and all end together.
-# Ranks must agree on the parts of a row, as each part is announced for itself: so nothing but the plan may enter here.
-_ROWS_FOR_ALL_WARPS = 12_000
+from fusco.cuda.kernels.abi import MAX_PARTS
+from fusco.cuda.tuning import parts_of_row
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldRows:
-    """Rows that stand in the pools of a node's ranks, and where they go on this one.
+    """Rows in the pools of a node's ranks, and their slots on this rank.
 
     Attributes:
         first_row: ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to
@@ -34,17 +31,16 @@ class HeldRows:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds on the device."""
+        """All tensors that it holds on the device."""
         return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
 
     @property
     def longest(self) -> int:
-        """Most rows that any rank holds."""
+        """Maximum number of rows that a rank holds."""
         return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))
 
     @property
     def num_parts(self) -> int:
-        """How many warps share a row."""
+        """Number of warps that share a row."""
         num_ranks = len(self.first_row) - 1
-        num_rows = max(1, self.longest * num_ranks)
-        return max(1, min(MAX_PARTS, _ROWS_FOR_ALL_WARPS // num_rows))
+        return parts_of_row(self.longest * num_ranks, MAX_PARTS)

@@ -1,4 +1,4 @@
-"""How a communicator's kernels are launched."""
+"""Launcher of a communicator's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Launcher:
 
     Attributes:
         library: the device's kernels.
-        comm: of ``comm_type``; what kernels that work across the node's ranks know of them.
+        comm: a ``comm_type`` struct, the argument of kernels that work across the node's ranks.
         stream: the handle of the stream to launch on.
 
     """
@@ -30,7 +30,7 @@ class Launcher:
         return len(self.comm.arena)
 
     def sms(self, num_sms: int | None) -> int:
-        """A number of multiprocessors: all there are, unless fewer are asked for."""
+        """Return ``num_sms``, or the device's number of SMs if that is fewer or ``num_sms`` is not given."""
         return min(num_sms or self.library.num_sms, self.library.num_sms)
 
     def launch(
@@ -42,9 +42,9 @@ class Launcher:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
-        """See ``Kernel.launch``; ``constants`` are those that not all kernels have."""
+        """See ``Kernel.launch``; the constants of all kernels are added to ``constants``."""
         always: dict[str, object] = {
             "ARGUMENT_BYTES": ctypes.sizeof(arguments),
             "NUM_RANKS": self.num_ranks,
@@ -57,5 +57,5 @@ class Launcher:
             grid=grid,
             num_threads=num_threads,
             shared_bytes=shared_bytes,
-            comes_early=comes_early,
+            is_dependent=is_dependent,
         )

@@ -11,7 +11,7 @@ import torch
 from fusco.core.errors import LaunchError
 from fusco.cuda.kernels.compiler import Compiler
 
-_FREE_SHARED_BYTES = 48 << 10  # more than this must be asked for
+_FREE_SHARED_BYTES = 48 << 10  # more than this needs an attribute of the function
 
 
 class Kernel:
@@ -28,9 +28,9 @@ class Kernel:
         except Exception as error:  # cuda.core's errors have no common base that is public
             raise self._error("loaded", str(error)) from error
         self._shared_bytes = _FREE_SHARED_BYTES
-        self._early = driver.CUlaunchAttribute()
-        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        self._early.value.programmaticStreamSerializationAllowed = 1
+        self._serialization = driver.CUlaunchAttribute()
+        self._serialization.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._serialization.value.programmaticStreamSerializationAllowed = 1
 
     def launch(
         self,
@@ -40,9 +40,9 @@ class Kernel:
         grid: int,
         num_threads: int,
         shared_bytes: int = 0,
-        comes_early: bool = False,
+        is_dependent: bool = False,
     ) -> None:
-        """Launch on a stream, given as its handle; with ``comes_early`` before the kernel ahead of it is done."""
+        """Launch on a stream handle; with ``is_dependent``, a programmatic dependent launch that may begin early."""
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
@@ -52,8 +52,8 @@ class Kernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        if comes_early:
-            config.attrs, config.numAttrs = [self._early], 1
+        if is_dependent:
+            config.attrs, config.numAttrs = [self._serialization], 1
         self._check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def _check(self, result: tuple[Any, ...]) -> None:
@@ -62,8 +62,8 @@ class Kernel:
 
     def _error(self, done: str, why: str) -> LaunchError:
         return LaunchError(
-            f"kernel {self.name} could not be {done}: {why}. An earlier kernel on this device may be the cause, "
-            f"whoever launched it: its error shows in a later call (with CUDA_LAUNCH_BLOCKING=1, where it happens)"
+            f"kernel {self.name} could not be {done}: {why}. An earlier asynchronous error on this device, of "
+            f"any library's kernel, may be the cause (CUDA_LAUNCH_BLOCKING=1 shows it at its own launch)"
         )
 
 
@@ -71,7 +71,7 @@ class Library:
     """The kernels of one device, each loaded when first used."""
 
     def __init__(self, device: torch.device) -> None:
-        properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not have all of them
+        properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs lack some
         self.device = device
         self.num_sms: int = properties.multi_processor_count
         self.max_shared_bytes: int = properties.shared_memory_per_block_optin
@@ -79,7 +79,7 @@ class Library:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
     def get(self, name: str, constants: Mapping[str, object]) -> Kernel:
-        """The kernel of this name and these compile-time constants."""
+        """Return the kernel of this name and these compile-time constants."""
         key = (name, *constants.items())
         if key not in self._kernels:
             self._kernels[key] = Kernel(name, self._compiler.compile(name, constants))

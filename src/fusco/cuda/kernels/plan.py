@@ -1,4 +1,4 @@
-"""The kernel ``plan``: where the rows of a node's ranks go on this one."""
+"""The kernel ``plan``: assign the rows of a node's ranks to slots on this rank."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.chunks import CHUNK_PAIRS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U32, address
 from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
-_NUM_THREADS, _PAIRS_PER_BLOCK = 512, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRouting:
-    """Routing of a source that this rank makes known to its node: ids (num_rows, num_topk) and weights, contiguous."""
+    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous."""
 
     source: int
     topk_idx: torch.Tensor
@@ -29,7 +28,7 @@ class PublishedRouting:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTables:
-    """What all plans of a rank are made with.
+    """Tables for all plans of a rank.
 
     Attributes:
         expert_to_local: int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks.
@@ -51,13 +50,13 @@ class PlanTables:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTerms:
-    """How a plan lays rows out, and who is told of it.
+    """Output layout of a plan, and its report.
 
     Attributes:
         expert_alignment: each block is rounded up to a multiple of this.
         max_slots: slots of the output.
-        is_overflow_reported: whether more than these are an error.
-        ticket: of the report; 0 if nobody waits for it.
+        is_overflow_reported: True if more rows than slots are an error.
+        ticket: number of the report; 0 if the host does not wait for it.
 
     """
 
@@ -74,7 +73,7 @@ class PlannedRows:
     Attributes:
         first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
             tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources whose rows stand in this rank's pool; itself first.
+        held: the sources whose rows are in this rank's pool; this rank first.
         row_to_slots, weights: see ``HeldRows``; in order of source.
         token_to_ranks: see ``HeldRows``; in order of ``held``.
         num_rows_per_expert: int64 (num_local_experts,), padding not counted.
@@ -92,7 +91,7 @@ class PlannedRows:
 
     @property
     def num_topk(self) -> int:
-        """Expert slots of a token."""
+        """Experts per token (top-k)."""
         return self.row_to_slots.shape[1]
 
 
@@ -117,8 +116,8 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
 
 
 def plan_shared_bytes(num_local_experts: int) -> int:
-    """Shared memory of a block that plans: counts of each warp, and what is before, in all, and first."""
-    return 4 * ((_NUM_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
+    """Return the shared memory of a block in bytes: per expert, a count of each warp, prefix, total, and first slot."""
+    return 4 * ((PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
 
 
 def plan_slots(
@@ -167,7 +166,7 @@ def plan_slots(
         "plan",
         constants,
         arguments,
-        grid=max(1, min(launcher.sms(num_sms), -(-num_pairs // _PAIRS_PER_BLOCK))),
-        num_threads=_NUM_THREADS,
+        grid=max(1, min(launcher.sms(num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK))),
+        num_threads=PLAN_THREADS,
         shared_bytes=plan_shared_bytes(tables.num_local_experts),
     )

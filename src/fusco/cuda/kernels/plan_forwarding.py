@@ -1,4 +1,4 @@
-"""The kernel ``plan_forwarding``: which tokens of a rank concern which other node."""
+"""The kernel ``plan_forwarding``: find the tokens of a rank that go to each other node."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import ctypes
 
 import torch
 
-from fusco.cuda.kernels.fields import I32, POINTER
+from fusco.cuda.kernels.abi import I32, POINTER
 from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.tuning import PLAN_FORWARDING_THREADS
 from fusco.planner.forwarding import DeviceForwarding
-
-_NUM_THREADS = 1024
 
 
 class ForwardingArgs(ctypes.Structure):
@@ -53,5 +52,5 @@ def plan_forwarding(
         own_node=own_node,
     )
     constants = {"NUM_TOPK": topk_idx.shape[1], "ID_BYTES": topk_idx.element_size()}
-    launcher.launch("plan_forwarding", constants, arguments, grid=num_nodes, num_threads=_NUM_THREADS)
+    launcher.launch("plan_forwarding", constants, arguments, grid=num_nodes, num_threads=PLAN_FORWARDING_THREADS)
     return plan

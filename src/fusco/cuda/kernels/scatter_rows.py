@@ -1,4 +1,4 @@
-"""The kernel ``scatter_rows``: rows of all ranks of the node into their slots here."""
+"""The kernel ``scatter_rows``: pull rows of all ranks of the node into their slots on this rank."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from fusco.cuda.kernels.chunks import CHUNK_ROWS
+from fusco.cuda.kernels.abi import CHUNK_ROWS, I32, POINTER, U32, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U32
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan import PlannedRows
-from fusco.cuda.kernels.stage_rows import share_for_staging
-from fusco.cuda.kernels.widths import vector_bytes
-
-# Half of a multiprocessor, so that staging fits beside it.
-_NUM_THREADS, _UNROLL = 512, 8
-# Enough to fill the links and write the copies, of which there are the more the fewer ranks share the experts; more
-# multiprocessors only contend.
-_SMS_TIMES_RANKS = 192
+from fusco.cuda.tuning import SCATTER_THREADS, SCATTER_UNROLL, scatter_sms, stage_sms
 
 
 @cache
@@ -52,22 +43,22 @@ def scatter_rows(
     """Pull rows into their slots.
 
     Args:
-        launcher: of the rank.
-        plan: where blocks begin.
-        held: which rows, and their slots.
-        payloads: ``address`` is not looked at.
-        rows: ``rows[r][p]`` is where payload ``p`` of what rank ``r`` holds can be read.
-        in_place_ranks: bit ``r`` is set if rank ``r`` stages nothing.
-        clears_padding: whether slots between blocks are set to zero.
-        num_sms: a budget of multiprocessors, of which staging has its share.
+        launcher: the rank's launcher.
+        plan: has the offsets of blocks.
+        held: the rows and their slots.
+        payloads: ``address`` is not used.
+        rows: ``rows[r][p]`` is the address of payload ``p`` of the rows that rank ``r`` holds.
+        in_place_ranks: bit ``r`` is set if rank ``r`` does not stage its rows.
+        clears_padding: True to set the slots between blocks to zero.
+        num_sms: a budget of SMs, shared with staging.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
 
     """
     num_ranks = launcher.num_ranks
-    wanted = num_sms or _SMS_TIMES_RANKS // num_ranks
+    wanted = num_sms or scatter_sms(num_ranks)
     if num_sms and is_staged(launcher, in_place_ranks):
-        wanted -= share_for_staging(launcher, num_sms)
+        wanted -= stage_sms(num_sms)
     row_type = ctypes.c_uint64 * len(payloads)
     arguments = scatter_type(num_ranks, len(payloads))(
         comm=launcher.comm,
@@ -88,13 +79,13 @@ def scatter_rows(
         "PAYLOAD_BYTES": ",".join(str(payload.row_bytes) for payload in payloads),
         "VECTOR_BYTES": ",".join(str(vector_bytes(payload.row_bytes)) for payload in payloads),
         "CHUNK_ROWS": CHUNK_ROWS,
-        "UNROLL": _UNROLL,
+        "UNROLL": SCATTER_UNROLL,
     }
     grid = launcher.sms(max(1, wanted))
-    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS, comes_early=True)
+    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=SCATTER_THREADS, is_dependent=True)
     return grid
 
 
 def is_staged(launcher: Launcher, in_place_ranks: int) -> bool:
-    """Whether this rank's own rows are staged."""
+    """Return whether this rank's rows are staged."""
     return not in_place_ranks >> launcher.comm.rank & 1

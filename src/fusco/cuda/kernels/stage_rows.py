@@ -1,4 +1,4 @@
-"""The kernel ``stage_rows``: own rows into the pool that peers read."""
+"""The kernel ``stage_rows``: copy this rank's rows into the pool, which peers read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from fusco.cuda.kernels.chunks import CHUNK_ROWS
+from fusco.cuda.kernels.abi import CHUNK_ROWS, I32, POINTER, U64, Payload
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.fields import I32, POINTER, U64
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
-
-_NUM_THREADS, _NUM_SMS = 512, 16
+from fusco.cuda.tuning import STAGE_THREADS, stage_sms
 
 
 @cache
@@ -28,20 +25,12 @@ def stage_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
     return type("StageArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
-def share_for_staging(launcher: Launcher, num_sms: int | None) -> int:
-    """How much of a budget of multiprocessors goes to staging: what fills the pool faster than links empty it.
-
-    Not more, as it runs beside planning and pulling and would only slow them down.
-    """
-    return max(1, num_sms // 4) if num_sms else launcher.sms(_NUM_SMS)
-
-
 def stage_rows(
     launcher: Launcher, payloads: Sequence[Payload], pools: Sequence[int], num_tokens: int, num_sms: int | None
 ) -> int:
-    """Copy rows into the pool that peers read; leaves most of a budget of multiprocessors to those that pull.
+    """Copy rows into the pool; leaves most of a budget of SMs to ``scatter_rows``.
 
-    Returns how many multiprocessors it takes.
+    Returns the number of SMs that it takes.
     """
     num_chunks = -(-num_tokens // CHUNK_ROWS)
     arguments = stage_type(launcher.num_ranks, len(payloads))(
@@ -52,6 +41,6 @@ def stage_rows(
         num_tokens=num_tokens,
     )
     constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
-    grid = max(1, min(share_for_staging(launcher, num_sms), num_chunks))
-    launcher.launch("stage_rows", constants, arguments, grid=grid, num_threads=_NUM_THREADS)
+    grid = max(1, min(stage_sms(num_sms) if num_sms else launcher.sms(stage_sms(None)), num_chunks))
+    launcher.launch("stage_rows", constants, arguments, grid=grid, num_threads=STAGE_THREADS)
     return grid

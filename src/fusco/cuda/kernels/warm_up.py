@@ -1,4 +1,4 @@
-"""Compile CUDA kernels before a GPU needs them, by the very calls that would launch them, on rows of nothing."""
+"""Compile CUDA kernels before a GPU needs them, by the calls that would launch them, with dummy arguments."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from fusco.cuda.kernels import weight_gradients
+from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.payload import Payload
 from fusco.cuda.kernels.plan import PlannedRows, PlanTables, PlanTerms, PublishedRouting, plan_slots
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows
 
-_FEW_SMS, _MANY_SMS = 32, 128  # either kind of launch: with a budget, and with the whole device
+_FEW_SMS, _MANY_SMS = 32, 128  # one on either side of tuning.COMBINE_FEW_SMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelShape:
-    """What kernels are compiled for: ranks of a node, experts of a token (top-k), and rows of a dtype.
+    """Shape that kernels are compiled for: ranks per node, experts per token (top-k), hidden size and dtype of rows.
 
-    ids are int64 and weights float32, as routers give them.
+    Ids are int64 and weights float32, as routers return them.
     """
 
     num_ranks: int
@@ -36,17 +36,17 @@ class KernelShape:
 
 
 class _NoKernel:
-    """Takes the place of a kernel that is compiled and not loaded."""
+    """Kernel that is compiled and not loaded."""
 
     def launch(self, *_: object, **__: object) -> None:
-        """Nothing happens."""
+        """Do nothing."""
 
 
 class CompilingLibrary:
-    """As ``Library``, for an architecture in place of a device: kernels are compiled, kept, and never launched.
+    """Library for an architecture instead of a device: kernels are compiled, cached, and never launched.
 
     Attributes:
-        names: of the kernels that were asked for.
+        names: the names of all requested kernels.
 
     """
 
@@ -64,11 +64,11 @@ class CompilingLibrary:
 
 
 def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
-    """Compile what dispatch and combine within a node launch, forward and backward, or find it on disk.
+    """Compile the kernels of dispatch and combine within a node, forward and backward, unless they are cached.
 
     Returns the names of the kernels. Those of segments and between nodes, and of other shapes, are compiled when they
     are first used.
-    Raises ``CompileError`` with the compiler's words.
+    Raises ``CompileError`` with the compiler's message.
     """
     library: Any = CompilingLibrary(compiler)
     launcher = Launcher(library, comm_type(shape.num_ranks)(), 0)

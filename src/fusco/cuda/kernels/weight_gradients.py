@@ -1,4 +1,4 @@
-"""The kernel ``weight_gradients``: combine's backward, rows of gradients times their weights, and dots."""
+"""The kernel ``weight_gradients``: combine's backward, gradient rows times their weights, and dot products."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cache
 import torch
 
 from fusco.core.rows import aligned
-from fusco.cuda.kernels.fields import I64, POINTER, address
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.kernels.widths import ELEMENT_TYPES, vector_bytes
+from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM
+from fusco.cuda.tuning import WEIGHT_GRADIENTS_THREADS as NUM_THREADS
 
-_NUM_THREADS, _BLOCKS_PER_SM = 256, 8
-_ROWS_OF_A_BLOCK = _NUM_THREADS // 32
+_ROWS_PER_BLOCK = NUM_THREADS // 32
 
 
 class WeightArgs(ctypes.Structure):
@@ -34,7 +34,7 @@ def weight_gradients_on_cuda(
 def launch(
     library: Library, stream: int, grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor
 ) -> torch.Tensor | None:
-    """The same with the kernels of a device, on a stream given as its handle."""
+    """Launch on a stream handle, with a given library; see ``weight_gradients_on_cuda``."""
     (num_rows, hidden), item_bytes = grads.shape, grads.element_size()
     dots = None
     if rows is not None:
@@ -55,19 +55,19 @@ def launch(
     )
     constants = {
         "ARGUMENT_BYTES": ctypes.sizeof(arguments),
-        "NUM_THREADS": _NUM_THREADS,
+        "NUM_THREADS": NUM_THREADS,
         "HIDDEN": hidden,
         "ROW_TYPE": ELEMENT_TYPES[grads.dtype],
         "WEIGHT_BYTES": weights.element_size(),
         "HAS_DOTS": int(dots is not None),
         "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
     }
-    grid = min(-(-num_rows // _ROWS_OF_A_BLOCK), library.num_sms * _BLOCKS_PER_SM)
-    library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=_NUM_THREADS)
+    grid = min(-(-num_rows // _ROWS_PER_BLOCK), library.num_sms * BLOCKS_PER_SM)
+    library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=NUM_THREADS)
     return dots
 
 
 @cache
 def _library_of(device: torch.device) -> Library:
-    """Loaded for as long as the process lives: backward passes may outlive their communicator's other kernels."""
+    """Return the device's library, loaded until the process ends: backward passes may outlive their communicator."""
     return Library(device)

@@ -153,8 +153,8 @@ inline void store_release_system(u32* at, u32 value) {
 }
 inline u32 add_acquire_release_device(u32* at, u32 value) { return atomicAdd(at, value); }
 
-inline void let_next_kernel_come() { simt::let_next_kernel_come(); }
-inline void wait_for_kernel_ahead() {
-    while (!simt::is_kernel_ahead_done()) simt::sleep();
+inline void launch_dependents() { simt::launch_dependents(); }
+inline void wait_for_prerequisites() {
+    while (!simt::are_prerequisites_done()) simt::sleep();
 }
 inline u64 nanoseconds() { return simt::nanoseconds(); }

@@ -29,7 +29,7 @@ struct Thread {
 };
 
 // Barrier; threads in `arrived` are suspended until the last one arrives.
-struct Meeting {
+struct Barrier {
     std::vector<Thread*> arrived;
     bool all = true, result = true;
 };
@@ -39,30 +39,30 @@ struct Block {
     unsigned index;
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<Thread*> ready, asleep;
-    Meeting meeting;
-    std::vector<Meeting> warp_meetings;
+    Barrier barrier;
+    std::vector<Barrier> warp_barriers;
     std::vector<std::uint64_t> slots;
     std::map<const void*, std::vector<std::max_align_t>> shared;
     std::vector<std::max_align_t> dynamic_shared;
     unsigned num_done = 0;
-    unsigned favour = 1;
-    bool lets_next_come = false;
+    unsigned weight = 1;
+    bool launches_dependents = false;
 };
 
 struct Launch {
     void (*entry)(const void*);
     std::vector<char> arguments;
-    unsigned grid, num_threads, max_resident, favour;
+    unsigned grid, num_threads, max_resident, weight;
     std::size_t shared_bytes;
-    bool comes_early;
+    bool is_dependent;
     Launch* ahead;
-    unsigned num_begun = 0, num_done = 0, num_letting_next_come = 0;
+    unsigned num_begun = 0, num_done = 0, num_launching_dependents = 0;
     bool is_done() const { return num_done == grid; }
 };
 
 struct Stream {
     std::deque<Launch*> queue;
-    unsigned favour = 0;  // scheduling weight of its threads, relative to other streams
+    unsigned weight = 0;  // scheduling weight of its threads, relative to other streams
 };
 
 std::mt19937 generator;
@@ -72,37 +72,37 @@ std::vector<std::unique_ptr<Block>> blocks;  // resident ones
 Thread* current = nullptr;
 ucontext_t scheduler;
 std::uint64_t now_ns = 1'000'000'000;
-bool has_gone_on = false;  // whether a thread did more than sleep
+bool has_progressed = false;  // whether a thread did more than sleep
 std::string failure;
 
 unsigned draw(unsigned below) { return generator() % below; }
 
-void leave() { swapcontext(&current->context, &scheduler); }
+void yield_to_scheduler() { swapcontext(&current->context, &scheduler); }
 
 void run_thread() {
     current->block->launch->entry(current->block->launch->arguments.data());
     current->is_done = true;
-    has_gone_on = true;
-    leave();
+    has_progressed = true;
+    yield_to_scheduler();
 }
 
 // Release a barrier if all threads of the warp or block that are still running have arrived.
-void release_if_complete(Meeting& meeting, Block& block, unsigned first, unsigned end) {
-    unsigned num_there = 0;
-    for (unsigned i = first; i < end; ++i) num_there += !block.threads[i]->is_done;
-    if (meeting.arrived.empty() || meeting.arrived.size() < num_there) return;
-    for (Thread* thread : meeting.arrived) block.ready.push_back(thread);
-    meeting.arrived.clear();
-    meeting.result = meeting.all;
-    meeting.all = true;
+void release_if_complete(Barrier& barrier, Block& block, unsigned first, unsigned end) {
+    unsigned num_running = 0;
+    for (unsigned i = first; i < end; ++i) num_running += !block.threads[i]->is_done;
+    if (barrier.arrived.empty() || barrier.arrived.size() < num_running) return;
+    for (Thread* thread : barrier.arrived) block.ready.push_back(thread);
+    barrier.arrived.clear();
+    barrier.result = barrier.all;
+    barrier.all = true;
 }
 
-void meet(Meeting& meeting, unsigned first, unsigned end) {
+void arrive(Barrier& barrier, unsigned first, unsigned end) {
     Block& block = *current->block;
-    has_gone_on = true;
-    meeting.arrived.push_back(current);
-    release_if_complete(meeting, block, first, end);
-    leave();
+    has_progressed = true;
+    barrier.arrived.push_back(current);
+    release_if_complete(barrier, block, first, end);
+    yield_to_scheduler();
 }
 
 unsigned warp_end(const Block& block, unsigned warp) {
@@ -114,9 +114,9 @@ void begin_block(Launch& launch) {
     Block& block = *blocks.back();
     block.launch = &launch;
     block.index = launch.num_begun++;
-    block.favour = launch.favour << draw(3);
+    block.weight = launch.weight << draw(3);
     const unsigned num_warps = (launch.num_threads + WARP_SIZE - 1) / WARP_SIZE;
-    block.warp_meetings.resize(num_warps);
+    block.warp_barriers.resize(num_warps);
     block.slots.resize(num_warps * WARP_SIZE);
     block.dynamic_shared.resize(launch.shared_bytes / sizeof(std::max_align_t) + 1);
     std::memset(block.dynamic_shared.data(), 0xa5, block.dynamic_shared.size() * sizeof(std::max_align_t));
@@ -137,7 +137,7 @@ void begin_block(Launch& launch) {
 
 bool may_begin(const Launch& launch) {
     return !launch.ahead || launch.ahead->is_done() ||
-           (launch.comes_early && launch.ahead->num_letting_next_come == launch.ahead->grid);
+           (launch.is_dependent && launch.ahead->num_launching_dependents == launch.ahead->grid);
 }
 
 // Begin every block that may begin; return whether there was one.
@@ -167,24 +167,24 @@ void go_on(Block& block) {
     Launch& launch = *block.launch;
     const unsigned warp = current->index / WARP_SIZE;
     ++block.num_done;
-    release_if_complete(block.warp_meetings[warp], block, warp * WARP_SIZE, warp_end(block, warp));
-    release_if_complete(block.meeting, block, 0, block.threads.size());
+    release_if_complete(block.warp_barriers[warp], block, warp * WARP_SIZE, warp_end(block, warp));
+    release_if_complete(block.barrier, block, 0, block.threads.size());
     if (block.num_done < block.threads.size()) return;
     ++launch.num_done;
-    launch.num_letting_next_come += !block.lets_next_come;
+    launch.num_launching_dependents += !block.launches_dependents;
     blocks.erase(std::find_if(blocks.begin(), blocks.end(), [&](const auto& each) { return each.get() == &block; }));
 }
 
 Block* choose_block() {
     unsigned sum = 0;
     for (const auto& block : blocks)
-        if (!block->ready.empty()) sum += block->favour;
+        if (!block->ready.empty()) sum += block->weight;
     if (!sum) return nullptr;
     unsigned left = draw(sum);
     for (const auto& block : blocks)
         if (!block->ready.empty()) {
-            if (left < block->favour) return block.get();
-            left -= block->favour;
+            if (left < block->weight) return block.get();
+            left -= block->weight;
         }
     return nullptr;
 }
@@ -208,45 +208,45 @@ Dim block_dim() { return {current->block->launch->num_threads}; }
 void pass() {
     if (draw(4)) return;
     current->block->ready.push_back(current);
-    leave();
+    yield_to_scheduler();
 }
 
 void has_written() {
-    has_gone_on = true;
+    has_progressed = true;
     pass();
 }
 
 void sleep() {
     current->block->asleep.push_back(current);
-    leave();
+    yield_to_scheduler();
 }
 
 void sync_warp() {
     Block& block = *current->block;
     const unsigned warp = current->index / WARP_SIZE;
-    meet(block.warp_meetings[warp], warp * WARP_SIZE, warp_end(block, warp));
+    arrive(block.warp_barriers[warp], warp * WARP_SIZE, warp_end(block, warp));
 }
 
 void sync_block() { sync_block_and(true); }
 
 bool sync_block_and(bool value) {
     Block& block = *current->block;
-    block.meeting.all &= value;
-    meet(block.meeting, 0, block.threads.size());
-    return block.meeting.result;
+    block.barrier.all &= value;
+    arrive(block.barrier, 0, block.threads.size());
+    return block.barrier.result;
 }
 
 std::uint64_t* warp_slots() { return current->block->slots.data() + current->index / WARP_SIZE * WARP_SIZE; }
 std::uint64_t nanoseconds() { return now_ns; }
 
-void let_next_kernel_come() {
+void launch_dependents() {
     Block& block = *current->block;
-    if (block.lets_next_come) return;
-    block.lets_next_come = true;
-    ++block.launch->num_letting_next_come;
+    if (block.launches_dependents) return;
+    block.launches_dependents = true;
+    ++block.launch->num_launching_dependents;
 }
 
-bool is_kernel_ahead_done() {
+bool are_prerequisites_done() {
     const Launch& launch = *current->block->launch;
     return !launch.ahead || launch.ahead->is_done();
 }
@@ -265,7 +265,7 @@ void* shared_at(const void* key, std::size_t num_bytes) {
 void fail(const char* what) {
     failure = what;
     current->is_done = true;  // it is never resumed
-    leave();
+    yield_to_scheduler();
     __builtin_unreachable();
 }
 
@@ -283,16 +283,16 @@ void simt_reset(unsigned seed) {
 
 // Enqueue a kernel on a stream and return its number. At most `max_resident` of its blocks are resident at once.
 unsigned simt_launch(void (*entry)(const void*), const void* arguments, std::size_t num_bytes, unsigned long long stream,
-                     unsigned grid, unsigned num_threads, std::size_t shared_bytes, bool comes_early,
+                     unsigned grid, unsigned num_threads, std::size_t shared_bytes, bool is_dependent,
                      unsigned max_resident) {
     auto launch = std::make_unique<Launch>();
     launch->entry = entry;
     launch->arguments.assign(static_cast<const char*>(arguments), static_cast<const char*>(arguments) + num_bytes);
     launch->grid = grid, launch->num_threads = num_threads, launch->max_resident = max_resident;
-    launch->shared_bytes = shared_bytes, launch->comes_early = comes_early;
-    auto& [queue, favour] = streams[stream];
-    if (!favour) favour = 1u << (4 * draw(3));
-    launch->favour = favour;
+    launch->shared_bytes = shared_bytes, launch->is_dependent = is_dependent;
+    auto& [queue, weight] = streams[stream];
+    if (!weight) weight = 1u << (4 * draw(3));
+    launch->weight = weight;
     launch->ahead = queue.empty() ? nullptr : queue.back();
     queue.push_back(launch.get());
     launches.push_back(std::move(launch));
@@ -321,13 +321,13 @@ bool simt_go_on(unsigned num_turns) {
             if (!draw(16)) wake_all();
             continue;
         }
-        if (blocks.empty() || !(has_begun || has_gone_on)) {
+        if (blocks.empty() || !(has_begun || has_progressed)) {
             wake_all();
-            has_gone_on = true;  // until the next call
+            has_progressed = true;  // until the next call
             now_ns += NS_PER_IDLE_ROUND;
             return false;
         }
-        has_gone_on = false;
+        has_progressed = false;
         wake_all();
         now_ns += NS_PER_IDLE_ROUND;
     }

@@ -23,8 +23,8 @@ void sync_block();
 bool sync_block_and(bool value);
 std::uint64_t* warp_slots();  // 64 bits for each lane of the warp
 std::uint64_t nanoseconds();
-void let_next_kernel_come();
-bool is_kernel_ahead_done();
+void launch_dependents();
+bool are_prerequisites_done();
 void* dynamic_shared();
 void* shared_at(const void* key, std::size_t num_bytes);
 [[noreturn]] void fail(const char* what);
@@ -34,8 +34,8 @@ template <typename T, int NUMBER> T& shared() {
     return *static_cast<T*>(shared_at(&key, sizeof(T)));
 }
 
-// RecordExchange a value among all lanes of the warp: `look` gets a function from lane to value.
-template <typename T, typename F> auto with_all_lanes(T mine, F&& look) {
+// Exchange a value among all lanes of the warp: `read` gets a function from lane to value.
+template <typename T, typename F> auto with_all_lanes(T mine, F&& read) {
     std::uint64_t* const slots = warp_slots();
     std::uint64_t bits = 0;
     std::memcpy(&bits, &mine, sizeof(T));
@@ -46,7 +46,7 @@ template <typename T, typename F> auto with_all_lanes(T mine, F&& look) {
         std::memcpy(&value, &slots[lane % 32], sizeof(T));
         return value;
     };
-    auto result = look(of_lane);
+    auto result = read(of_lane);
     sync_warp();  // before any lane overwrites its value
     return result;
 }

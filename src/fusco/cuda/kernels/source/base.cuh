@@ -109,12 +109,12 @@ __device__ __forceinline__ u32 add_acquire_release_device(u32* at, u32 value) {
 
 // Programmatic dependent launch: a kernel may start before the previous one in its stream ends. The previous kernel allows
 // it, and the dependent one waits before it reads the results. No effect without support of the hardware or the launch.
-__device__ __forceinline__ void let_next_kernel_come() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-__device__ __forceinline__ void wait_for_kernel_ahead() {
+__device__ __forceinline__ void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

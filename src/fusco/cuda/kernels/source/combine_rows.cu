@@ -122,7 +122,7 @@ __device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u
             const u64 place = static_cast<u64>(src) * comm.max_tokens + token;
             const u32* const flag = section<u32>(comm, comm.rank, comm.sums_ready) + place * MAX_PARTS + part;
             is_here = patience == Patience::WAIT ? wait_for_epoch(comm, flag, epoch, SUMMING_ROWS, src)
-                                                 : has_come(load_acquire_system(flag), epoch);
+                                                 : has_reached(load_acquire_system(flag), epoch);
         }
     const bool are_all_here = __all_sync(ALL_LANES, is_here);
     __syncwarp();  // all lanes may rely on what one lane has seen

@@ -72,22 +72,22 @@ __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure)
 // milliseconds.
 class SpinTimeout {
   public:
-    __device__ __forceinline__ SpinTimeout() : since_(nanoseconds()), next_look_(since_ + BETWEEN_LOOKS) {}
+    __device__ __forceinline__ SpinTimeout() : since_(nanoseconds()), next_check_(since_ + CHECK_INTERVAL) {}
 
     // Call between polls; false once the wait should end.
-    __device__ __forceinline__ bool may_go_on(const Comm& comm, const Failure& waiting_for) {
-        if (++polls_ % POLLS_BETWEEN_CLOCKS || nanoseconds() < next_look_) return true;
-        return look(comm, waiting_for);
+    __device__ __forceinline__ bool should_continue(const Comm& comm, const Failure& waiting_for) {
+        if (++polls_ % POLLS_PER_CLOCK_READ || nanoseconds() < next_check_) return true;
+        return check(comm, waiting_for);
     }
 
   private:
-    static constexpr u32 POLLS_BETWEEN_CLOCKS = 64;
-    static constexpr u64 BETWEEN_LOOKS = 10'000'000;  // ns
+    static constexpr u32 POLLS_PER_CLOCK_READ = 64;
+    static constexpr u64 CHECK_INTERVAL = 10'000'000;  // ns
     // A block that waits for a peer before the grid barrier gives up first: its report names the peer.
     static constexpr u64 BARRIER_GRACE = 1'000'000'000;  // ns
 
-    __device__ __noinline__ bool look(const Comm& comm, Failure waiting_for) {
-        next_look_ = nanoseconds() + BETWEEN_LOOKS;
+    __device__ __noinline__ bool check(const Comm& comm, Failure waiting_for) {
+        next_check_ = nanoseconds() + CHECK_INTERVAL;
         if (is_broken(comm)) return false;
         const u64 limit = comm.timeout_ns + (waiting_for.phase == GRID_BARRIER ? BARRIER_GRACE : 0);
         if (*reinterpret_cast<const volatile u32*>(comm.abort)) waiting_for.is_set = 0;
@@ -96,7 +96,7 @@ class SpinTimeout {
         return false;
     }
 
-    u64 since_, next_look_;
+    u64 since_, next_check_;
     u32 polls_ = 0;
 };
 
@@ -106,19 +106,19 @@ constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
 // Epochs wrap around. A flag is never further ahead of its reader than this, but may be any number of epochs behind: flags
 // of tokens or chunks beyond the current batch keep an old epoch.
-constexpr u32 MOST_AHEAD = 1 << 16;
-__device__ __forceinline__ bool has_come(u32 seen, u32 epoch) { return seen - epoch < MOST_AHEAD; }
+constexpr u32 MAX_EPOCH_LEAD = 1 << 16;
+__device__ __forceinline__ bool has_reached(u32 seen, u32 epoch) { return seen - epoch < MAX_EPOCH_LEAD; }
 
 // Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
 // would wait for this multiprocessor's stores.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
     u32 seen = load_relaxed_system(flag);
-    if (!has_come(seen, epoch)) {
+    if (!has_reached(seen, epoch)) {
         SpinTimeout timeout;
-        while (!has_come(seen = load_relaxed_system(flag), epoch)) {
+        while (!has_reached(seen = load_relaxed_system(flag), epoch)) {
             __nanosleep(pause);
-            if (!timeout.may_go_on(comm, {1, phase, peer, epoch, seen})) return false;
+            if (!timeout.should_continue(comm, {1, phase, peer, epoch, seen})) return false;
         }
     }
     (void)load_acquire_system(flag);
@@ -170,7 +170,7 @@ __device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_tu
 // Grid barrier. The grid must not have more blocks than multiprocessors: then all of them become resident, at once or when
 // other kernels end. Long-running kernels that wait for other ranks, such as NCCL's, must leave this grid that many
 // multiprocessors. (A cooperative launch would guarantee it at once, but costs 12 us.)
-__device__ __forceinline__ bool meet_grid(const Comm& comm) {
+__device__ __forceinline__ bool grid_barrier(const Comm& comm) {
     bool is_ready = true;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ bool meet_grid(const Comm& comm) {
             SpinTimeout timeout;
             const u32 own_rank = comm.rank;
             while (is_ready && load_acquire_device(comm.state + GRID_GENERATION) == generation)
-                is_ready = timeout.may_go_on(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
+                is_ready = timeout.should_continue(comm, {1, GRID_BARRIER, own_rank, gridDim.x, comm.state[GRID_COUNT]});
         }
     }
     return __syncthreads_and(is_ready);

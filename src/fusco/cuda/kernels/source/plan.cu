@@ -204,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         }
         args.run_counts[expert * gridDim.x + blockIdx.x] = sum;
     }
-    if (!meet_grid(comm)) return;
-    let_next_kernel_come();
+    if (!grid_barrier(comm)) return;
+    launch_dependents();
 
     // Step 3: compute where this block's run begins in every expert's block, and where the experts' blocks begin.
     for (i32 expert = warp; expert < num_experts; expert += NUM_WARPS) {

@@ -22,7 +22,7 @@ __device__ __forceinline__ i64 id_of(const ForwardingArgs& args, i32 pair) {
                          : reinterpret_cast<const i32*>(args.topk_idx)[pair];
 }
 
-__device__ void look_for_strangers(const ForwardingArgs& args) {
+__device__ void report_invalid_ids(const ForwardingArgs& args) {
     __shared__ i32 first;
     const i32 num_pairs = args.num_tokens * NUM_TOPK;
     if (threadIdx.x == 0) first = num_pairs;
@@ -47,7 +47,7 @@ __device__ void look_for_strangers(const ForwardingArgs& args) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan_forwarding(const __grid_constant__ ForwardingArgs args) {
     const i32 node = blockIdx.x;
     if (node == args.own_node) {
-        look_for_strangers(args);
+        report_invalid_ids(args);
         return;
     }
     __shared__ i32 warp_counts[NUM_WARPS];

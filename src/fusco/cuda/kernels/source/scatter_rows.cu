@@ -82,7 +82,7 @@ __device__ void clear_padding(const ScatterArgs& args) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
     const Comm& comm = args.comm;
     const u32 lane = lane_index();
-    wait_for_kernel_ahead();
+    wait_for_prerequisites();
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool is_in_place = args.in_place_ranks >> comm.rank & 1;

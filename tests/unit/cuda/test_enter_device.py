@@ -1,4 +1,4 @@
-"""Threads beside the one that computes, with a stand-in for the driver."""
+"""The device and capture mode of helper threads, with a mock of the driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusco.core.errors import TransportError
-from fusco.cuda.threads import enter_device
+from fusco.cuda.network import enter_device
 
 driver = pytest.importorskip(
     "cuda.bindings.driver", reason="needs cuda-core, which fusco[cuda] and fusco[test] install"
@@ -32,12 +32,12 @@ def calls():
         yield made
 
 
-def test_a_thread_uses_its_device_and_heeds_its_own_captures_only(calls):
+def test_a_thread_uses_its_device_and_sees_only_its_own_captures(calls):
     enter_device(DEVICE)
     assert calls == [DEVICE, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
 
 
-def test_a_thread_that_cannot_says_so(calls):
+def test_a_failure_to_set_the_capture_mode_raises(calls):
     failure = driver.CUresult.CUDA_ERROR_NOT_INITIALIZED, None
     with (
         mock.patch.object(driver, "cuThreadExchangeStreamCaptureMode", return_value=failure),
@@ -46,7 +46,7 @@ def test_a_thread_that_cannot_says_so(calls):
         enter_device(DEVICE)
 
 
-def test_without_cuda_nothing_is_asked_of_it(calls):
+def test_without_cuda_the_driver_is_not_called(calls):
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         enter_device(DEVICE)
     assert calls == []

@@ -1,0 +1,37 @@
+"""What Python and the CUDA sources must agree on: struct fields, chunk sizes, element types, and rows as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+U32, I32, I64, U64 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
+POINTER = ctypes.c_uint64  # an integer, so that torch's addresses fit without a cast
+
+# Granularity of signalling: one ready flag per chunk in each rank's arena.
+CHUNK_PAIRS = 512  # expert ids per chunk of routing
+CHUNK_ROWS = 16  # rows per chunk of staged rows; any 16 rows begin at a multiple of 16 bytes
+MAX_PARTS = 4  # maximum number of warps that share a row when there are few rows
+
+ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """Rows to move, as bytes: their address on this rank, the bytes of a row, and the address of the output."""
+
+    address: int
+    row_bytes: int
+    output_address: int = 0
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor, or 0 for ``None``."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def vector_bytes(row_bytes: int) -> int:
+    """Return the widest vector access, in bytes, that divides a row."""
+    return min(16, row_bytes & -row_bytes)
