@@ -29,9 +29,9 @@ from fusco.fsdp.mesh import build_mesh as build_mesh
 from fusco.fsdp.meta import materialize as materialize
 from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
-from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,
 )
 from fusco.fsdp.transformers_integration import registered_with_transformers as registered_with_transformers
+from fusco.fsdp.wrapping import Sharding as Sharding

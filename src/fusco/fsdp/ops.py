@@ -50,7 +50,8 @@ class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
     held: _Held
 
 
-# Of the whole process, as operations of torch are; neither keeps anything alive.
+# Module state: torch's operators are global and take tensors and numbers only, so dispatchers and handles are found by
+# number. The weak references keep nothing alive.
 _numbers = count()
 _key_to_source: WeakValueDictionary[int, CommunicatorSource] = WeakValueDictionary()
 _key_to_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
@@ -61,11 +62,6 @@ def register_source(source: CommunicatorSource) -> int:
     key = next(_numbers)
     _key_to_source[key] = source
     return key
-
-
-def num_handles() -> int:
-    """How many handles are owned by tickets."""
-    return len(_key_to_held)
 
 
 def is_watched() -> bool:

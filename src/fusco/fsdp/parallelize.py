@@ -13,11 +13,9 @@ from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.prefetch import set_prefetch
-from fusco.fsdp.sharding import Sharding
 from fusco.fsdp.ties import check_ties
 from fusco.fsdp.weights import check_equal_weights
-from fusco.fsdp.wrapping import find_units, shard_dense, shard_experts
+from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
 
 
 def parallelize(
