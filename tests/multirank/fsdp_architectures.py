@@ -28,8 +28,8 @@ UNMADE = {
 }
 # Models with experts that ``parallelize`` does not take, by the beginning of their names, and what it says of them.
 REFUSED = {
-    "DiffusionGemmaModel": "are one parameter, but in modules that FSDP shards apart",  # encoder and decoder are
-    "DiffusionGemmaForBlockDiffusion": "are one parameter, but in modules that FSDP shards apart",
+    "DiffusionGemmaModel": "are one parameter, but FSDP shards their modules separately",  # encoder and decoder are
+    "DiffusionGemmaForBlockDiffusion": "are one parameter, but FSDP shards their modules separately",
     "Llama4": r"is called with \(hidden_states\) and not with routing",
     "LongcatFlash": "has no module of experts",  # some of them have no down_proj: they pass on what they get
     "MuseSpark": r"post_expert_norm.weight of shape \(16,\) cannot be distributed",

@@ -240,6 +240,42 @@ def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_si
     return differences
 
 
+@contextlib.contextmanager
+def doubled_experts() -> Iterator[None]:
+    """Make the eager forward pass of Qwen3-MoE's experts return twice its output."""
+    forward = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe").Qwen3MoeExperts.forward
+    original = forward.__wrapped__
+    with mock.patch.object(forward, "__wrapped__", lambda *args: 2 * original(*args)):
+        yield
+
+
+def error_of_another_formula_through_transformers(_: dist.ProcessGroup, path: Path) -> str:
+    """Return the error of ``from_pretrained`` for experts that compute another formula."""
+    config = importlib.import_module("transformers.distributed").DistributedConfig(
+        fsdp_size=4, ep_size=2, ep_implementation="fusco"
+    )
+    with (
+        doubled_experts(),
+        fsdp.registered_with_transformers(SEQUENCE, settings=Settings(timeout_s=LIMIT_S)),
+        pytest.raises(ValueError, match="computes something else") as error,
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    return str(error.value)
+
+
+def error_of_another_formula_by_name(_: dist.ProcessGroup) -> str:
+    """Return the error of a model's first forward pass for experts that compute another formula."""
+    model, group = make_model("qwen3"), mesh_of(1, 1).ep_group
+    with (
+        doubled_experts(),
+        fsdp.registered_as_experts_implementation(group, SEQUENCE, settings=Settings(timeout_s=LIMIT_S)),
+    ):
+        model.set_experts_implementation("fusco")
+        with pytest.raises(ValueError, match="computes something else") as error:
+            loss_sum(model, make_batch(0, 1))
+    return str(error.value)
+
+
 def check_that_models_go(_: dist.ProcessGroup) -> None:
     """A model that has called fusco by name is not kept alive by that."""
     settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)

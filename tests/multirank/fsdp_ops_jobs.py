@@ -176,7 +176,7 @@ def check_tickets(_: dist.ProcessGroup) -> None:
         ops.combine(rows, inputs["weights"], view)
         del view
         assert num_handles() == 0
-        with pytest.raises(ValueError, match="is of a handle that is gone: a copy of a ticket does not keep it alive"):
+        with pytest.raises(ValueError, match="is freed: a copy of a ticket does not keep it alive"):
             ops.combine(rows, inputs["weights"], copy)
 
 
@@ -219,13 +219,13 @@ def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:
     with parallel(run) as (model, _):
         loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="keeps shuffles for one backward pass, not for two"):
+        with pytest.raises(RuntimeError, match="saves shuffles for one backward pass, not for two"):
             loss.backward()
     with parallel(run) as (model, _):
         layer: ExpertParallelLayer = model.model.layers[1].mlp.experts.forward
         with mock.patch.object(type(layer.dispatcher), "combine", _spoil(type(layer.dispatcher).combine)):
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
-            with pytest.raises(RuntimeError, match="was changed in place and cannot be used again"):
+            with pytest.raises(RuntimeError, match="was changed in place and cannot be reused"):
                 loss.backward()
 
 

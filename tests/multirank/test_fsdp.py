@@ -201,15 +201,15 @@ def test_what_cannot_be_parallelized_is_refused_on_all_ranks_before_anything_cha
         ours, theirs = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
         wrong_group = f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}"
         assert errors["another group"] == wrong_group
-        refused = "rank 1 has refused what it was given; its error says why"
-        assert errors["another group on rank 1"] == (wrong_group if rank == 1 else refused)
+        rejected = "rank 1 rejected its arguments; see its error"
+        assert errors["another group on rank 1"] == (wrong_group if rank == 1 else rejected)
         assert errors["another formula on rank 1"].startswith(
-            "model.layers.1.mlp.experts (Qwen3MoeExperts) computes something else than fusco" if rank == 1 else refused
+            "model.layers.1.mlp.experts (Qwen3MoeExperts) computes something else than fusco" if rank == 1 else rejected
         )
         assert errors["values on rank 0"].startswith(
             "parameter model.embed_tokens.weight has values on some ranks and is on the meta device on others"
         )
-        assert errors["twice"].startswith("parameter model.embed_tokens.weight is distributed already")
+        assert errors["twice"].startswith("parameter model.embed_tokens.weight is already distributed")
         assert errors["no forward"].startswith("FSDP cannot shard a ModuleDict, which has no forward")
 
 
@@ -257,6 +257,22 @@ def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, k
 
 
 @pytest.mark.cpu_only
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="transformers distributes models with accelerate only"
+)
+def test_transformers_cannot_distribute_experts_of_another_formula(four, tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    for text in four.run(jobs.error_of_another_formula_through_transformers, tmp_path):
+        assert text.startswith("Qwen3MoeExperts computes something else than fusco")
+
+
+@pytest.mark.cpu_only
+def test_experts_of_another_formula_cannot_call_fusco_by_name(two):
+    for text in two.run(jobs.error_of_another_formula_by_name):
+        assert text.startswith("Qwen3MoeExperts computes something else than fusco")
+
+
+@pytest.mark.cpu_only
 def test_models_that_call_fusco_by_name_are_not_kept_alive(two):
     two.run(jobs.check_that_models_go)
 
@@ -265,7 +281,7 @@ def test_models_that_call_fusco_by_name_are_not_kept_alive(two):
 def test_experts_that_nobody_has_distributed(four):
     for text in four.run(jobs.error_of_whole_experts):
         assert text == (
-            "MixtralExperts has 8 experts and this rank holds 8 of them, but 2 ranks share them: distribute its "
+            "MixtralExperts has 8 experts and this rank has 8 of them, but 2 ranks share them: distribute its "
             "parameters on dimension 0 first"
         )
 

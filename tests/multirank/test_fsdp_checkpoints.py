@@ -76,7 +76,7 @@ def test_all_ranks_hear_of_an_export_that_fails(four, tmp_path):
     for text, _ in others:
         assert text == f"rank 0 could not write {tmp_path}: PermissionError('this disk is full')"
     for _, text in errors:
-        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is no model of transformers"
+        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is not a model of transformers"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])

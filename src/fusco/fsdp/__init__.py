@@ -1,14 +1,14 @@
 """Expert parallelism on FSDP2: one call distributes a model's experts and shards everything else.
 
-``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
-between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
-what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint``, ``save_hugging_face`` and
-``load_hugging_face`` keep what came of it. ``docs/fsdp.md`` has a loop that works.
+``build_mesh`` arranges the ranks, ``parallelize`` distributes and shards a model, and a dispatcher moves tokens between
+experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` complete the
+training loop; ``save_checkpoint``, ``load_checkpoint``, ``save_hugging_face`` and ``load_hugging_face`` write and read
+weights. ``docs/fsdp.md`` has a complete loop.
 """
 
 from fusco.core.requirements import check_fsdp
 
-check_fsdp("fusco.fsdp", ("torch",))  # before what an older one does not have is imported
+check_fsdp("fusco.fsdp", ("torch",))  # before imports that fail with an older version
 
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint

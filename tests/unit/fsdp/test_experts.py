@@ -76,7 +76,7 @@ def test_experts_without_a_gate(is_transposed):
             r"ModuleDict has no module of experts: .* experts: mlp\.whatever \(Stack\) has w1 \(2, 8, 3\), w2 "
             r"\(2, 3, 4\): the parameters of three dimensions are w1, w2$",
         ),
-        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not go together"),
+        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not match"),
         (
             {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "scale": (3,)},
             r"mlp\.whatever\.scale of shape \(3,\) cannot be distributed with the 2 experts",
@@ -161,7 +161,7 @@ def test_all_that_looks_like_experts_is_named_with_the_reason_each_kind_once():
     assert start.startswith("ModuleList has no module of experts: one with the parameters gate_up_proj")
     no_stacks = "no parameter has three dimensions, the first of them the expert"
     assert seen.split("; ") == [
-        "0.experts and 2 more (ModuleList of 4 Linear) has no parameters of its own: each expert is a module by itself",
+        "0.experts and 2 more (ModuleList of 4 Linear) has no direct parameters: each expert is a module by itself",
         f"0.flat.mlp and 2 more (FlatExperts) has w1 (8, 3), v1 (8, 3), w2 (8, 3): {no_stacks}",
         "0.unequal and 2 more (Stack) has gate_up_proj (3, 8, 3), down_proj (2, 3, 4): gate_up_proj is of 3 experts "
         "and down_proj of 2",

@@ -1,11 +1,14 @@
 """Modules of experts that compute something else than what would replace them are refused."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusco.fsdp import find_experts, parameters_on_meta
-from fusco.fsdp.formula import check_formulas
+from fusco.fsdp.formula import FormulaChecks, check_formulas
 
 
 class Experts(nn.Module):
@@ -183,7 +186,7 @@ def test_a_forward_of_its_own_makes_a_layer_another():
 def test_buffers_without_values_are_warned_of():
     module = Clamped()
     module.register_buffer("limit", torch.zeros(1, device="meta"))
-    with pytest.warns(UserWarning, match=r"0\.limit is on the meta device, so that it is not checked whether Clamped"):
+    with pytest.warns(UserWarning, match=r"0\.limit is on the meta device, so fusco cannot check whether Clamped"):
         check(module)
 
 
@@ -216,3 +219,68 @@ def test_experts_without_a_gate_and_with_biases():
     wrong.has_bias_last = True
     with pytest.raises(ValueError, match=r"replace it by down_proj\(act_fn\(up_proj\(row\)\)\)"):
         check(wrong)
+
+
+def check_one(module, checks=None):
+    (experts,) = find_experts(module)
+    (checks or FormulaChecks()).check(experts)
+
+
+def test_single_modules_are_checked_by_the_forward_of_their_class():
+    def forward_that_calls_fusco(hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("a check must not call the forward that asked for it")
+
+    accepted, rejected = Experts(), Clamped()
+    accepted.forward = rejected.forward = forward_that_calls_fusco
+    check_one(accepted)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^Clamped computes something else than fusco"):
+            check_one(rejected)
+
+
+def test_single_modules_that_are_alike_are_checked_once():
+    asked = []
+
+    class Counting(Experts):
+        def gate(self, gate, up):
+            asked.append(len(gate))
+            return super().gate(gate, up)
+
+    checks, first, second = FormulaChecks(), Counting(), Counting()
+    second.act_fn = first.act_fn
+    check_one(first, checks)
+    assert asked
+    asked.clear()
+    check_one(second, checks)
+    assert not asked
+    del first, second
+    gc.collect()
+    check_one(Counting(), checks)
+    assert asked
+
+
+def test_a_rank_may_have_fewer_experts_than_a_token():
+    class FixedTopK(Experts):
+        top_k = 3
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            top_k_index = top_k_index.flatten().reshape(len(hidden_states), self.top_k)
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    check_one(FixedTopK(num_experts=1))
+
+
+def test_dispatch_modes_do_not_see_a_check():
+    class Looking(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    (experts,) = find_experts(Experts())
+    with Looking() as looking:
+        FormulaChecks().check(experts)
+        assert looking.calls == 0
+        torch.ones(1)
+        assert looking.calls == 1
