@@ -1,4 +1,4 @@
-"""Training goes on from checkpoints whose optimizer knows some parameters only; those of others are refused."""
+"""Training continues from checkpoints with state for some parameters only; checkpoints of other models are rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_parameters_without_gradients_have_no_state(two, tmp_path, kind):
     assert all(torch.equal(tensor, saved.loaded[name]) for name, tensor in alone.items())
 
 
-def test_checkpoints_of_others_are_refused(two, tmp_path):
+def test_checkpoints_of_other_models_are_rejected(two, tmp_path):
     first, second = two.run(jobs.errors, tmp_path)
     nothing = f"{tmp_path}/nothing has no .metadata: save_checkpoint did not write it"
     assert first.pop("of nothing on rank 1") == "rank 1 rejected its arguments; see its error"

@@ -101,20 +101,20 @@ def _check_formula(experts: Experts, forward: Callable[..., Any], device: torch.
     who = f"{experts.name} ({class_name})" if experts.name else class_name
     x, top_k_index, top_k_weights = _make_inputs(experts, device)
     try:
-        theirs = forward(x, top_k_index, top_k_weights)
-        ours = _replacement(experts, x, top_k_index, top_k_weights)
+        original = forward(x, top_k_index, top_k_weights)
+        replaced = _replacement(experts, x, top_k_index, top_k_weights)
     except Exception as error:
         raise ValueError(
             f"{who} cannot be compared with what fusco would replace it by: on random rows in float32 on {device} it "
             f"raised {error!r}"
         ) from error
-    if not isinstance(theirs, torch.Tensor) or theirs.shape != x.shape:
-        shape = tuple(theirs.shape) if isinstance(theirs, torch.Tensor) else type(theirs).__name__
+    if not isinstance(original, torch.Tensor) or original.shape != x.shape:
+        shape = tuple(original.shape) if isinstance(original, torch.Tensor) else type(original).__name__
         raise ValueError(
-            f"{who} gives {shape} for rows of shape {tuple(x.shape)}: fusco cannot replace it, as it gives rows of the "
-            f"same shape"
+            f"{who} returns {shape} for rows of shape {tuple(x.shape)}: fusco, which returns rows of the "
+            f"same shape, cannot replace it"
         )
-    difference = _difference(ours, theirs)
+    difference = _difference(replaced, original)
     rtol = _rtol(device)
     if not difference <= rtol:
         raise ValueError(
@@ -149,7 +149,7 @@ def _num_topk(module: nn.Module) -> int:
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the module's ``forward`` as its class defines it, whichever experts implementation transformers uses."""
+    """Return the module's ``forward`` as its class defines it, not the experts implementation of transformers."""
     forward: Any = type(module).forward
     is_replaceable = getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
     if is_replaceable and "forward" not in vars(module):
@@ -171,24 +171,24 @@ def _replacement(
     return torch.zeros_like(x).index_add_(0, token_of_row, weighted)
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _difference(replaced: torch.Tensor, original: torch.Tensor) -> float:
     """Return the largest difference of all finite rows, in units of the row's largest value.
 
     >>> _difference(torch.tensor([[1.0, 2], [0, 0]]), torch.tensor([[1.5, 2], [0, 0]]))
     0.25
 
     """
-    finite = theirs.isfinite().all(1)
+    finite = original.isfinite().all(1)
     if not finite.any():
         return float("nan")
-    ours, theirs = ours[finite], theirs[finite]
-    largest = theirs.abs().amax(1).clamp(min=torch.finfo(theirs.dtype).tiny)
-    return float(((ours - theirs).abs().amax(1) / largest).max())
+    replaced, original = replaced[finite], original[finite]
+    largest = original.abs().amax(1).clamp(min=torch.finfo(original.dtype).tiny)
+    return float(((replaced - original).abs().amax(1) / largest).max())
 
 
 @contextmanager
 def _on_trial(module: nn.Module, made: _Made) -> Iterator[torch.device]:
-    """Give a module random parameters, in training mode and without gradients, for the duration of the block."""
+    """Set random parameters of a module, in training mode and without gradients, for the duration of the block."""
     device = _device_of(module)
     # No public call swaps parameters without the side effects of registering them.
     parameters: dict[str, nn.Parameter | None] = module._parameters  # noqa: SLF001

@@ -66,15 +66,15 @@ def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
                 f"the checkpoint's optimizer has no {min(lacking)} for parameter {name}: it was of another kind, or "
                 f"had other parameters"
             )
-    ours, theirs = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
-    for name, keys in theirs.items():
+    state, saved_state = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
+    for name, keys in saved_state.items():
         # A parameter without state here may have been frozen since; but not all of them.
-        if keys != ours.get(name, set() if not ours else keys):
+        if keys != state.get(name, set() if not state else keys):
             raise ValueError(
                 f"the checkpoint's optimizer has {', '.join(sorted(keys))} for parameter {name}, and this one "
-                f"{', '.join(sorted(ours.get(name, ()))) or 'nothing'}: it was of another kind"
+                f"{', '.join(sorted(state.get(name, ()))) or 'nothing'}: it was of another kind"
             )
-    return ours.keys() - theirs.keys()
+    return state.keys() - saved_state.keys()
 
 
 def parameters_named(model: nn.Module, names: set[str]) -> list[nn.Parameter]:

@@ -22,8 +22,8 @@ class Sharding:
 
     Attributes:
         expert_dim: the dimension along which FSDP shards an expert's parameters, after dimension 0 (the experts) has
-            been distributed among the "ep" ranks. 1 gives every shard a part of each expert, whatever their number, and
-            must divide evenly; 0 gives every shard whole experts, and needs no copy around communication.
+            been distributed among the "ep" ranks. 1 gives every shard a part of each expert, for any number of experts,
+            and must divide evenly; 0 gives every shard whole experts, and needs no copy around communication.
         mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts.
         reshard_after_forward: as for ``fully_shard``, for blocks and experts.
         has_prefetch: whether each block prefetches the next block and its experts, forward and backward.
