@@ -61,10 +61,9 @@ class FormulaChecks:
         kind = _kind(experts.module)
         if kind in self._module_to_kind.values():
             return
-        forward: Any = type(experts.module).forward
         local = replace(experts, num_experts=len(experts.local(experts.up_name)))
         with _disable_current_modes():  # modes of checkpointing would count the operations of the first pass only
-            _check(local, partial(getattr(forward, "__wrapped__", forward), experts.module), {})
+            _check(local, _class_forward(experts.module), {})
         self._module_to_kind[experts.module] = kind
 
 
@@ -149,12 +148,15 @@ def _num_topk(module: nn.Module) -> int:
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the module's ``forward`` as its class defines it, not the experts implementation of transformers."""
+    """Return the module's ``forward``, without the experts implementation of transformers."""
+    return module.forward if "forward" in vars(module) else _class_forward(module)
+
+
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the ``forward`` that the module's class defines, without the experts implementation of transformers."""
     forward: Any = type(module).forward
     is_replaceable = getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
-    if is_replaceable and "forward" not in vars(module):
-        return partial(forward.__wrapped__, module)
-    return module.forward
+    return partial(forward.__wrapped__ if is_replaceable else forward, module)
 
 
 def _replacement(
