@@ -42,11 +42,11 @@ def world(world_of):
 
 def limited_world(world_of, num_ranks):
     """Ranks that are all of their default group, which meshes are made of."""
-    from fsdp_jobs import LIMIT_S, meet  # noqa: PLC0415  needs transformers
+    from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
 
     device = world_of.removesuffix("-nodes")
     # Kernels are compiled when they are first used.
-    return LimitedWorld(num_ranks, meet, LIMIT_S if device == "cpu" else 3 * LIMIT_S, device)
+    return LimitedWorld(num_ranks, import_models, LIMIT_S if device == "cpu" else 3 * LIMIT_S, device)
 
 
 @pytest.fixture(scope="session")

@@ -26,16 +26,16 @@ UNMADE = {
     "InklingForConditionalGeneration": "scipy",
     "Qwen3OmniMoeCode2WavDecoderBlock": "missing 1 required positional argument: 'layer_idx'",  # a layer, not a model
 }
-# Models with experts that ``parallelize`` does not take, by the beginning of their names, and what it says of them.
-REFUSED = {
-    "DiffusionGemmaModel": "are one parameter, but in modules that FSDP shards apart",  # encoder and decoder are
-    "DiffusionGemmaForBlockDiffusion": "are one parameter, but in modules that FSDP shards apart",
+# Models with experts that ``parallelize`` rejects, by the beginning of their names, and the error.
+REJECTED = {
+    "DiffusionGemmaModel": "are one parameter, but FSDP shards their modules separately",  # encoder and decoder are
+    "DiffusionGemmaForBlockDiffusion": "are one parameter, but FSDP shards their modules separately",
     "Llama4": r"is called with \(hidden_states\) and not with routing",
     "LongcatFlash": "has no module of experts",  # some of them have no down_proj: they pass on what they get
     "MuseSpark": r"post_expert_norm.weight of shape \(16,\) cannot be distributed",
 }
 
-# The first rule whose pattern is the whole name of a field says what an integer is at most.
+# The first rule whose pattern matches the whole name of a field gives the maximum of an integer.
 _NAME_TO_SIZE = (
     (r"(num_|n_)?(hidden_|encoder_|decoder_|block_|mlp_|speech_)?layers?|depth|\w+_layers", _NUM_LAYERS),
     (r"(num_|n_)?\w*experts_per_tok(en)?|num_selected_experts|moe_k|top_k_experts|\w*moe_top_?k", 2),
@@ -52,7 +52,7 @@ _NAME_TO_SIZE = (
 )
 _SPARSE = ["dense"] + ["sparse"] * (_NUM_LAYERS - 1)
 _SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-# What rules do not reach, by class of configuration.
+# Sizes that no rule covers, by class of configuration.
 _CONFIG_TO_SIZES: dict[str, dict[str, Any]] = {
     "DeepseekOcr2TextConfig": {"num_experts_per_tok": 2, "mlp_layer_types": _SPARSE},
     "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
@@ -84,8 +84,8 @@ _CONFIG_TO_SIZES: dict[str, dict[str, Any]] = {
 def find_kinds() -> list[str]:
     """Architectures, by their folders in transformers; nothing is imported."""
     files = _MODELS.glob("*/modeling_*.py")
-    own = {file.parent.name for file in files if _STACKED_EXPERTS.search(file.read_text(encoding="utf-8"))}
-    return sorted(own | {kind for kind in _AROUND_OTHERS if (_MODELS / kind).exists()})
+    kinds = {file.parent.name for file in files if _STACKED_EXPERTS.search(file.read_text(encoding="utf-8"))}
+    return sorted(kinds | {kind for kind in _AROUND_OTHERS if (_MODELS / kind).exists()})
 
 
 def find_roots(kind: str) -> list[type[transformers.PreTrainedModel]]:
@@ -114,15 +114,15 @@ def _config(root: type[transformers.PreTrainedModel]) -> transformers.PreTrained
 
 
 def _sizes(config_class: type[transformers.PreTrainedConfig]) -> dict[str, Any]:
-    own = _CONFIG_TO_SIZES.get(config_class.__name__, {})
+    fixed = _CONFIG_TO_SIZES.get(config_class.__name__, {})
     parts = {} if not config_class.sub_configs else _parts(config_class)
     sizes: dict[str, Any] = {}
     for each in dataclasses.fields(config_class):
         if each.name in parts or not isinstance(each.default, int) or isinstance(each.default, bool):
             continue
-        most = next((size for pattern, size in _NAME_TO_SIZE if re.fullmatch(pattern, each.name)), each.default)
-        sizes[each.name] = min(most, each.default)
-    return {**sizes, **parts, **own}
+        maximum = next((size for pattern, size in _NAME_TO_SIZE if re.fullmatch(pattern, each.name)), each.default)
+        sizes[each.name] = min(maximum, each.default)
+    return {**sizes, **parts, **fixed}
 
 
 @cache

@@ -27,7 +27,7 @@ _SEQUENCES = (2, 2, 2, 2)
 
 @dataclass(frozen=True)
 class State:
-    """Everything, whole: parameters and the moments of the optimizer, now and after one more step."""
+    """Return whole parameters and optimizer moments, now and after one more step."""
 
     now: dict[str, torch.Tensor]
     later: dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ def save(_: dist.ProcessGroup, run: Run, path: Path) -> State:
 
 
 def load(_: dist.ProcessGroup, run: Run, path: Path) -> State:
-    """Load into a model that has taken another way."""
+    """Load into a model that was trained differently."""
     with _trainer(run) as (model, optimizer):
         _step(model, optimizer, 5)
         fsdp.load_checkpoint(path, model, optimizer)
@@ -51,7 +51,7 @@ def load(_: dist.ProcessGroup, run: Run, path: Path) -> State:
 
 
 def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
-    """Load into a model that never was whole."""
+    """Load into a model made on the meta device."""
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         with fsdp.parameters_on_meta():
@@ -65,19 +65,19 @@ def load_from_meta(_: dist.ProcessGroup, run: Run, path: Path) -> State:
 
 
 def load_without_optimizer(
-    _: dist.ProcessGroup, run: Run, path: Path, own: Path
+    _: dist.ProcessGroup, run: Run, path: Path, model_path: Path
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Load the model of a checkpoint with an optimizer, save it without one, load that."""
     with _trainer(run) as (model, _):
         fsdp.load_checkpoint(path, model)
-        fsdp.save_checkpoint(own, model)
+        fsdp.save_checkpoint(model_path, model)
     with _trainer(run) as (again, _):
-        fsdp.load_checkpoint(own, again)
+        fsdp.load_checkpoint(model_path, again)
     return [{name: _whole(p) for name, p in each.named_parameters()} for each in (model, again)]
 
 
 def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Read what was written for transformers into a model that never was whole; and the most elements read at once."""
+    """Read files of transformers into a meta-device model; return also the largest number of elements read."""
     mesh, sizes = mesh_of(run.ep_size, run.dp_replicate), []
     read = _Source.read
 
@@ -104,7 +104,7 @@ def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> t
 
 
 def errors_of_import(_: dist.ProcessGroup, kind: str, path: Path) -> dict[str, str]:
-    """What is said of files that do not have the model's weights."""
+    """Return the errors for files without the model's weights."""
     mesh = mesh_of(2, 1)
     model = make_model(kind)
     fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
@@ -117,7 +117,7 @@ def errors_of_import(_: dist.ProcessGroup, kind: str, path: Path) -> dict[str, s
 
 
 def errors_of_export(_: dist.ProcessGroup, path: Path) -> tuple[str, str]:
-    """What ranks hear of if rank 0 cannot write, and of a model that is not of transformers."""
+    """Return the errors on all ranks if rank 0 cannot write, and for a model that is not of transformers."""
 
     def fail(*_: object, **__: object) -> None:
         raise PermissionError("this disk is full")
@@ -161,7 +161,7 @@ def _optimizer(model: nn.Module) -> AdamW:
 
 
 def _step(model: nn.Module, optimizer: AdamW, index: int) -> None:
-    """The same batch, among however many ranks."""
+    """Return this rank's part of a batch that does not depend on the number of ranks."""
     whole = together(_SEQUENCES, index)
     mine = whole
     if dist.is_initialized():

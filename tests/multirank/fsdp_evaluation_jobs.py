@@ -1,4 +1,4 @@
-"""Functions on ranks: a parallelized model that is evaluated somewhere in the middle of its training."""
+"""Functions on ranks: a parallelized model that is evaluated during its training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def evaluate(model: nn.Module, how: str) -> None:
 def differences_of_evaluated_training(
     _: dist.ProcessGroup, when: str, how: str, reshard_after_forward: bool
 ) -> dict[str, float]:
-    """How far a clipped step on two batches takes parameters from those of one process; and the gradients' norm."""
+    """Return differences of parameters after a clipped step on two batches from one process, and of the norm."""
     rank = dist.get_rank()
     expected = make_model("qwen3")
     batches = [together(NUMS_SEQUENCES, index) for index in range(2)]
@@ -68,7 +68,7 @@ def differences_of_evaluated_training(
 
 
 def error_of_a_norm_after_a_discarded_forward_pass(_: dist.ProcessGroup) -> str:
-    """What clipping says if a forward pass with gradients came between the backward pass and it."""
+    """Return the error of clipping after a forward pass with gradients that follows the backward pass."""
     run = Run(nums_sequences=NUMS_SEQUENCES)
     with parallel(run) as (model, _):
         batch = make_batch(dist.get_rank(), 1)
@@ -83,7 +83,7 @@ def error_of_a_norm_after_a_discarded_forward_pass(_: dist.ProcessGroup) -> str:
 
 
 def differences_with_adapters(_: dist.ProcessGroup) -> dict[str, float]:
-    """How far gradients of adapters are from those of one process, where all else is frozen, experts too."""
+    """Return differences of gradients of adapters from one process; all else is frozen, experts too."""
     expected, rank = make_adapted_model(), dist.get_rank()
     batch = together(NUMS_SEQUENCES)
     (loss_sum(expected, batch) / num_targets(batch)).backward()

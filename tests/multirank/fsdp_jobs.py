@@ -48,9 +48,8 @@ class Run:
         dispatcher: ``"fusco"``, ``"torch"``, or ``"drops a token"``.
         nums_sequences: of each rank's batch.
         is_starved: leave half of the experts without any token.
-        recomputes: how activations of blocks are computed again: ``"full"``, ``"selective"``, or as transformers does
-            it by itself.
-        divides: leave FSDP's own divide factor, and the loss to match dense parameters.
+        recomputes: how activations of blocks are computed again: ``"full"``, ``"selective"``, or by transformers.
+        divides: keep FSDP's divide factor, and scale the loss to match dense parameters.
 
     """
 
@@ -77,7 +76,7 @@ class DroppingDispatcher(fsdp.TorchDispatcher):
 
 @lru_cache(maxsize=16)
 def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
-    """On the device of this world's ranks: those with GPUs talk over NCCL."""
+    """Return a mesh on the device of the ranks; ranks with GPUs use NCCL."""
     device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     return fsdp.build_mesh(ep_size, dp_replicate, device_type=device_type)
 
@@ -86,8 +85,8 @@ def mesh_of(ep_size: int, dp_replicate: int) -> fsdp.EPMesh:
 def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
     if run.dispatcher == "fusco":
         settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
-        most = max(4, *run.nums_sequences) * SEQUENCE
-        with fsdp.FuscoDispatcher(mesh.ep_group, most, settings=settings) as dispatcher:
+        max_tokens = max(4, *run.nums_sequences) * SEQUENCE
+        with fsdp.FuscoDispatcher(mesh.ep_group, max_tokens, settings=settings) as dispatcher:
             yield dispatcher
     else:
         yield {"torch": fsdp.TorchDispatcher, "drops a token": DroppingDispatcher}[run.dispatcher](mesh.ep_group)
@@ -95,7 +94,7 @@ def dispatcher_of(run: Run, mesh: fsdp.EPMesh) -> Iterator[fsdp.Dispatcher]:
 
 @contextlib.contextmanager
 def parallel(run: Run, **options: object) -> Iterator[tuple[nn.Module, fsdp.EPMesh]]:
-    """The model of a run."""
+    """Yield the model of a run, and its mesh."""
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_starved_model() if run.is_starved else make_model(run.kind)
@@ -114,7 +113,7 @@ def parallel(run: Run, **options: object) -> Iterator[tuple[nn.Module, fsdp.EPMe
 
 
 def step(run: Run, model: nn.Module, mesh: fsdp.EPMesh, index: int = 0) -> float:
-    """Forward and backward; the mean loss of all ranks."""
+    """Run forward and backward; return the mean loss of all ranks."""
     rank = dist.get_rank()
     batch = make_batch(rank, run.nums_sequences[rank], index)
     loss = fsdp.scale_loss(loss_sum(model, batch), num_targets(batch), mesh)
@@ -122,13 +121,13 @@ def step(run: Run, model: nn.Module, mesh: fsdp.EPMesh, index: int = 0) -> float
     return float(fsdp.global_sum(loss, mesh))
 
 
-def meet(_: dist.ProcessGroup) -> None:
+def import_models(_: dist.ProcessGroup) -> None:
     """Import what jobs need, which takes long where ranks share cores."""
     make_model("qwen3")
 
 
 def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
-    """How far gradients of two batches in turn, reduced once, are from those of both in one process."""
+    """Return differences of gradients of two batches, reduced once, from those of both in one process."""
     batches = [together(run.nums_sequences, index) for index in range(2)]
     num_all = sum(map(num_targets, batches))
     expected = make_model(run.kind)
@@ -145,7 +144,7 @@ def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, flo
 
 
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
-    """The largest difference, in units of the largest value."""
+    """Return the largest difference, in units of the largest value."""
     assert ours is not None
     whole = (ours.full_tensor() if isinstance(ours, DTensor) else ours).to(theirs.device)
     assert whole.shape == theirs.shape
@@ -155,7 +154,7 @@ def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
 
 
 def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
-    """How far loss, gradients (by parameter) and gradient norms are from a single process."""
+    """Return differences of loss, gradients (by parameter) and gradient norms from a single process."""
     reference = alone(run.kind, run.nums_sequences, run.is_starved)
     with parallel(run) as (model, mesh):
         loss = step(run, model, mesh)
@@ -212,7 +211,7 @@ def differences_through_transformers(_: dist.ProcessGroup, path: Path, ep_size: 
 
 
 def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_size: int) -> dict[str, float]:
-    """As ``differences_of_gradients``, for a model that was distributed without us and calls fusco by its name."""
+    """As ``differences_of_gradients``, for a distributed model that calls fusco by its name."""
     nums_sequences = (2, 1, 3, 1)
     reference = alone(kind, nums_sequences)
     mesh = mesh_of(ep_size, 1)
@@ -240,6 +239,42 @@ def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_si
     return differences
 
 
+@contextlib.contextmanager
+def doubled_experts() -> Iterator[None]:
+    """Make the eager forward pass of Qwen3-MoE's experts return twice its output."""
+    forward = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe").Qwen3MoeExperts.forward
+    original = forward.__wrapped__
+    with mock.patch.object(forward, "__wrapped__", lambda *args: 2 * original(*args)):
+        yield
+
+
+def error_of_another_formula_through_transformers(_: dist.ProcessGroup, path: Path) -> str:
+    """Return the error of ``from_pretrained`` for experts that compute another formula."""
+    config = importlib.import_module("transformers.distributed").DistributedConfig(
+        fsdp_size=4, ep_size=2, ep_implementation="fusco"
+    )
+    with (
+        doubled_experts(),
+        fsdp.registered_with_transformers(SEQUENCE, settings=Settings(timeout_s=LIMIT_S)),
+        pytest.raises(ValueError, match="computes something else") as error,
+    ):
+        transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    return str(error.value)
+
+
+def error_of_another_formula_by_name(_: dist.ProcessGroup) -> str:
+    """Return the error of a model's first forward pass for experts that compute another formula."""
+    model, group = make_model("qwen3"), mesh_of(1, 1).ep_group
+    with (
+        doubled_experts(),
+        fsdp.registered_as_experts_implementation(group, SEQUENCE, settings=Settings(timeout_s=LIMIT_S)),
+    ):
+        model.set_experts_implementation("fusco")
+        with pytest.raises(ValueError, match="computes something else") as error:
+            loss_sum(model, make_batch(0, 1))
+    return str(error.value)
+
+
 def check_that_models_go(_: dist.ProcessGroup) -> None:
     """A model that has called fusco by name is not kept alive by that."""
     settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
@@ -255,8 +290,8 @@ def check_that_models_go(_: dist.ProcessGroup) -> None:
         assert experts() is None
 
 
-def error_of_whole_experts(_: dist.ProcessGroup) -> str:
-    """What the implementation says where nobody has distributed the experts."""
+def error_of_undistributed_experts(_: dist.ProcessGroup) -> str:
+    """Return the error of the implementation for experts that are not distributed."""
     model = make_model("mixtral")
     group, settings = mesh_of(2, 1).ep_group, Settings(timeout_s=LIMIT_S)
     with fsdp.registered_as_experts_implementation(group, SEQUENCE, name="other", settings=settings):
@@ -267,7 +302,7 @@ def error_of_whole_experts(_: dist.ProcessGroup) -> str:
 
 
 def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
-    """How far clipped AdamW steps take parameters from those of a single process, absolutely."""
+    """Return absolute differences of parameters after clipped AdamW steps from a single process."""
     expected = make_model(run.kind)
     alone_optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
     with parallel(run) as (model, mesh):
@@ -289,7 +324,7 @@ def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> d
 
 
 def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_rank: bool = False) -> str:
-    """What ``parallelize`` says to a model with changed sizes, or with weights of its own on every rank."""
+    """Return the error of ``parallelize`` for changed sizes, or for weights that differ between ranks."""
     mesh = mesh_of(run.ep_size, run.dp_replicate)
     model = make_model(run.kind, **changes)
     if seed_by_rank:
@@ -305,7 +340,7 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
 
 
 def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
-    """What ``parallelize`` says to a dispatcher, or a model, that it cannot take."""
+    """Return the errors of ``parallelize`` for invalid dispatchers and models."""
     mesh, rank = mesh_of(2, 1), dist.get_rank()
     dispatcher, others = fsdp.TorchDispatcher(mesh.ep_group), fsdp.TorchDispatcher(mesh.expert["efsdp"].get_group())
     with fsdp.parameters_on_meta():
@@ -334,16 +369,16 @@ def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
 
 
 def bytes_while_sharding(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
-    """Bytes of this rank's experts of one layer; most that were distributed and not sharded yet; all left in the end.
+    """Return bytes of a layer's experts on this rank, the maximum distributed but not yet sharded, and all at the end.
 
     FSDP moves a module to the device and shards it in ``fully_shard``, which is looked at before it begins.
     """
-    most = 0
+    peak = 0
 
     def watching(module: nn.Module, **options: object) -> nn.Module:
-        nonlocal most
+        nonlocal peak
         distributed = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh == mesh.expert["ep"]]
-        most = max(most, sum(parameter.to_local().nbytes for parameter in distributed))
+        peak = max(peak, sum(parameter.to_local().nbytes for parameter in distributed))
         return fully_shard(module, **options)
 
     mesh, model = mesh_of(run.ep_size, run.dp_replicate), make_model(run.kind)
@@ -352,11 +387,11 @@ def bytes_while_sharding(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
     with mock.patch("fusco.fsdp.wrapping.fully_shard", watching):
         fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
     left = sum(p.to_local().untyped_storage().nbytes() for p in experts.parameters())
-    return {"layer": layer, "most": most, "left": left}
+    return {"layer": layer, "peak": peak, "left": left}
 
 
 def error_of_mesh(_: dist.ProcessGroup, ep_size: int, dp_replicate: int) -> str:
-    """What ``build_mesh`` says."""
+    """Return the error of ``build_mesh``."""
     try:
         fsdp.build_mesh(ep_size, dp_replicate)
     except ValueError as error:
@@ -365,7 +400,7 @@ def error_of_mesh(_: dist.ProcessGroup, ep_size: int, dp_replicate: int) -> str:
 
 
 def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
-    """What a dispatcher made for one token says to a batch of more."""
+    """Return the error of a dispatcher made for one token, for a larger batch."""
     mesh = mesh_of(2, 1)
     model = make_model("qwen3")
     batch = make_batch(0, 1)
@@ -382,7 +417,7 @@ def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
 
 
 class WatchingDispatcher(fsdp.TorchDispatcher):
-    """Notes dtypes."""
+    """Records dtypes."""
 
     def dispatch(self, x, topk_idx, topk_weights, num_experts):
         self.seen = {"x": str(x.dtype), "weights": str(topk_weights.dtype)}
@@ -394,7 +429,7 @@ class WatchingDispatcher(fsdp.TorchDispatcher):
 
 
 class Float32Router(nn.Module):
-    """A router whose weights are exact, as those of DeepSeek-V3 are."""
+    """A router with float32 weights, as that of DeepSeek-V3."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -406,7 +441,7 @@ class Float32Router(nn.Module):
 
 
 def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
-    """What is exchanged where parameters are kept in float32 and used in bfloat16."""
+    """Return the dtypes exchanged if parameters are stored in float32 and used in bfloat16."""
     mesh = mesh_of(2, 1)
     dispatcher = WatchingDispatcher(mesh.ep_group)
     model = make_model("qwen3")
@@ -421,7 +456,7 @@ def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:
 
 
 class FrozenRouter(nn.Module):
-    """Sends tokens to experts by their place, so that rounding cannot send them elsewhere; weights are learned."""
+    """Routes tokens by position, so that rounding cannot change the experts; weights are learned."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -464,7 +499,7 @@ def differences_under_mixed_precision(_: dist.ProcessGroup, run: Run) -> dict[st
 
 
 def prefetched(_: dist.ProcessGroup) -> tuple[dict[str, list[str]], ...]:
-    """Which modules FSDP was told to gather ahead of time, by name of the module that asks; forward and backward."""
+    """Return the modules that FSDP prefetches, by name of the prefetching module; forward and backward."""
     with parallel(Run()) as (model, _):
         name_of = {
             id(module._get_fsdp_state()): name.removeprefix("model").removeprefix(".")

@@ -1,4 +1,4 @@
-"""Tiny MoE models of transformers, the batches of all ranks, and what one process makes of all of them together."""
+"""Tiny MoE models of transformers, the batches of all ranks, and the results of one process with all of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a single process gets from the batches of all ranks together."""
+    """Results of a single process with the batches of all ranks."""
 
     loss: float
     grads: dict[str, torch.Tensor]
@@ -69,14 +69,14 @@ class Alone:
 
 
 def make_model(kind: str, **changes: object) -> nn.Module:
-    """The same weights wherever it is called."""
+    """Return a model with the same weights in every call."""
     config_class, options = _KIND_TO_CONFIG[kind]
     torch.manual_seed(3)
     return transformers.AutoModelForCausalLM.from_config(config_class(**{**_SMALL, **options, **changes}))
 
 
 def make_starved_model() -> nn.Module:
-    """A Qwen3 that chooses among the first four experts only, whatever the token.
+    """Return a Qwen3 that routes all tokens to the first four experts.
 
     Of the scores v.h, -v.h, u.h, -u.h and zeros, the two largest are |v.h| and |u.h|.
     """
@@ -90,7 +90,7 @@ def make_starved_model() -> nn.Module:
 
 
 def make_batch(rank: int, num_sequences: int, step: int = 0) -> Batch:
-    """Some labels are ignored, of every rank a different number.
+    """Return a batch in which some labels are ignored, on every rank a different number.
 
     A rank without sequences has one whose labels are all ignored, since the attention of transformers takes no fewer.
     """
@@ -101,7 +101,7 @@ def make_batch(rank: int, num_sequences: int, step: int = 0) -> Batch:
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The sum of the losses of a batch's labels, on the model's device."""
+    """Return the sum of the losses of a batch's labels, on the model's device."""
     device = next(model.parameters()).device
     logits = model(input_ids=batch.ids.to(device)).logits.float()
     return nn.functional.cross_entropy(
@@ -113,18 +113,18 @@ def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def num_targets(batch: Batch) -> int:
-    """How many losses that sum has."""
+    """Return the number of losses in that sum."""
     return int((batch.labels[:, 1:] != IGNORED).sum())
 
 
 def together(nums_sequences: tuple[int, ...], step: int = 0) -> Batch:
-    """All ranks' batches in one."""
+    """Return the batches of all ranks as one."""
     batches = [make_batch(rank, num, step) for rank, num in enumerate(nums_sequences)]
     return Batch(torch.cat([batch.ids for batch in batches]), torch.cat([batch.labels for batch in batches]))
 
 
 def step_alone(model: nn.Module, batch: Batch) -> float:
-    """Forward and backward in one process; transformers' plainest experts."""
+    """Run forward and backward in one process, with the eager experts of transformers."""
     loss = loss_sum(model, batch) / num_targets(batch)
     loss.backward()
     return loss.item()

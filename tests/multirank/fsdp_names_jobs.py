@@ -1,4 +1,4 @@
-"""Functions on ranks: what a parallelized model writes for transformers and reads from it."""
+"""Functions on ranks: files that a parallelized model writes for transformers and reads."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RoundTrips:
-    """What came of an architecture's classes of models.
+    """Results of an architecture's classes of models.
 
     Attributes:
         faults: for each class that could be parallelized what differs between it and the plain model.
-        refused: what ``parallelize`` says of others.
+        rejected: the error of ``parallelize`` for other classes, by name.
         unmade: why others could not be made.
 
     """
 
     faults: dict[str, list[str]]
-    refused: dict[str, str]
+    rejected: dict[str, str]
     unmade: dict[str, str]
 
 
@@ -51,13 +51,13 @@ def round_trips(_: dist.ProcessGroup, kind: str, path: Path) -> RoundTrips:
             trips.unmade[name] = str(error)
             continue
         try:
-            fsdp.find_experts(on_meta)  # what is refused may be large
+            fsdp.find_experts(on_meta)  # what is rejected may be large
             model = make_root(root)
             weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
             model.save_pretrained(path / name / "plain")
             fsdp.parallelize(model, mesh_of(1, 1), fsdp.TorchDispatcher(mesh_of(1, 1).ep_group))
         except ValueError as error:
-            trips.refused[name] = str(error)
+            trips.rejected[name] = str(error)
         else:
             trips.faults[name] = _faults(model, weights, path / name)
     return trips
@@ -98,7 +98,7 @@ def _values(tensor: torch.Tensor | nn.Parameter) -> torch.Tensor:
 
 
 def errors_of_names(_: dist.ProcessGroup, path: Path) -> str:
-    """What is said of an export whose names transformers would not look for."""
+    """Return the error of an export with names that transformers does not look for."""
     mesh = mesh_of(1, 1)
     model = make_model("qwen3")
     fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
@@ -124,7 +124,7 @@ def export_tied(_: dist.ProcessGroup, path: Path) -> None:
 
 
 def export_through_transformers(_: dist.ProcessGroup, path: Path, into: Path) -> str:
-    """What is said of a model that transformers has distributed, which transformers then writes."""
+    """Return the error for a model that transformers has distributed; transformers then writes it."""
     config = importlib.import_module("transformers.distributed").DistributedConfig(
         fsdp_size=2, ep_size=2, ep_implementation="fusco"
     )

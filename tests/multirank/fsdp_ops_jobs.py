@@ -30,7 +30,7 @@ HIDDEN, NUM_EXPERTS = 16, 8
 
 
 class Looking(TorchDispatchMode):
-    """Sees operations, and lets them pass."""
+    """Counts operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Looking(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """How often each collective of communicators is called."""
+    """Count the calls of each collective of communicators."""
     calls: Counter[str] = Counter()
     run_collective = communicator.run_collective
 
@@ -55,29 +55,34 @@ def counting() -> Iterator[Counter[str]]:
         yield calls
 
 
+def num_handles() -> int:
+    """Return the number of handles that tickets keep alive."""
+    return len(ops._key_to_held)
+
+
 def verbs_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, Counter[str]]:
-    """How often a step of a model of two layers calls the verbs, forward and backward."""
+    """Count the verbs in a step of a model of two layers, forward and backward."""
     with parallel(run) as (model, mesh):
         step(run, model, mesh)
         with counting() as forward:
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
-        num_held = ops.num_handles()
+        num_held = num_handles()
         with counting() as backward:
             loss.backward()
         del loss
         gc.collect()
-        return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=ops.num_handles())}
+        return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=num_handles())}
 
 
 def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
-    """How a step launches whatever moves rows, forward and backward."""
+    """Return the launch options of all verbs in a step, forward and backward."""
     with parallel(run) as (model, mesh), launches() as seen:
         step(run, model, mesh)
     return [launch for _, launch in seen]
 
 
 def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
-    """In which order a step begins to gather parameters and calls the verbs."""
+    """Return the order in which a step begins to gather parameters and calls the verbs."""
     events: list[str] = []
     unshard, run_collective = FSDPParamGroup.unshard, communicator.run_collective
 
@@ -102,7 +107,7 @@ def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
 
 
 def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
-    """How often a step of a model with TorchDispatcher exchanges rows, forward and backward."""
+    """Count the row exchanges of TorchDispatcher in a step, forward and backward."""
     with parallel(run) as (model, _):
         with Looking() as forward:
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
@@ -113,7 +118,7 @@ def exchanges_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, int]:
 
 
 def host_waits_of_a_dispatch(_: dist.ProcessGroup) -> dict[str, int]:
-    """How often TorchDispatcher asks for values of tensors, for which a CUDA host waits; forward and backward."""
+    """Count the reads of tensor values by TorchDispatcher, which synchronise a CUDA host; forward and backward."""
     dispatcher, inputs = fsdp.TorchDispatcher(mesh_of(2, 1).ep_group), _inputs(7, ("x", "weights"))
     inputs["topk_idx"][0, 1] = -1
     waits: Counter[str] = Counter()
@@ -140,7 +145,7 @@ def host_waits_of_a_dispatch(_: dist.ProcessGroup) -> dict[str, int]:
 
 
 def differences_from_verbs(_: dist.ProcessGroup, wants: tuple[str, ...]) -> dict[str, float]:
-    """How far operations are from the verbs called at once: outputs, and gradients of what wants them."""
+    """Return differences of operators from direct calls of the verbs: outputs and required gradients."""
     with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:
         results = []
         for looking in (contextlib.nullcontext(), Looking()):
@@ -165,18 +170,18 @@ def check_tickets(_: dist.ProcessGroup) -> None:
         with Looking():
             arrival = dispatcher.dispatch(inputs["x"], inputs["topk_idx"], inputs["weights"], NUM_EXPERTS)
         rows, ticket = arrival.rows, arrival.ticket.tensor
-        assert ops.num_handles() == 1
+        assert num_handles() == 1
         view, copy = ticket.detach(), ticket.clone()
         del arrival, ticket
         ops.combine(rows, inputs["weights"], view)
         del view
-        assert ops.num_handles() == 0
-        with pytest.raises(ValueError, match="is of a handle that is gone: a copy of a ticket does not keep it alive"):
+        assert num_handles() == 0
+        with pytest.raises(ValueError, match="is freed: a copy of a ticket does not keep it alive"):
             ops.combine(rows, inputs["weights"], copy)
 
 
 def check_operations(_: dist.ProcessGroup) -> None:
-    """What PyTorch itself checks of an operation: schema, fakes, gradients under a compiler."""
+    """Run PyTorch's checks of operators: schema, fakes, gradients under a compiler."""
     with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher:
         inputs = _inputs(5, ("x", "weights"))
         dispatched = (
@@ -187,7 +192,7 @@ def check_operations(_: dist.ProcessGroup) -> None:
             NUM_EXPERTS // 2,
             dispatcher._key,
         )
-        # Under the compiler it gives another ticket, which is no difference.
+        # Under the compiler the ticket is another one, which is expected.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(ops.dispatch, dispatched, test_utils=checks)
         rows, _, ticket = ops.dispatch(*dispatched)
@@ -195,7 +200,7 @@ def check_operations(_: dist.ProcessGroup) -> None:
 
 
 def verbs_with_contexts_of_torch(_: dist.ProcessGroup) -> Counter[str]:
-    """How often the verbs are called where a layer without FSDP is checkpointed with PyTorch's own contexts."""
+    """Count the verbs if a layer without FSDP is checkpointed with PyTorch's contexts."""
     with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher, _block(dispatcher, torch.float32) as block:
         contexts = partial(create_selective_checkpoint_contexts, fsdp.SHUFFLE_OPS)
         results = []
@@ -209,23 +214,23 @@ def verbs_with_contexts_of_torch(_: dist.ProcessGroup) -> Counter[str]:
 
 
 def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:
-    """A second backward pass, and rows changed in place, are refused."""
+    """A second backward pass, and rows changed in place, raise."""
     run = Run(recomputes="selective")
     with parallel(run) as (model, _):
         loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="keeps shuffles for one backward pass, not for two"):
+        with pytest.raises(RuntimeError, match="saves shuffles for one backward pass, not for two"):
             loss.backward()
     with parallel(run) as (model, _):
         layer: ExpertParallelLayer = model.model.layers[1].mlp.experts.forward
         with mock.patch.object(type(layer.dispatcher), "combine", _spoil(type(layer.dispatcher).combine)):
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
-            with pytest.raises(RuntimeError, match="was changed in place and cannot be used again"):
+            with pytest.raises(RuntimeError, match="was changed in place and cannot be reused"):
                 loss.backward()
 
 
 def check_caches(_: dist.ProcessGroup, run: Run) -> None:
-    """A cache is refused where a block would be computed again, and taken where it would not."""
+    """A cache raises where a block would be recomputed, and is accepted elsewhere."""
     ids = torch.zeros(1, SEQUENCE, dtype=torch.int64)
     with parallel(run) as (model, _):
         with pytest.raises(ValueError, match="call the model with use_cache=False"):
@@ -237,7 +242,7 @@ def check_caches(_: dist.ProcessGroup, run: Run) -> None:
 
 
 def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:
-    """How far a block compiled as one graph is from itself, for batches of two sizes: gradients, relative."""
+    """Return relative differences of gradients of a block compiled as one graph, for batches of two sizes."""
     torch._dynamo.reset()
     with dispatcher_of(Run(), mesh_of(2, 1)) as dispatcher, _block(dispatcher, torch.bfloat16) as block:
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -251,7 +256,7 @@ def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:
                 grads.append([x.grad, *(parameter.grad.clone() for parameter in block.parameters())])
             differences += [difference(ours, theirs) for ours, theirs in zip(*grads, strict=True)]
         gc.collect()
-        assert ops.num_handles() == 0
+        assert num_handles() == 0
     return differences
 
 

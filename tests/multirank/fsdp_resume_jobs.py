@@ -1,4 +1,4 @@
-"""Functions on ranks: checkpoints of optimizers that have no state for some parameters, and checkpoints of others."""
+"""Functions on ranks: checkpoints without optimizer state for some parameters, and of other models and optimizers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ KINDS = tuple(_ROOTS)
 
 @dataclass(frozen=True)
 class Moments:
-    """Parameters and what the optimizer has for them, whole, after loading and after one more step."""
+    """Return whole parameters and their optimizer state, after loading and after one more step."""
 
     loaded: dict[str, torch.Tensor]
     stepped: dict[str, torch.Tensor]
 
 
 def resume(_: dist.ProcessGroup, kind: str, path: Path) -> list[Moments]:
-    """Those of the run that saved, of one with a new optimizer, and of one whose optimizer has seen every gradient."""
+    """Return the states of the run that saved, with a new optimizer, and with one that has seen every gradient."""
     saved = _parallel(_make(kind), 2)
     optimizer = _step(saved, AdamW(saved.parameters()))
     fsdp.save_checkpoint(path, saved, optimizer)
@@ -65,7 +65,7 @@ def resume_alone(kind: str, path: Path) -> dict[str, torch.Tensor]:
 
 
 def errors(_: dist.ProcessGroup, path: Path) -> dict[str, str]:
-    """What is said of checkpoints of others, which leave nothing in the optimizer, and of a folder that cannot be."""
+    """Return the errors for checkpoints of other models and optimizers, and for a missing folder."""
     model = _parallel(make_model("qwen3"), 2)
     fsdp.save_checkpoint(path / "model", model)
     fsdp.save_checkpoint(path / "whole", model, AdamW(model.parameters()))

@@ -14,7 +14,7 @@ from fusco import Settings, fsdp
 class Captioner(nn.Module):
     """A language model that gets an image in place of its first token, or none.
 
-    Blocks have a part for images as well, as Hugging Face's models with layers of their own for images do.
+    Blocks have a part for images as well, as Hugging Face models with separate layers for images.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Captioner(nn.Module):
 
 
 class WithImages(nn.Module):
-    """A MoE block, and something more for batches with images."""
+    """A MoE block, with an additional layer for batches with images."""
 
     def __init__(self, moe: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class WithImages(nn.Module):
 
 
 def differences_with_images(_: dist.ProcessGroup, has_image: tuple[bool, ...]) -> dict[str, float]:
-    """How far gradients are from those of one process, of whose batches some have an image."""
+    """Return differences of gradients from one process; some batches have an image."""
     expected = Captioner()
     image = torch.linspace(-1, 1, 5)
     batches = [make_batch(rank, 1) for rank in range(len(has_image))]

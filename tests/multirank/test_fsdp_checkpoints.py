@@ -1,4 +1,4 @@
-"""A checkpoint of four ranks loads anywhere else, bit for bit, and training goes on as it would have."""
+"""A checkpoint of four ranks loads into other layouts, bit for bit, and training continues as without it."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def test_a_model_loads_without_an_optimizer(four, tmp_path):
                 assert torch.equal(tensor, saved.now[name]), name
 
 
-def test_all_ranks_hear_of_an_export_that_fails(four, tmp_path):
+def test_a_failed_export_raises_on_all_ranks(four, tmp_path):
     (first, _), *others = errors = four.run(jobs.errors_of_export, tmp_path)
     assert first == "this disk is full"
     for text, _ in others:
         assert text == f"rank 0 could not write {tmp_path}: PermissionError('this disk is full')"
     for _, text in errors:
-        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is no model of transformers"
+        assert text == "FSDPQwen3MoeDecoderLayer has no save_pretrained: it is not a model of transformers"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_weights_of_transformers_are_read_part_by_part(four, two, tmp_path, kind):
-    """Written in several files; names and layouts of experts in files are each architecture's own."""
+    """Written in several files; names and layouts of experts in files differ between architectures."""
     model = make_model(kind)
     expected = model.state_dict()
     model.save_pretrained(tmp_path, max_shard_size="8KB")

@@ -32,8 +32,8 @@ def test_an_evaluation_leaves_training_as_it_is(two, when, how, reshard_after_fo
 def test_gradients_that_a_norm_would_leave_out_are_an_error(two):
     for text in two.run(jobs.error_of_a_norm_after_a_discarded_forward_pass):
         assert text == (
-            "3 of 25 parameters are whole copies, as after a forward pass whose backward pass has not been, and have "
-            "no gradients: evaluate in torch.no_grad(), after which they are sharded again"
+            "3 of 25 parameters are whole copies without gradients, as after a forward pass without its backward pass: "
+            "evaluate in torch.no_grad(), after which they are sharded again"
         )
 
 

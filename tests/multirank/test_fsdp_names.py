@@ -1,4 +1,4 @@
-"""Weights are called in files as transformers calls them, whatever the architecture."""
+"""Weights have the names in files that transformers gives them, for all architectures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 import fsdp_names_jobs as jobs
 import torch
 import transformers
-from fsdp_architectures import REFUSED, UNMADE, find_kinds
+from fsdp_architectures import REJECTED, UNMADE, find_kinds
 from fsdp_models import make_model
 from safetensors.torch import load_file
 
@@ -40,10 +40,10 @@ def test_files_are_those_of_the_plain_model(one, tmp_path, kind):
     assert {name: faults for name, faults in trips.faults.items() if faults} == {}
     for name, why in trips.unmade.items():
         assert UNMADE.get(name, "nothing, so give it sizes in fsdp_architectures.py") in why, name
-    for name, why in trips.refused.items():
-        reasons = [text for prefix, text in REFUSED.items() if name.startswith(prefix)]
+    for name, why in trips.rejected.items():
+        reasons = [text for prefix, text in REJECTED.items() if name.startswith(prefix)]
         assert re.search("|".join([*reasons, "has no module of experts: one with the parameters"]), why), name
-    assert trips.faults or any(name.startswith(tuple(REFUSED)) for name in trips.refused)
+    assert trips.faults or any(name.startswith(tuple(REJECTED)) for name in trips.rejected)
 
 
 def test_misnamed_weights_are_noticed(one, tmp_path):
@@ -65,7 +65,7 @@ def test_tied_weights_are_written_once(two, tmp_path):
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_models_that_transformers_has_distributed_are_its_to_write(two, tmp_path):
+def test_models_that_transformers_has_distributed_are_written_by_it(two, tmp_path):
     pytest.importorskip("accelerate", reason="transformers needs accelerate to distribute a model")
     model = make_model("qwen3")
     model.save_pretrained(tmp_path / "plain")

@@ -63,7 +63,7 @@ def test_contexts_of_torch_keep_shuffles_too(four):
         assert calls == {"dispatch": 1, "combine": 3, "dispatch_again": 1}
 
 
-def test_what_selective_checkpointing_cannot_do_is_said(four):
+def test_limits_of_selective_checkpointing_raise(four):
     four.run(jobs.check_misuse_of_selective_checkpointing)
 
 
@@ -73,12 +73,12 @@ def test_the_reference_waits_on_the_host_once_a_layer(four):
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_blocks_that_compute_again_refuse_a_cache(two, how):
+def test_blocks_that_recompute_reject_a_cache(two, how):
     two.run(jobs.check_caches, Run(recomputes=how))
 
 
 @pytest.mark.parametrize("wants", [(), ("x",), ("weights",), ("x", "weights")])
-def test_operations_do_what_verbs_do(four, wants):
+def test_operators_compute_what_verbs_compute(four, wants):
     for differences in four.run(jobs.differences_from_verbs, wants):
         assert set(differences) == {"rows", "out", "counts", *wants}
         assert not any(differences.values())

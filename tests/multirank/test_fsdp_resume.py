@@ -1,4 +1,4 @@
-"""Training goes on from checkpoints whose optimizer knows some parameters only; those of others are refused."""
+"""Training continues from checkpoints with state for some parameters only; checkpoints of other models are rejected."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_parameters_without_gradients_have_no_state(two, tmp_path, kind):
     assert all(torch.equal(tensor, saved.loaded[name]) for name, tensor in alone.items())
 
 
-def test_checkpoints_of_others_are_refused(two, tmp_path):
+def test_checkpoints_of_other_models_are_rejected(two, tmp_path):
     first, second = two.run(jobs.errors, tmp_path)
-    nothing = f"{tmp_path}/nothing has no .metadata: it is no checkpoint that save_checkpoint wrote"
-    assert first.pop("of nothing on rank 1") == "rank 1 has refused what it was given; its error says why"
+    nothing = f"{tmp_path}/nothing has no .metadata: save_checkpoint did not write it"
+    assert first.pop("of nothing on rank 1") == "rank 1 rejected its arguments; see its error"
     assert second.pop("of nothing on rank 1") == nothing
     for rank, errors in enumerate((first, second)):
         assert errors.pop("broken") == f"{tmp_path}/{rank}/.metadata cannot be read: EOFError('Ran out of input')"

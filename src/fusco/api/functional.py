@@ -48,7 +48,7 @@ def _of_least_capacity(group: dist.ProcessGroup, device: torch.device) -> Commun
     )
 
 
-# The one state of a module in fusco: torch's groups, whose lives it follows, are global themselves.
+# Module state: the process groups of torch, whose lifetime it follows, are global too.
 _OF_GROUPS = GroupCommunicators()
 
 

@@ -1,14 +1,14 @@
 """Expert parallelism on FSDP2: one call distributes a model's experts and shards everything else.
 
-``build_mesh`` arranges the ranks, ``parallelize`` turns a model into a parallel one, and a dispatcher moves tokens
-between experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` do
-what a training loop needs beyond that; ``save_checkpoint``, ``load_checkpoint``, ``save_hugging_face`` and
-``load_hugging_face`` keep what came of it. ``docs/fsdp.md`` has a loop that works.
+``build_mesh`` arranges the ranks, ``parallelize`` distributes and shards a model, and a dispatcher moves tokens between
+experts: ``FuscoDispatcher``, or ``TorchDispatcher``, the reference. ``scale_loss`` and ``clip_grad_norm_`` complete the
+training loop; ``save_checkpoint``, ``load_checkpoint``, ``save_hugging_face`` and ``load_hugging_face`` write and read
+weights. ``docs/fsdp.md`` has a complete loop.
 """
 
 from fusco.core.requirements import check_fsdp
 
-check_fsdp("fusco.fsdp", ("torch",))  # before what an older one does not have is imported
+check_fsdp("fusco.fsdp", ("torch",))  # before imports that fail with an older version
 
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
@@ -29,9 +29,9 @@ from fusco.fsdp.mesh import build_mesh as build_mesh
 from fusco.fsdp.meta import materialize as materialize
 from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
-from fusco.fsdp.sharding import Sharding as Sharding
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,
 )
 from fusco.fsdp.transformers_integration import registered_with_transformers as registered_with_transformers
+from fusco.fsdp.wrapping import Sharding as Sharding

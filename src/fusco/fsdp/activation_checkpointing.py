@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks compute again in the backward pass what they do not keep."""
+"""Activation checkpointing: blocks recompute in the backward pass what they do not save."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fusco.fsdp import ops as _ops  # noqa: F401  defines torch.ops.fusco
 
 Checkpointing = Literal["none", "full", "selective"]
 
-# What moves rows: by FuscoDispatcher, and by TorchDispatcher. Also for create_selective_checkpoint_contexts.
+# The operators that move rows, of both dispatchers. Also an argument for create_selective_checkpoint_contexts.
 SHUFFLE_OPS = [
     torch.ops.fusco.dispatch.default,
     torch.ops.fusco.combine.default,
     torch.ops._c10d_functional.all_to_all_single.default,  # noqa: SLF001  the name is PyTorch's
 ]
-# What blocks of transformers are given a cache of keys and values as.
+# Argument names under which blocks of transformers get a key-value cache.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def check_checkpointing(how: Checkpointing) -> None:
-    """Raise ``ValueError`` for an unknown one."""
+    """Raise ``ValueError`` for an unknown mode."""
     if how not in get_args(Checkpointing):
         raise ValueError(f"activation_checkpointing must be one of {get_args(Checkpointing)}, got {how!r}")
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module], how: Checkpointing) -> None:
-    """Have blocks checkpoint themselves, within what FSDP does before and after them; names of parameters stay.
+    """Replace the ``forward`` of blocks by a checkpointed one, inside FSDP's hooks; parameter names do not change.
 
-    With gradients on they refuse a cache, to which computing again would append once more, with ``ValueError``.
+    With gradients enabled a block raises ``ValueError`` for a cache, since recomputing would append to it again.
     """
     if how == "none":
         return
@@ -56,29 +56,29 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _keep_shuffles() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Contexts for the forward pass and for computing again: shuffles happen in the first only.
+    """Return contexts for the forward pass and for recomputing: shuffles run in the first only.
 
-    As ``torch.utils.checkpoint.create_selective_checkpoint_contexts(SHUFFLE_OPS)``, which however counts *all*
-    operations (PyTorch 2.13) and gives up where FSDP gathers the parameters of a block's experts between them at one
-    time and not at the other.
+    As ``torch.utils.checkpoint.create_selective_checkpoint_contexts(SHUFFLE_OPS)``, which counts *all* operations
+    (PyTorch 2.13), however, and fails where FSDP gathers the parameters of a block's experts in one of the two passes
+    only.
     """
     kept: deque[_Kept] = deque()
     return _Keeping(kept), _Reusing(kept)
 
 
 class _Kept:
-    """What an operation gave, and how often it had been changed since."""
+    """The outputs of an operation, and their version counters when they were saved."""
 
     def __init__(self, outputs: Any) -> None:
-        # Below autograd, where dispatch modes work, a detached tensor counts changes together with the original only if
-        # told so.
+        # Dispatch modes run below autograd. There a detached tensor shares the version counter of the original only if
+        # this key is not excluded.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # noqa: SLF001, FBT003
             self._outputs = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         self._versions = self._count_changes()
 
     def take(self) -> Any:
         if self._count_changes() != self._versions:
-            raise RuntimeError("the output of a dispatch or combine was changed in place and cannot be used again")
+            raise RuntimeError("the output of a dispatch or combine was changed in place and cannot be reused")
         return self._outputs
 
     def _count_changes(self) -> list[int]:
@@ -112,5 +112,5 @@ class _Reusing(TorchDispatchMode):
         if func not in SHUFFLE_OPS:
             return func(*args, **(kwargs or {}))
         if not self._kept:
-            raise RuntimeError("selective activation checkpointing keeps shuffles for one backward pass, not for two")
+            raise RuntimeError("selective activation checkpointing saves shuffles for one backward pass, not for two")
         return self._kept.popleft().take()

@@ -1,4 +1,4 @@
-"""Modules that look like experts and are none that can be distributed, and why."""
+"""Modules that look like experts but cannot be distributed, with the reason, for error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_MOST_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,8 +16,8 @@ class Candidate:
 
     Attributes:
         name: of the module in its model.
-        module: itself.
-        obstacle: why it cannot be distributed.
+        module: the module.
+        obstacle: the reason why it cannot be distributed.
 
     """
 
@@ -26,20 +26,20 @@ class Candidate:
     obstacle: str
 
     def describe(self) -> str:
-        """The candidate's class, parameters and obstacle, without its name."""
+        """Return the candidate's class, parameters and obstacle, without its name."""
         if isinstance(self.module, (nn.ModuleList, nn.ModuleDict)):
             classes = sorted({type(child).__name__ for child in self.module.children()})
             what = f"{type(self.module).__name__} of {len(self.module)} {' and '.join(classes)}"
         else:
             what = type(self.module).__name__
         shapes = [f"{key} {tuple(parameter.shape)}" for key, parameter in self.module.named_parameters(recurse=False)]
-        return f"({what}) has {', '.join(shapes) or 'no parameters of its own'}: {self.obstacle}"
+        return f"({what}) has {', '.join(shapes) or 'no direct parameters'}: {self.obstacle}"
 
 
 def looks_like_experts(name: str, module: nn.Module) -> bool:
-    """Whether a user may take a module for experts: by its name, its class, or a stack of matrices in it.
+    """Return whether a module looks like experts: by its name, its class, or a stack of matrices in it.
 
-    Of modules inside each other only those with parameters of their own count, or with a list of modules.
+    A module counts only if it has direct parameters or is a list of modules; a wrapper around one does not.
     """
     shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
     is_convolution = hasattr(module, "kernel_size")
@@ -51,7 +51,7 @@ def looks_like_experts(name: str, module: nn.Module) -> bool:
 
 
 def describe_candidates(candidates: Iterable[Candidate]) -> str:
-    """All that were seen, each kind once, to be appended to an error; empty if there is none."""
+    """Return all candidates, each kind once, as text to append to an error; empty if there is none."""
     text_to_names: dict[str, list[str]] = {}
     for candidate in candidates:
         text_to_names.setdefault(candidate.describe(), []).append(candidate.name or "the model itself")
@@ -59,5 +59,5 @@ def describe_candidates(candidates: Iterable[Candidate]) -> str:
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {text}"
         for text, names in text_to_names.items()
     ]
-    left_out = f"; and {len(texts) - _MOST_SHOWN} kinds more" if len(texts) > _MOST_SHOWN else ""
-    return f". What looks like experts: {'; '.join(texts[:_MOST_SHOWN])}{left_out}" if texts else ""
+    left_out = f"; and {len(texts) - _MAX_SHOWN} kinds more" if len(texts) > _MAX_SHOWN else ""
+    return f". What looks like experts: {'; '.join(texts[:_MAX_SHOWN])}{left_out}" if texts else ""

@@ -26,16 +26,16 @@ from fusco.fsdp.collective_check import check_on_all_ranks
 from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
 
 _Checked = TypeVar("_Checked")
-# By parameter names, not by their order: so each optimizer state has the layout of its parameter.
+# Keyed by parameter name, not by order, so each optimizer state has the layout of its parameter.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write model and optimizer, if given, into a folder, each rank its own part; a collective of all ranks.
+    """Write the model, and the optimizer if given, into a folder, each rank its part; a collective of all ranks.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
-        ValueError: on all ranks, if there is something that cannot be written.
+        ValueError: on all ranks, if a value cannot be written.
 
     """
     with _as_errors(f"{path} cannot be written"):
@@ -43,13 +43,13 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read what ``save_checkpoint`` wrote, each rank its own part; a collective of all ranks.
+    """Read what ``save_checkpoint`` wrote, each rank its part; a collective of all ranks.
 
     Args:
         path: the folder.
-        model: parallelized in whatever way, or not at all, in a process of its own.
+        model: parallelized with any mesh and options, or a plain model in a single process.
         optimizer: of its parameters; of the same kind, and with as many parameter groups, as the one that was saved.
-            Parameters that had no gradient until then have no state in the checkpoint, and none here afterwards.
+            Parameters that had no gradient before saving have no state in the checkpoint, and none after loading.
             ``None`` loads the model only, whether an optimizer was saved or not.
 
     Raises:
@@ -72,7 +72,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
         )
-        drop_state(optimizer, parameters)  # PyTorch has given them empty ones
+        drop_state(optimizer, parameters)  # PyTorch has created empty states for them
     except Exception:
         if optimizer:
             drop_state(optimizer, filled)
@@ -87,12 +87,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _check(path: Path, state: dict[str, Any]) -> set[str]:
-    """Names of parameters without a state of the optimizer in a checkpoint, which must have all else."""
+    """Return the names of parameters without optimizer state in a checkpoint; all else must be in it."""
     if not (path / ".metadata").exists():
-        raise ValueError(f"{path} has no .metadata: it is no checkpoint that save_checkpoint wrote")
+        raise ValueError(f"{path} has no .metadata: save_checkpoint did not write it")
     try:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error must reach the other ranks
         raise ValueError(f"{path}/.metadata cannot be read: {error!r}") from error
     missing = {f"model.{name}" for name in state["model"]} - saved
     if missing:
@@ -113,7 +113,7 @@ def _load(path: str | Path, state: dict[str, Any]) -> None:
 
 
 def _on_all_ranks(check: Callable[[], _Checked], model: nn.Module) -> _Checked:
-    """As ``check_on_all_ranks``, also in a process without a group."""
+    """As ``check_on_all_ranks``; in a process without a group, only here."""
     if not dist.is_initialized():
         return check()
     return check_on_all_ranks(check, next(model.parameters()).device.type)
@@ -121,7 +121,7 @@ def _on_all_ranks(check: Callable[[], _Checked], model: nn.Module) -> _Checked:
 
 @contextmanager
 def _as_errors(what: str) -> Iterator[None]:
-    """Raise what failed on some rank as an ``Exception``; PyTorch's is none, and as long as all ranks' tracebacks."""
+    """Raise a rank's failure as an ``Exception``; PyTorch's is a ``BaseException`` with the tracebacks of all ranks."""
     try:
         yield
     except CheckpointException as failed:

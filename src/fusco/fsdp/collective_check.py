@@ -1,4 +1,4 @@
-"""Checks that every rank makes for itself, and that all ranks act upon."""
+"""Run a local check on every rank, and raise on all ranks if it fails on any."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Checked = TypeVar("_Checked")
 
 
 def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Checked:
-    """What a check gives on this rank; a collective of the default group.
+    """Run a check and return its result on this rank; a collective of the default group.
 
     Raises:
-        TypeError, ValueError: what the check raises here; where it does so on other ranks only, ``ValueError`` with one
-            of them.
+        TypeError, ValueError: the error of the check on this rank; if it fails on other ranks only, ``ValueError``
+            naming one of them.
 
     """
     checked: _Checked | None = None
@@ -27,10 +27,10 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
         checked = check()
     except REFUSALS as refusal:
         error = refusal
-    refusing = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
-    dist.all_reduce(refusing, dist.ReduceOp.MAX)
+    rejecting = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
+    dist.all_reduce(rejecting, dist.ReduceOp.MAX)
     if error:
         raise error
-    if refusing:
-        raise ValueError(f"rank {int(refusing) - 1} has refused what it was given; its error says why")
+    if rejecting:
+        raise ValueError(f"rank {int(rejecting) - 1} rejected its arguments; see its error")
     return cast("_Checked", checked)

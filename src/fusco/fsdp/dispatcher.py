@@ -1,4 +1,4 @@
-"""What the experts of a layer need to get their tokens and to send results home, whoever moves the rows."""
+"""The interface between a layer's experts and what moves their rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Arrival:
-    """Rows for this rank's experts.
+    """The rows that arrived for this rank's experts.
 
     Attributes:
         rows: (num_rows, hidden), expert-major: blocks in order of local expert, rows inside in order of (source rank,
             token, k).
         num_rows_per_expert: int64 (num_local_experts,), on the device of the rows.
-        ticket: whatever the dispatcher needs for the way home.
+        ticket: what the dispatcher needs to return the results.
 
     """
 
@@ -29,12 +29,12 @@ class Arrival:
 class Dispatcher(Protocol):
     """Moves rows among the ranks of an "ep" group, with gradients. Both verbs are collectives.
 
-    A dispatcher keeps nothing of a call: one serves all layers, and activation checkpointing dispatches twice.
+    A dispatcher has no state of a call: one serves all layers, and activation checkpointing dispatches twice.
     """
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks among which experts are distributed: ``EPMesh.ep_group``."""
+        """Ranks among which experts are distributed: ``EPMesh.ep_group``."""
         ...
 
     def dispatch(
@@ -46,19 +46,19 @@ class Dispatcher(Protocol):
             x: (num_tokens, hidden).
             topk_idx: int64 (num_tokens, num_topk), of the ``num_experts`` experts of all ranks; -1 means no expert.
             topk_weights: (num_tokens, num_topk), the weights that ``combine`` applies.
-            num_experts: a multiple of the number of ranks; each owns a run of consecutive experts.
+            num_experts: a multiple of the number of ranks; each owns a block of consecutive experts.
 
         """
         ...
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        """Bring the experts' results (num_rows, hidden) home: (num_tokens, hidden), weighted and summed over k."""
+        """Return the experts' results (num_rows, hidden) as (num_tokens, hidden), weighted and summed over k."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything moved is there, and raise if something is not; not a collective.
+        """Wait until all rows have arrived, and raise if some have not; not a collective.
 
-        For before what cannot be undone, such as a step of the optimizer: a device goes on with whatever is in memory
-        where rows of a failed rank did not come.
+        Call it before anything that cannot be undone, such as a step of the optimizer: if rows of a failed rank are
+        missing, the device continues with undefined data.
         """
         ...

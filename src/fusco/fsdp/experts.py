@@ -18,13 +18,13 @@ _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """All experts of a layer in one module, as transformers 5 stores them.
+    """A module with all experts of a layer, as transformers 5 stores them.
 
     Attributes:
         name: of the module in its model.
         module: has the parameters ``gate_up_proj`` (or ``up_proj``, without a gate) and ``down_proj``, of three
-            dimensions, and maybe ``gate_up_proj_bias`` and ``down_proj_bias`` of two; dimension 0 is the expert. It is
-            called with (hidden_states, top_k_index, top_k_weights).
+            dimensions, and optionally ``gate_up_proj_bias`` and ``down_proj_bias``, of two; dimension 0 is the expert.
+            It is called with (hidden_states, top_k_index, top_k_weights).
         num_experts: of all ranks.
         up_name: ``"gate_up_proj"`` or ``"up_proj"``.
         is_transposed: whether matrices are stored as (num_inputs, num_outputs).
@@ -45,7 +45,7 @@ class Experts:
         return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
 
     def describe(self) -> str:
-        """What ``run`` computes for a row."""
+        """Return the formula that ``run`` computes for a row."""
         if self.up_name == "up_proj":
             return f"{_DOWN_NAME}(act_fn(up_proj(row)))"
         if hasattr(self.module, "_apply_gate"):
@@ -53,12 +53,12 @@ class Experts:
         return f"{_DOWN_NAME}(act_fn(gate) * up), gate and up being the halves of {self.up_name}(row)"
 
     def local(self, name: str) -> torch.Tensor:
-        """A parameter's values for this rank's experts; gradients flow to the parameter."""
+        """Return a parameter's values for this rank's experts; gradients flow to the parameter."""
         parameter = getattr(self.module, name)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def _matrices(self, name: str) -> torch.Tensor:
-        """(num_local_experts, num_inputs, num_outputs)."""
+        """Return a weight as (num_local_experts, num_inputs, num_outputs)."""
         weight = self.local(name)
         return weight if self.is_transposed else weight.transpose(1, 2)
 
@@ -69,7 +69,7 @@ class Experts:
         if self.up_name == "up_proj":
             return self._call("act_fn", hidden)
         if hasattr(self.module, "_apply_gate"):
-            return self._call("_apply_gate", hidden)  # where transformers keeps a model's own gate
+            return self._call("_apply_gate", hidden)  # transformers' hook for a model-specific gate
         gate, up = hidden.chunk(2, dim=-1)
         return self._call("act_fn", gate) * up
 
@@ -79,11 +79,11 @@ class Experts:
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
-    """All modules of experts of a model: with the 3-D parameters and the inputs of ``Experts.module``, and no others.
+    """Return all modules of experts of a model: those with the 3-D parameters and the inputs of ``Experts.module``.
 
     Raises:
-        ValueError: if there is none, with all that look like some and why they are none; for one with other parameters
-            beside those, and for one whose parameters an adapter or a parametrization changes.
+        ValueError: if there is none, with all modules that look like experts and why they do not qualify; for one with
+            additional parameters, and for one whose parameters an adapter or a parametrization changes.
 
     """
     found, candidates = [], []
@@ -106,11 +106,10 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why a module is none of experts; empty if it is one."""
+    """Return the reason why a module is not a module of experts; empty if it is one."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return "each expert is a module by itself"
-    own = dict(module.named_parameters(recurse=False))
-    stacks = {key: parameter for key, parameter in own.items() if parameter.ndim == 3}
+    stacks = {key: parameter for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
     if not stacks:
         return "no parameter has three dimensions, the first of them the expert"
     up_name = next((key for key in _UP_NAMES if key in stacks), None)
@@ -125,13 +124,16 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _check_unwrapped(name: str, module: nn.Module, model: nn.Module) -> None:
-    """Adapters keep what they adapt as ``base_layer``, and would add plain tensors to its distributed parameters."""
+    """Raise for experts inside an adapter, which would add plain tensors to their distributed parameters.
+
+    Adapters keep the module that they adapt as ``base_layer``.
+    """
     parts = name.split(".")
     for length in range(len(parts)):
-        around = model.get_submodule(".".join(parts[:length]))
+        parent = model.get_submodule(".".join(parts[:length]))
         if parts[length] == "base_layer":
             raise ValueError(
-                f"{name} ({type(module).__name__}) is wrapped by an adapter, {type(around).__name__}, which changes "
+                f"{name} ({type(module).__name__}) is wrapped by an adapter, {type(parent).__name__}, which changes "
                 f"the experts' parameters: fusco distributes experts without adapters only, so leave them out of the "
                 f"adapter's targets (LoRA of peft: target_modules by name, not 'all-linear', and no experts in "
                 f"target_parameters), or merge it first (merge_and_unload)"
@@ -139,7 +141,7 @@ def _check_unwrapped(name: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _check_unparametrized(name: str, module: nn.Module) -> None:
-    """Experts whose parameters are computed are not seen as experts, and would be left out without a word."""
+    """Raise for experts with computed parameters, which ``find_experts`` would otherwise skip silently."""
     changed = getattr(module, "parametrizations", {}) if is_parametrized(module) else {}
     if any(key in changed for key in _UP_NAMES) and _takes_routing(module):
         raise ValueError(
@@ -149,7 +151,7 @@ def _check_unparametrized(name: str, module: nn.Module) -> None:
 
 
 def _takes_routing(module: nn.Module) -> bool:
-    """Whether it can be called with (hidden_states, top_k_index, top_k_weights)."""
+    """Return whether the module can be called with (hidden_states, top_k_index, top_k_weights)."""
     try:
         inspect.signature(module.forward).bind("hidden_states", "top_k_index", "top_k_weights")
     except TypeError:
@@ -165,7 +167,7 @@ def _experts_of(name: str, module: nn.Module, up_name: str) -> Experts:
         if key not in known or len(parameter) != num_experts:
             raise ValueError(
                 f"{name}.{key} of shape {tuple(parameter.shape)} cannot be distributed with the {num_experts} experts "
-                f"beside it: only weights and biases of the projections can"
+                f"of its module: only weights and biases of the projections can"
             )
     return Experts(
         name, module, num_experts, up_name, _is_transposed(name, module, stacks[up_name], stacks[_DOWN_NAME])
@@ -173,11 +175,11 @@ def _experts_of(name: str, module: nn.Module, up_name: str) -> Experts:
 
 
 def _is_transposed(name: str, module: nn.Module, up: nn.Parameter, down: nn.Parameter) -> bool:
-    """What the module says (transformers sets it), or else what the shapes allow."""
+    """Return the module's ``is_transposed`` (set by transformers), or else what the shapes allow."""
     plain, transposed = up.shape[2] == down.shape[1], up.shape[1] == down.shape[2]
-    says = getattr(module, "is_transposed", not plain)
-    if not (transposed if says else plain):
+    declared = getattr(module, "is_transposed", not plain)
+    if not (transposed if declared else plain):
         raise ValueError(
-            f"{name}: the shapes of its projections, {tuple(up.shape)} and {tuple(down.shape)}, do not go together"
+            f"{name}: the shapes of its projections, {tuple(up.shape)} and {tuple(down.shape)}, do not match"
         )
-    return bool(says)
+    return bool(declared)

@@ -1,4 +1,4 @@
-"""fusco's own dispatch and combine: rows leave from where they are and land expert-major."""
+"""The dispatcher that uses a fusco communicator: rows arrive expert-major, without permutation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusco.fsdp.dispatcher import Arrival
 
 @dataclass(frozen=True)
 class _OpTicket:
-    """The way home where dispatch was an operation: what it gave for its handle, and the weights, with their graph."""
+    """The return path of a dispatch operator: the ticket of its handle, and the weights with their autograd graph."""
 
     tensor: torch.Tensor
     topk_weights: torch.Tensor
@@ -28,8 +28,8 @@ class _OpTicket:
 class FuscoDispatcher:
     """Moves rows with a ``Communicator``, made when the first layer of its shape runs and shared by all such layers.
 
-    Where a compiler or a dispatch mode (such as selective checkpointing) is looking, rows move by the operations
-    ``torch.ops.fusco.dispatch`` and ``combine``, which these see; everywhere else by the communicator's verbs at once.
+    Under a compiler or a dispatch mode (such as selective checkpointing), rows move by the operators
+    ``torch.ops.fusco.dispatch`` and ``combine``, which these intercept; otherwise by direct calls of the communicator.
     Use it in a ``with`` block, or call ``close``.
     """
 
@@ -42,16 +42,16 @@ class FuscoDispatcher:
         settings: Settings | None = None,
         launch: Launch | None = None,
     ) -> None:
-        """Say what the communicators must be able to take.
+        """Set the capacity and options of the communicators.
 
         Args:
             group: ranks among which experts are distributed: ``EPMesh.ep_group``.
-            max_tokens_per_rank: most tokens of a rank's batch: sequences times their length.
-            ranks_per_node: how many consecutive ranks of an "ep" group make a node; ``None`` finds out from the hosts.
+            max_tokens_per_rank: the maximum number of tokens in a rank's batch: sequences times their length.
+            ranks_per_node: consecutive ranks of an "ep" group that form a node; ``None`` derives it from the hosts.
             settings: of the communicators.
             launch: how dispatch and combine, forward and backward, use the device. ``None`` means
-                ``Launch(num_sms=32)``, as FSDP gathers and reduces parameters on other streams meanwhile: kernels of
-                NCCL and of fusco that wait for their peers must all find room. It must not have ``own_stream``.
+                ``Launch(num_sms=32)``, since FSDP gathers and reduces parameters on other streams at the same time:
+                all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` is not allowed.
 
         """
         if max_tokens_per_rank < 1:
@@ -70,7 +70,7 @@ class FuscoDispatcher:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """Send tokens to their experts; see ``Dispatcher``."""
-        if ops.is_watched():
+        if ops.is_intercepted():
             num_local_experts = num_experts // self._num_ranks
             rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
             return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
@@ -79,7 +79,7 @@ class FuscoDispatcher:
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        """Bring results home; see ``Dispatcher``."""
+        """Return the experts' results to their tokens; see ``Dispatcher``."""
         if isinstance(arrival.ticket, _OpTicket):
             combined: torch.Tensor = ops.combine(y, arrival.ticket.topk_weights, arrival.ticket.tensor)
         else:
@@ -88,11 +88,11 @@ class FuscoDispatcher:
         return combined
 
     def synchronize(self) -> None:
-        """Wait until everything dispatched and combined is there; not a collective.
+        """Wait until everything dispatched and combined has arrived; not a collective.
 
-        Raises ``PeerFailureError`` if a rank failed or did not come within ``settings.timeout_s``. On CUDA a wait that
-        ran out leaves garbage, which otherwise the next collective only finds: call this before what cannot be undone,
-        such as a step of the optimizer.
+        Raises ``PeerFailureError`` if a rank failed or did not take part within ``settings.timeout_s``. On CUDA a wait
+        that timed out leaves undefined data, and otherwise only the next collective raises: call this before anything
+        that cannot be undone, such as a step of the optimizer.
         """
         for comm in self._communicators.values():
             comm.synchronize()
@@ -112,7 +112,7 @@ class FuscoDispatcher:
         self._open.__exit__(kind, error, trace)
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
-        """The communicator for rows like those of ``x`` (num_tokens, hidden), made by the first call; a collective."""
+        """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made."""
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""The norm of gradients that live on different meshes, and clipping by it."""
+"""Norm of gradients on different meshes, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; a collective of all ranks.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which in PyTorch 2.13 refuses parameters on different meshes. Gradients that
-    are missing count as zero, on whichever ranks they are.
+    As ``torch.nn.utils.clip_grad_norm_``, which in PyTorch 2.13 rejects parameters on different meshes. Missing
+    gradients count as zero; ranks may miss different ones.
 
     Args:
         parameters: of a parallelized model, the same ones on all ranks.
@@ -32,7 +32,7 @@ def clip_grad_norm_(
         The norm before clipping: float64, without dimensions, equal on all ranks.
 
     Raises:
-        RuntimeError: as ``error_if_nonfinite`` says.
+        RuntimeError: see ``error_if_nonfinite``.
         ValueError: as ``grad_norm``.
 
     """
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped by it"
         )
-    # The same small number as in torch, against a division by zero.
+    # The same epsilon as in torch, against division by zero.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in map(_local_grad, parameters):
         if grad is not None:
@@ -51,7 +51,7 @@ def clip_grad_norm_(
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of all ranks together, as ``clip_grad_norm_`` returns it; a collective.
+    """Return the norm of all gradients of all ranks together, as ``clip_grad_norm_`` does; a collective.
 
     Raises:
         ValueError: for a ``norm_type`` that is not positive, and between a forward pass with gradients and its backward
@@ -64,10 +64,10 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
     num_whole = sum(map(is_whole_copy, parameters))
     if num_whole:
         raise ValueError(
-            f"{num_whole} of {len(parameters)} parameters are whole copies, as after a forward pass whose backward "
-            f"pass has not been, and have no gradients: evaluate in torch.no_grad(), after which they are sharded again"
+            f"{num_whole} of {len(parameters)} parameters are whole copies without gradients, as after a forward pass "
+            f"without its backward pass: evaluate in torch.no_grad(), after which they are sharded again"
         )
-    # Meshes are those of parameters, and in their order, so that ranks agree on them whatever gradients are missing.
+    # Meshes are taken from parameters, in their order, so that ranks agree even if some gradients are missing.
     mesh_to_parameters: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh_to_parameters.setdefault(_where(parameter), []).append(parameter)
@@ -86,7 +86,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
 
 
 def _where(parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """A parameter's mesh, and the dimensions of the mesh along which its parts are different."""
+    """Return a parameter's mesh, and the mesh dimensions along which it is sharded."""
     if not isinstance(parameter, DTensor):
         return None, ()
     sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -94,7 +94,7 @@ def _where(parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 def _local_total(parameters: list[nn.Parameter], norm_type: float) -> torch.Tensor:
-    """Sum of p-th powers of this rank's part of the gradients (their maximum, if p is infinite), in float64."""
+    """Return the sum of p-th powers of this rank's gradients (their maximum, if p is infinite), in float64."""
     local = parameters[0]
     device = local.to_local().device if isinstance(local, DTensor) else local.device
     total = torch.zeros((), dtype=torch.float64, device=device)

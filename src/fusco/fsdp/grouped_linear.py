@@ -1,4 +1,4 @@
-"""One linear layer for each block of rows: grouped GEMM, or a loop where PyTorch has none for the operands."""
+"""A linear layer per block of rows: a grouped GEMM, or a loop where PyTorch's does not support the operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812  its name everywhere
+import torch.nn.functional as F  # noqa: N812  the usual name
 
 
 def grouped_linear(
@@ -16,14 +16,14 @@ def grouped_linear(
     num_rows_per_expert: torch.Tensor,
     sizes: list[int] | None = None,
 ) -> torch.Tensor:
-    """Multiply each expert's block of rows with its own matrix.
+    """Multiply each expert's block of rows by that expert's matrix.
 
     Args:
         rows: (num_rows, num_inputs), expert-major.
         weight: (num_experts, num_inputs, num_outputs), in any order of strides; of the dtype of the rows.
         bias: (num_experts, num_outputs), or ``None``.
         num_rows_per_expert: int64 (num_experts,), adding up to ``num_rows``.
-        sizes: the same on the host, from ``sizes_for``; the loop asks for them if they are not given.
+        sizes: the same on the host, from ``sizes_for``; without them the loop copies them to the host.
 
     Returns:
         (num_rows, num_outputs).
@@ -45,17 +45,17 @@ def grouped_linear(
 def sizes_for(
     rows: torch.Tensor, weights: Sequence[torch.Tensor], num_rows_per_expert: torch.Tensor
 ) -> list[int] | None:
-    """The sizes of blocks on the host, for which CUDA waits, if grouped GEMM does not take all of these weights.
+    """Return the sizes of blocks on the host if grouped GEMM does not support all of these weights, else ``None``.
 
-    On CUDA, where one product after the other is slow, it warns then.
+    On CUDA this synchronises the host and warns, since one product after the other is slow.
     """
     obstacle = next(filter(None, (_obstacle(rows, weight) for weight in weights)), "")
     if not obstacle or torch.compiler.is_compiling():
         return None
     if rows.is_cuda:
         warnings.warn(
-            f"grouped GEMM does not take the experts' rows and weights: {obstacle}. One product after the other is "
-            f"used instead, for which the host waits in every layer",
+            f"grouped GEMM does not support the experts' rows and weights: {obstacle}. fusco computes one product "
+            f"after the other instead, and the host waits in every layer",
             stacklevel=2,
         )
     return num_rows_per_expert.tolist()
@@ -71,9 +71,9 @@ def _one_by_one(
 
 
 def _obstacle(rows: torch.Tensor, weight: torch.Tensor) -> str:
-    """Why ``torch.nn.functional.grouped_mm`` (2.10 and newer) does not take these, or nothing if it does.
+    """Return why ``torch.nn.functional.grouped_mm`` (2.10 and newer) does not support these; empty if it does.
 
-    Of other dtypes than bfloat16, which the CPU takes, compilers do not know what comes out (PyTorch 2.13).
+    The CPU supports other dtypes than bfloat16, too, but compilers have no fake for them (PyTorch 2.13).
     """
     has_bfloat16_only = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if has_bfloat16_only else (torch.bfloat16, torch.float16, torch.float32)

@@ -1,4 +1,4 @@
-"""Weights in the files of transformers: read part by part into a parallelized model, and written from one."""
+"""Hugging Face weight files: read part by part into a parallelized model, and written from one."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Part = tuple[slice, ...]
 
 @torch.no_grad()
 def load_hugging_face(path: str | Path, model: nn.Module) -> None:
-    """Read weights that ``save_pretrained`` wrote or a hub has, each rank its own part; no collective.
+    """Read weights that ``save_pretrained`` wrote or that come from a hub, each rank its part; not a collective.
 
-    Names and layouts are converted as transformers does when it loads. Beside the model, a rank's main memory holds one
-    parameter at a time: its own part, or, where files have each expert by itself, the experts of its "ep" rank.
+    Names and layouts are converted as transformers does when it loads. In addition to the model, a rank's main memory
+    holds one parameter at a time: its part, or, where files have a tensor per expert, the experts of its "ep" rank.
 
     Args:
         path: a folder with ``model.safetensors``, or with several files and their index.
@@ -49,7 +49,7 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
     with _Files(Path(path)) as files, original_classes(model):
         for source in _sources(model, files.keys(), targets):
             for name, values in source.read(files, model, targets).items():
-                _own_values(targets[name]).copy_(values)
+                _local_values(targets[name]).copy_(values)
                 missing.discard(name)
     missing = _untied(missing, targets)
     if missing:
@@ -59,8 +59,8 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 def save_hugging_face(path: str | Path, model: nn.Module) -> None:
     """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
 
-    Rank 0 gathers and writes all weights, so that its main memory must hold them. Then it compares the names in the
-    files with those that transformers looks for there.
+    Rank 0 gathers and writes all weights, so its main memory must hold them. Then it checks that transformers would
+    find every weight by its name in the files.
 
     Args:
         path: the folder.
@@ -70,12 +70,12 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
         TypeError: for another model.
         ValueError: for a model that transformers has distributed, before anything is written; on rank 0 for files in
             which transformers would not find all weights.
-        OSError: if rank 0 cannot write, which raises the cause.
+        OSError: on the other ranks if rank 0 cannot write; rank 0 raises the cause.
 
     """
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
-        raise TypeError(f"{type(model).__name__} has no save_pretrained: it is no model of transformers")
+        raise TypeError(f"{type(model).__name__} has no save_pretrained: it is not a model of transformers")
     if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
         raise ValueError(
             f"transformers has distributed this {original_class(type(model)).__name__} by its distributed_config and "
@@ -90,7 +90,7 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
             with original_classes(model):
                 save_pretrained(path, state_dict=_tied_as_in(model, weights))
                 _check_names(Path(path), model)
-        except Exception as error:  # noqa: BLE001  whatever it is, the others wait to hear of it
+        except Exception as error:  # noqa: BLE001  any error must reach the other ranks, which wait for it
             failure = error
     outcome = [repr(failure) if failure else ""]
     dist.broadcast_object_list(outcome, src=0)
@@ -101,7 +101,7 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
 
 
 def _tied_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """The gathered weights, where each name of one parameter got a copy, with one tensor for it: it is written once."""
+    """Replace the copies of a tied parameter by one tensor, so that it is written once."""
     first: dict[int, str] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
         if name in weights:
@@ -110,9 +110,9 @@ def _tied_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(path: Path, model: Any) -> None:
-    """Whether transformers would find every weight of a model in the files that it has just written."""
+    """Raise if transformers would not find every weight of a model in the files just written."""
     if getattr(model, "_hf_peft_config_loaded", False) or not hasattr(model, "base_model_prefix"):
-        return  # what it writes are adapters, which go by names of their own
+        return  # it has written adapters, whose names are different
     targets = model.state_dict(keep_vars=True)
     missing = targets.keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     with _Files(path) as files:
@@ -127,21 +127,21 @@ def _check_names(path: Path, model: Any) -> None:
 
 
 def _untied(missing: set[str], targets: dict[str, torch.Tensor]) -> set[str]:
-    """Missing weights that are not another name of one that is there."""
+    """Return the missing weights that are not tied to a present one."""
     present = {id(targets[name]) for name in targets.keys() - missing}
     return {name for name in missing if id(targets[name]) not in present}
 
 
 class _Files:
-    """The tensors of a folder, by name. Files are opened when first asked for, and stay so: each has a long index."""
+    """The tensors of a folder, by name. Files are opened on first use and stay open, since each has a long index."""
 
     def __init__(self, path: Path) -> None:
         index, single = path / "model.safetensors.index.json", path / "model.safetensors"
         config = path / "config.json"
         if config.exists() and "quantization_config" in json.loads(config.read_text()):
-            raise ValueError(f"{path} has quantized weights, which have no parts to read: write them in bfloat16 first")
+            raise ValueError(f"{path} has quantized weights, which cannot be read in parts: convert them to bfloat16")
         self._opened: dict[Path, Any] = {}
-        if single.exists():  # transformers reads this one if there are both
+        if single.exists():  # transformers prefers this one if both exist
             self._key_to_file = dict.fromkeys(self._open(single).keys(), single)
         elif index.exists():
             self._key_to_file = {key: path / name for key, name in json.loads(index.read_text())["weight_map"].items()}
@@ -175,12 +175,12 @@ class _Files:
 
 @dataclass
 class _Source:
-    """Where values come from: tensors in files, by the pattern that their name matched, and what makes values of them.
+    """The tensors in files that a parameter is made from, by the pattern that their names match, and the converter.
 
     Attributes:
         name: of the parameter or buffer, the first one if there are several.
-        converter: of transformers; ``None`` if the tensor is taken as it is.
-        pattern_to_keys: for each pattern of the converter the names in the files, by number of expert.
+        converter: of transformers; ``None`` if the tensor needs no conversion.
+        pattern_to_keys: for each pattern of the converter the names in the files, in order of experts.
 
     """
 
@@ -189,36 +189,36 @@ class _Source:
     pattern_to_keys: dict[str, list[str]] = field(default_factory=dict)
 
     def names(self) -> set[str]:
-        """Every parameter or buffer that comes from here; a converter can split what is in files."""
+        """Return every parameter or buffer made from this source; a converter can split tensors of files."""
         if self.converter is None:
             return {self.name}
         first, *_ = patterns = self.converter.target_patterns
         return {self.name.replace(first, each) for each in patterns}
 
     def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of everything that comes from here."""
+        """Return this rank's part of everything made from this source."""
         target = targets[self.name]
-        part = _own_part(target)
+        part = _local_part(target)
         if self.converter is None:
             ((key,),) = self.pattern_to_keys.values()
             _check_shape(self.name, target, files.shape(key))
             return {self.name: files.read(key, part)}
-        # Experts in tensors of their own are stacked: those of others need not be read.
-        has_own_experts = self._stacks_experts() and all(
+        # If files have a tensor per expert, only this rank's experts are read, and then stacked.
+        has_expert_tensors = self._stacks_experts() and all(
             len(keys) == len(target) for keys in self.pattern_to_keys.values()
         )
-        if has_own_experts and part[0].start == part[0].stop:
-            return {self.name: _own_values(target)}  # this rank has none
+        if has_expert_tensors and part[0].start == part[0].stop:
+            return {self.name: _local_values(target)}  # this rank has none
         for pattern, keys in self.pattern_to_keys.items():
-            for key in keys[part[0]] if has_own_experts else keys:
+            for key in keys[part[0]] if has_expert_tensors else keys:
                 self.converter.add_tensor(self.name, key, pattern, files.read(key))
         name_to_part = {}
         for name, converted in self.converter.convert(self.name, model=model, config=model.config).items():
             values = converted[0] if isinstance(converted, list) else converted
-            shape = (len(targets[name]), *values.shape[1:]) if has_own_experts else values.shape
+            shape = (len(targets[name]), *values.shape[1:]) if has_expert_tensors else values.shape
             _check_shape(name, targets[name], shape)
-            part = _own_part(targets[name])
-            name_to_part[name] = values[(slice(None), *part[1:]) if has_own_experts else part]
+            part = _local_part(targets[name])
+            name_to_part[name] = values[(slice(None), *part[1:]) if has_expert_tensors else part]
         return name_to_part
 
     def _stacks_experts(self) -> bool:
@@ -227,7 +227,7 @@ class _Source:
 
 
 def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Tensor]) -> list[_Source]:
-    """What transformers would make of the names in files."""
+    """Map the names in files to the model's, as transformers does."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     transforms = mapping.get_model_conversion_mapping(model)
@@ -249,19 +249,19 @@ def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Ten
             source = sources.setdefault(name, _Source(name, deepcopy(pattern_to_converter[pattern])))
             source.pattern_to_keys.setdefault(pattern, []).append(key)
     if unknown:
-        warnings.warn(f"{len(unknown)} weights in files are none of the model's, such as {unknown[0]}", stacklevel=3)
+        warnings.warn(f"{len(unknown)} weights in the files are not in the model, such as {unknown[0]}", stacklevel=3)
     return list(sources.values())
 
 
-def _own_part(tensor: torch.Tensor) -> Part:
-    """Which part of a parameter is this rank's."""
+def _local_part(tensor: torch.Tensor) -> Part:
+    """Return the slices of a parameter that are on this rank."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def _own_values(tensor: torch.Tensor) -> torch.Tensor:
+def _local_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a module of experts does once its experts are distributed."""
+"""The forward pass of a module whose experts are distributed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fusco.fsdp.experts import Experts
 
 @dataclass(frozen=True, eq=False)
 class ExpertParallelLayer:
-    """Stands in for the ``forward`` of a module of experts: dispatch, this rank's experts, combine.
+    """Replaces the ``forward`` of a module of experts: dispatch, this rank's experts, combine.
 
-    A rank without tokens takes part in every exchange, and one whose experts get no rows computes empty blocks, so that
-    no rank waits for another in the backward pass and no gradient is missing.
+    A rank without tokens takes part in every exchange, and a rank whose experts get no rows computes empty blocks. So
+    no rank waits for another in the backward pass, and no gradient is missing.
     """
 
     experts: Experts
@@ -24,8 +24,8 @@ class ExpertParallelLayer:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's experts, (num_tokens, hidden), as the module by itself would."""
-        # Cast before the exchange, so that under mixed precision narrow rows travel; weights stay as exact as they are.
+        """Return the weighted sum of each token's experts, (num_tokens, hidden), as the original module does."""
+        # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
         arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, self.experts.num_experts)
         y = self.experts.run(arrival.rows, arrival.num_rows_per_expert)

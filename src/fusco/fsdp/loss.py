@@ -1,4 +1,4 @@
-"""The mean loss over the tokens of all ranks, however many each of them has."""
+"""The mean loss over the tokens of all ranks; ranks may have different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fusco.fsdp.mesh import EPMesh
 def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
     """Divide this rank's *sum* of losses by the number of tokens of all ranks; a collective.
 
-    The results of all ranks add up to the mean loss (``global_sum`` does that, to show it), and as ``parallelize`` adds
-    gradients, what ``backward`` gives is the gradient of that mean.
+    The results of all ranks add up to the mean loss (``global_sum`` adds them, for logging). Since ``parallelize`` adds
+    gradients, ``backward`` computes the gradient of that mean.
 
     Args:
         loss_sum: the sum of this rank's losses; zero for a rank without tokens.
-        num_tokens: how many losses that sum has, ignored labels not counted.
+        num_tokens: the number of losses in that sum, without ignored labels.
         mesh: from ``build_mesh``.
 
     Returns:
-        This rank's part of the mean: float32 (float64, if the sum is), as 16 bits hold no large counts.
+        This rank's part of the mean: float32 (float64, if the sum is), since 16 bits cannot hold large counts.
 
     """
     wide = torch.promote_types(loss_sum.dtype, torch.float32)
@@ -28,7 +28,10 @@ def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPM
 
 
 def global_sum(value: float | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
-    """Add up a number, such as a count of tokens, over all ranks; a collective. Float64, on the mesh's device."""
+    """Return the sum of a number, such as a count of tokens, over all ranks: float64, on the mesh's device.
+
+    A collective.
+    """
     total = torch.as_tensor(value, dtype=torch.float64, device=mesh.device_type).detach().clone()
     dist.all_reduce(total)
     return total

@@ -1,4 +1,4 @@
-"""The two meshes of expert parallelism on FSDP2: one view of the ranks for dense parameters, one for experts."""
+"""The two meshes of expert parallelism on FSDP2: one for dense parameters, one for experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class EPMesh:
-    """The same ranks, seen twice; every rank has a batch of its own.
+    """Two meshes of the same ranks; every rank has a different batch.
 
     Attributes:
         dense: ("dp_replicate", "fsdp"), for everything but experts.
@@ -35,7 +35,7 @@ class EPMesh:
 
     @property
     def dp_replicate(self) -> int:
-        """How many times everything is replicated."""
+        """Number of copies of the model."""
         return self.expert.size(0)
 
     @property
@@ -50,12 +50,12 @@ class EPMesh:
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
-        """What FSDP gets for dense parameters: one dimension, or two to replicate as well (HSDP)."""
+        """The mesh of FSDP for dense parameters: one dimension, or two to replicate as well (HSDP)."""
         return self.dense if self.dp_replicate > 1 else self.dense["fsdp"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """What FSDP gets for experts."""
+        """The mesh of FSDP for experts."""
         return self.expert["dp_replicate", "efsdp"] if self.dp_replicate > 1 else self.expert["efsdp"]
 
 
@@ -67,10 +67,10 @@ def build_mesh(ep_size: int, dp_replicate: int = 1, *, device_type: str | None =
     expert among 2.
 
     Args:
-        ep_size: ranks among which a layer's experts are distributed; consecutive, so that they share a node if it has
-            as many.
+        ep_size: ranks among which a layer's experts are distributed; consecutive, so that they share a node if it is
+            large enough.
         dp_replicate: copies of the model (HSDP).
-        device_type: ``"cpu"`` or ``"cuda"``; ``None`` means CUDA if there is any.
+        device_type: ``"cpu"`` or ``"cuda"``; ``None`` means CUDA if available.
 
     Raises:
         ValueError: without a process group, or if ``ep_size * dp_replicate`` does not divide the number of ranks.

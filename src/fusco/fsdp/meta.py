@@ -1,4 +1,4 @@
-"""Models that are too large to be made whole on every rank: parameters without memory until they are sharded."""
+"""Models too large for one rank: parameters without memory until they are sharded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Make modules whose parameters have shapes but no memory. Buffers are real, so what they hold is right.
+    """Create modules whose parameters are on the meta device, and whose buffers are real.
 
-    ``with torch.device("meta")`` would take the values of buffers, too, and some (such as the frequencies of rotary
-    embeddings) are in no checkpoint. Each parameter has memory for as long as its module needs to make it. While the
-    block runs, modules made in other threads are affected as well.
+    ``with torch.device("meta")`` would drop the values of buffers, too, and some (such as the frequencies of rotary
+    embeddings) are in no checkpoint. Each parameter has memory only while its module creates it. While the block runs,
+    modules created in other threads are affected as well.
     """
     register = nn.Module.register_parameter
 
@@ -32,11 +32,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Give a parallelized model's parameters memory, each rank for its own part; values come from a checkpoint then.
+    """Allocate a parallelized model's parameters, each rank its part; load a checkpoint afterwards.
 
     Args:
         model: made in ``parameters_on_meta`` and parallelized.
-        device: to put parameters and buffers on. Buffers keep their values.
+        device: of parameters and buffers. Buffers keep their values.
 
     Raises:
         ValueError: for a buffer without values.

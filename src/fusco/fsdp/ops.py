@@ -1,8 +1,8 @@
-"""``torch.ops.fusco.dispatch`` and ``combine``: the verbs as operations that compilers and dispatch modes see by name.
+"""``torch.ops.fusco.dispatch`` and ``combine``: the verbs as custom operators for compilers and dispatch modes.
 
-An operation takes and gives tensors and numbers only. So ``dispatch`` gives a *ticket* for its handle: an int64 tensor
-(1,) on the CPU, whose memory owns the handle. The handle lives as long as that memory: while the caller, autograd, or a
-checkpoint keeps the ticket or a view of it, and no longer. A copy of a ticket owns nothing.
+An operator takes and returns tensors and numbers only. So ``dispatch`` returns a *ticket* for its handle: an int64
+tensor (1,) on the CPU, whose memory owns the handle. The handle lives as long as that memory: while the caller,
+autograd, or a checkpoint keeps the ticket or a view of it. A copy of a ticket owns nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fusco.core.config import Launch
 
 
 class CommunicatorSource(Protocol):
-    """Makes communicators when they are first needed."""
+    """Creates communicators on first use."""
 
     @property
     def launch(self) -> Launch:
-        """How calls use their device."""
+        """The launch options of all calls."""
         ...
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
-        """The one for such rows."""
+        """Return the communicator for such rows."""
         ...
 
 
 class _Held:
-    """A handle, where it comes from, and the verbs for it."""
+    """A handle, and the verbs of the communicator that it comes from."""
 
     def __init__(self, comm: Communicator, handle: Handle, launch: Launch) -> None:
         self.handle = handle
@@ -45,32 +45,28 @@ class _Held:
 
 
 class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
-    """Memory of a ticket: torch keeps the array for as long as any tensor uses the memory."""
+    """Memory of a ticket: torch keeps the array while any tensor uses the memory."""
 
     held: _Held
 
 
-# Of the whole process, as operations of torch are; neither keeps anything alive.
+# Module state: torch's operators are global and take tensors and numbers only, so dispatchers and handles are found by
+# number. The weak references keep nothing alive.
 _numbers = count()
 _key_to_source: WeakValueDictionary[int, CommunicatorSource] = WeakValueDictionary()
 _key_to_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
 def register_source(source: CommunicatorSource) -> int:
-    """The key by which operations find it, for as long as it lives."""
+    """Register a source while it lives, and return the key by which operators find it."""
     key = next(_numbers)
     _key_to_source[key] = source
     return key
 
 
-def num_handles() -> int:
-    """How many handles are owned by tickets."""
-    return len(_key_to_held)
-
-
-def is_watched() -> bool:
-    """Whether a compiler or a dispatch mode, such as selective checkpointing, is looking at operations."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  nothing public asks
+def is_intercepted() -> bool:
+    """Return whether a compiler or a dispatch mode, such as selective checkpointing, intercepts operations."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001  no public query
 
 
 @torch.library.custom_op("fusco::dispatch", mutates_args=())
@@ -106,7 +102,7 @@ def dispatch(
 
 @torch.library.custom_op("fusco::combine", mutates_args=())
 def combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-    """Bring results (num_rows, hidden) home: (num_tokens, hidden), weighted with the weights of the dispatch.
+    """Return the results (num_rows, hidden) as (num_tokens, hidden), weighted with the weights of the dispatch.
 
     Gradients flow to ``y`` and to ``topk_weights``, which must be those of the dispatch.
     """
@@ -117,7 +113,7 @@ def combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: torch.Tensor) -
 
 @torch.library.custom_op("fusco::dispatch_backward", mutates_args=())
 def dispatch_backward(grad_rows: torch.Tensor, ticket: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The gradient of ``x``, (num_tokens, hidden), from that of the rows."""
+    """Return the gradient of ``x``, (num_tokens, hidden), from that of the rows."""
     held = _held_by(ticket)
     assert held.handle.num_tokens == num_tokens
     with torch.no_grad():
@@ -128,7 +124,7 @@ def dispatch_backward(grad_rows: torch.Tensor, ticket: torch.Tensor, num_tokens:
 def combine_backward(
     grad_out: torch.Tensor, y: torch.Tensor | None, topk_weights: torch.Tensor, num_rows: int, ticket: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of ``y``, (num_rows, hidden), and, if it is given, of the weights; else those have no rows."""
+    """Return the gradients of ``y``, (num_rows, hidden), and of the weights: no rows if ``y`` is ``None``."""
     held = _held_by(ticket)
     with torch.no_grad():
         grad_y, grad_weights = gradients_of_combine(grad_out.detach(), y, held.handle, held.verbs)
@@ -147,14 +143,14 @@ def _ticket_of(held: _Held) -> torch.Tensor:
 def _held_by(ticket: torch.Tensor) -> _Held:
     held = _key_to_held.get(int(ticket))
     if held is None:
-        raise ValueError(f"ticket {int(ticket)} is of a handle that is gone: a copy of a ticket does not keep it alive")
+        raise ValueError(f"the handle of ticket {int(ticket)} is freed: a copy of a ticket does not keep it alive")
     return held
 
 
 def _fake_dispatch(
     x: torch.Tensor, topk_idx: object, topk_weights: object, num_experts: object, num_local_experts: int, source: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows = torch.library.get_ctx().new_dynamic_size()  # known once the routing of all ranks is
+    num_rows = torch.library.get_ctx().new_dynamic_size()  # depends on the routing of all ranks
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")
     return x.new_empty(num_rows, x.shape[1]), x.new_empty(num_local_experts, dtype=torch.int64), ticket
 

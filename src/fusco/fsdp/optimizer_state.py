@@ -1,4 +1,4 @@
-"""The state of an optimizer, parameter by parameter: made to be loaded into, and compared with a checkpoint's."""
+"""Optimizer state per parameter: filled before loading, and compared with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-# What torch.compile and checkpoint wrappers put into names, and PyTorch leaves out of checkpoints.
+# Parts of names from torch.compile and checkpoint wrappers, which PyTorch strips in checkpoints.
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Give every parameter that can be trained a state, and return those that had none.
+    """Create the state of every trainable parameter, and return the parameters that had none.
 
-    As PyTorch (2.13) does before it loads, by a step with gradients of zero and a learning rate of zero; but PyTorch
-    does so only if no parameter has a state and none a gradient. Gradients stay.
+    As PyTorch (2.13) before loading, it takes a step with zero gradients and learning rate zero; but PyTorch does so
+    only if no parameter has a state or a gradient. Gradients are left unchanged.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     empty = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
@@ -42,18 +42,18 @@ def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Leave parameters as the optimizer finds them before their first gradient."""
+    """Remove the state of parameters, as before their first gradient."""
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
 
 
 def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
-    """Names of parameters whose state a checkpoint does not have, since they never had a gradient.
+    """Return the names of parameters without state in a checkpoint, because they never had a gradient.
 
     Args:
         wanted: keys of this optimizer's flattened state, which are ``state.<parameter>.<what>`` and
             ``param_groups.<parameter>.<what>``.
-        saved: those in the checkpoint.
+        saved: the keys in the checkpoint.
 
     Raises:
         ValueError: if the checkpoint's optimizer was of another kind, or had other parameters.
@@ -66,29 +66,29 @@ def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
                 f"the checkpoint's optimizer has no {min(lacking)} for parameter {name}: it was of another kind, or "
                 f"had other parameters"
             )
-    ours, theirs = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
-    for name, keys in theirs.items():
-        # Where this one has none at all, a parameter may have been frozen since; but not all of them.
-        if keys != ours.get(name, set() if not ours else keys):
+    state, saved_state = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
+    for name, keys in saved_state.items():
+        # A parameter without state here may have been frozen since; but not all of them.
+        if keys != state.get(name, set() if not state else keys):
             raise ValueError(
                 f"the checkpoint's optimizer has {', '.join(sorted(keys))} for parameter {name}, and this one "
-                f"{', '.join(sorted(ours.get(name, ()))) or 'nothing'}: it was of another kind"
+                f"{', '.join(sorted(state.get(name, ()))) or 'nothing'}: it was of another kind"
             )
-    return ours.keys() - theirs.keys()
+    return state.keys() - saved_state.keys()
 
 
 def parameters_named(model: nn.Module, names: set[str]) -> list[nn.Parameter]:
-    """A model's parameters, by their names in checkpoints."""
+    """Return a model's parameters by their names in checkpoints."""
     return [parameter for name, parameter in model.named_parameters() if _WRAPPERS.sub("", name) in names]
 
 
 def without_state(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """A flattened state without that of some parameters."""
+    """Return a flattened state without the entries of some parameters."""
     return {key: value for key, value in state.items() if not _split(key, "state", names)}
 
 
 def _by_parameter(keys: Iterable[str], section: str, names: Container[str] | None = None) -> dict[str, set[str]]:
-    """Of one section what there is for each parameter."""
+    """Return the entries of one section for each parameter."""
     found: dict[str, set[str]] = {}
     for key in keys:
         if parts := _split(key, section, names):
@@ -97,7 +97,7 @@ def _by_parameter(keys: Iterable[str], section: str, names: Container[str] | Non
 
 
 def _split(key: str, section: str, names: Container[str] | None) -> tuple[str, str] | None:
-    """The parameter and what of it a key is for; without names, what is the last part."""
+    """Split a key into parameter and entry; without names, the entry is the last part."""
     if not key.startswith(f"{section}."):
         return None
     parts = key.split(".")[1:]

@@ -1,4 +1,4 @@
-"""The classes that a sharded model's modules had before: FSDP2 gives them others, and transformers goes by them."""
+"""The original classes of a sharded model's modules, which transformers looks up by name and FSDP2 replaces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules the classes that they had before ``fully_shard``, for as long as the block runs.
+    """Restore the classes that modules had before ``fully_shard``, for the duration of the block.
 
-    ``fully_shard`` derives a class ``FSDP<Name>``, in a Python module of PyTorch's. transformers (5.23) looks up by the
-    name of a class what its weights are called in files, and takes a class from elsewhere for a user's code, which none
-    of that applies to. Only classes change: hooks and state of FSDP stay. The model must not run in the block.
+    ``fully_shard`` derives a class ``FSDP<Name>`` in a PyTorch module. transformers (5.23) finds the names of weights
+    in files by the name of a class, and treats a class from another module as user code, without such names. Only
+    classes change: hooks and state of FSDP stay. The model must not run in the block.
     """
     sharded: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
@@ -30,7 +30,7 @@ def original_classes(model: nn.Module) -> Iterator[None]:
 
 
 def original_class(sharded_class: type[nn.Module]) -> type[nn.Module]:
-    """The class that ``fully_shard`` derived this one from; another class itself."""
+    """Return the class that ``fully_shard`` derived this one from; any other class is returned as it is."""
     if FSDPModule not in sharded_class.__bases__:
         return sharded_class
     (original,) = (base for base in sharded_class.__bases__ if base is not FSDPModule)

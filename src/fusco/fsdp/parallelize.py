@@ -1,4 +1,4 @@
-"""One call from a model on every rank to expert parallelism with fully sharded parameters."""
+"""``parallelize``: expert parallelism and fully sharded parameters for a model, in one call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.prefetch import set_prefetch
-from fusco.fsdp.sharding import Sharding
 from fusco.fsdp.ties import check_ties
 from fusco.fsdp.weights import check_equal_weights
-from fusco.fsdp.wrapping import find_units, shard_dense, shard_experts
+from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
 
 
 def parallelize(
@@ -28,36 +26,35 @@ def parallelize(
     *,
     activation_checkpointing: Checkpointing = "none",
 ) -> list[Experts]:
-    """Distribute a model's experts and shard everything, in place; a collective of all ranks.
+    """Distribute a model's experts and shard all parameters, in place; a collective of all ranks.
 
     Experts become ``DTensor`` parameters, distributed among the "ep" ranks on dimension 0 and sharded by FSDP2 among
     the "efsdp" ranks; everything else is sharded by FSDP2 among all ranks. Blocks (entries of the ``ModuleList`` that
-    holds the experts) and the experts within are wrapped each on its own.
+    holds the experts) and the experts within are wrapped separately.
 
     Gradients are *added* over all ranks, never averaged: divide the loss by the number of tokens of all ranks
-    (``scale_loss``), and expert and dense gradients are right alike.
+    (``scale_loss``), and both expert and dense gradients are correct.
 
     Args:
-        model: any with experts as in ``find_experts``, with the same weights on all ranks, or on the meta device.
-            Weights in main memory are cut there and go to the mesh's device module by module, so that besides its
-            shards the device holds one module's part at a time.
+        model: with experts as in ``find_experts``, and with the same weights on all ranks, or on the meta device.
+            Weights in main memory are cut there and move to the mesh's device module by module, so that in addition to
+            its shards the device holds one module's part at a time.
         mesh: from ``build_mesh``.
         dispatcher: moves tokens to experts and back, for all layers, among the ranks of ``mesh.ep_group``.
         sharding: ``None`` means the defaults.
-        activation_checkpointing: what blocks do without until the backward pass. ``"none"``: nothing. ``"full"``:
-            everything but their inputs; all of a block is computed again, tokens are dispatched and combined again.
-            ``"selective"``: everything but their inputs and what dispatch and combine gave, so that nothing is moved
-            twice.
+        activation_checkpointing: what blocks save for the backward pass. ``"none"``: everything. ``"full"``: their
+            inputs only; all of a block is recomputed, dispatch and combine included. ``"selective"``: their inputs and
+            the outputs of dispatch and combine, so that no row is moved twice.
 
     Returns:
-        The modules of experts that were found.
+        The modules of experts found.
 
     Raises:
         ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
-            of another group, a model without experts or one that is parallelized already, experts that are wrapped by
-            an adapter or compute something else than ``Experts.run``, a number of experts that ``ep_size`` does not
-            divide, a parameter or a container that cannot be sharded, a parameter that blocks share, or weights that
-            differ between ranks.
+            of another group, a model without experts or already parallelized, experts that are wrapped by an adapter
+            or do not compute what ``Experts.run`` computes, a number of experts that ``ep_size`` does not divide, a
+            parameter or a container that cannot be sharded, a parameter that blocks share, or weights that differ
+            between ranks.
 
     """
     settled = sharding or Sharding()
@@ -82,16 +79,16 @@ def parallelize(
 
 
 def _check_group(dispatcher: Dispatcher, mesh: EPMesh) -> None:
-    """Another group of the same size would train, on the tokens of others."""
-    ours, theirs = (dist.get_process_group_ranks(group) for group in (mesh.ep_group, dispatcher.group))
-    if ours != theirs:
-        raise ValueError(f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}")
+    """Raise if the groups differ: another group of the same size would train, but on other ranks' tokens."""
+    expected, given = (dist.get_process_group_ranks(group) for group in (mesh.ep_group, dispatcher.group))
+    if expected != given:
+        raise ValueError(f"the dispatcher is of ranks {given}, but experts are distributed among ranks {expected}")
 
 
 def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Experts]:
     distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if distributed:
-        raise ValueError(f"parameter {distributed[0]} is distributed already: parallelize takes a plain model, once")
+        raise ValueError(f"parameter {distributed[0]} is already distributed: parallelize takes a plain model, once")
     found = find_experts(model)
     for experts in found:
         _check_shape(experts, mesh, sharding.expert_dim)
@@ -100,7 +97,9 @@ def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Exp
     check_ties(model, (*blocks, *(experts.module for experts in found)))
     for module in (model, *blocks):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            raise ValueError(f"FSDP cannot shard a {type(module).__name__}, which has no forward: parallelize what has")
+            raise ValueError(
+                f"FSDP cannot shard a {type(module).__name__}, which has no forward: parallelize its parent"
+            )
     return found
 
 
@@ -118,9 +117,9 @@ def _check_shape(experts: Experts, mesh: EPMesh, expert_dim: int) -> None:
 
 
 def _distribute(experts: Experts, mesh: EPMesh) -> None:
-    """Keep only this rank's experts, as DTensors: FSDP, checkpoints and norms see what is where."""
+    """Keep only this rank's experts, as DTensors, from which FSDP, checkpoints and norms know the placement."""
     for key, parameter in list(experts.module.named_parameters()):
-        # Every rank cuts its own part out of its own copy, and only then puts it on its device; nothing is sent.
+        # Every rank slices its copy before the part moves to the device; nothing is sent.
         ep_mesh = mesh.expert["ep"]
         mine = parameter.detach().chunk(mesh.ep_size)[ep_mesh.get_local_rank()]
         local = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)

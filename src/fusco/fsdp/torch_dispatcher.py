@@ -1,4 +1,4 @@
-"""The reference: permute, ``all_to_all_single``, permute again, and back."""
+"""The reference dispatcher: permute, ``all_to_all_single``, permute, and the inverse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fusco.fsdp.dispatcher import Arrival
 
 @dataclass(frozen=True)
 class _Ticket:
-    """The way home of one dispatch.
+    """The return path of one dispatch.
 
-    ``sent`` are flat positions token * num_topk + k in the order in which they were sent; ``arrived`` are positions in
-    order of arrival, by place in the expert-major rows.
+    ``sent`` has the flat positions token * num_topk + k in sending order; ``arrived`` maps expert-major rows to
+    positions in arrival order.
     """
 
     sent: torch.Tensor
@@ -27,10 +27,10 @@ class _Ticket:
 
 
 class TorchDispatcher:
-    """Two exchanges of duplicated rows with a permutation on either side, all differentiable by PyTorch itself."""
+    """Two exchanges of duplicated rows with a permutation on either side, all differentiated by PyTorch."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Take the group of the ranks among which experts are distributed: ``EPMesh.ep_group``."""
+        """Use the group of the ranks among which experts are distributed: ``EPMesh.ep_group``."""
         self.group, self._num_ranks = group, group.size()
 
     def dispatch(
@@ -53,18 +53,18 @@ class TorchDispatcher:
         return Arrival(rows[arrived], by_source.sum(0), _Ticket(sent, arrived, topk_weights, num_sent, num_received))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        """Bring results home; see ``Dispatcher``."""
+        """Return the experts' results to their tokens; see ``Dispatcher``."""
         ticket: _Ticket = arrival.ticket
         num_tokens, num_topk = ticket.topk_weights.shape
         as_arrived = torch.empty_like(ticket.arrived)
         as_arrived[ticket.arrived] = torch.arange(len(as_arrived), device=y.device)
-        home = self._exchange(y[as_arrived], ticket.num_sent, ticket.num_received)
-        weighted = home * ticket.topk_weights.reshape(-1)[ticket.sent, None]
+        returned = self._exchange(y[as_arrived], ticket.num_sent, ticket.num_received)
+        weighted = returned * ticket.topk_weights.reshape(-1)[ticket.sent, None]
         out = weighted.new_zeros(num_tokens, y.shape[1])
         return out.index_add(0, ticket.sent // num_topk, weighted).to(y.dtype)
 
     def synchronize(self) -> None:
-        """Wait for the device; failures are for the process group to find."""
+        """Wait for the device; the process group detects failures."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 

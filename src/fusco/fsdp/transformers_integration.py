@@ -1,6 +1,6 @@
-"""The doors that transformers has for others: one for whole expert parallelism, one for what a module of experts does.
+"""Register fusco with transformers, as an expert-parallel implementation or as an experts implementation.
 
-The first is ``EPImplementationInterface`` (5.23 and newer), the second ``ALL_EXPERTS_FUNCTIONS`` (5.9 and newer).
+The registries are ``EPImplementationInterface`` (5.23 and newer) and ``ALL_EXPERTS_FUNCTIONS`` (5.9 and newer).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusco.core.config import Settings
 from fusco.fsdp.experts import Experts, find_experts
+from fusco.fsdp.formula import FormulaChecks
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
 
@@ -27,19 +28,20 @@ from fusco.fsdp.layer import ExpertParallelLayer
 def registered_with_transformers(
     max_tokens_per_rank: int, *, name: str = "fusco", settings: Settings | None = None
 ) -> Iterator[None]:
-    """Let transformers distribute a model, and move its tokens with fusco.
+    """Move the tokens of models that transformers distributes with fusco.
 
     In the block, ``from_pretrained(..., distributed_config=DistributedConfig(..., ep_implementation="fusco"))`` makes
     models whose experts use fusco. They run in the block only; its end closes the communicators, a collective.
 
     Args:
         max_tokens_per_rank: as for ``FuscoDispatcher``.
-        name: to be given as ``ep_implementation``.
+        name: the value of ``ep_implementation``.
         settings: of the communicators.
 
     Raises:
-        ImportError: if transformers is older than 5.23, or not there.
-        ValueError: from ``from_pretrained``, with tensor parallelism, where several ranks have the same batch.
+        ImportError: if transformers is missing or older than 5.23.
+        ValueError: from ``from_pretrained``, for experts that do not compute what ``Experts.run`` computes, and with
+            tensor parallelism, where several ranks have the same batch.
 
     """
     module = importlib.import_module("transformers.distributed.expert_parallel")
@@ -47,14 +49,16 @@ def registered_with_transformers(
     if registry is None:
         raise ImportError("transformers has no EPImplementationInterface: 5.23 is the first version with it")
     dispatchers: dict[DeviceMesh, FuscoDispatcher] = {}
+    formulas = FormulaChecks()
 
     def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer:
         if tp_mesh.size() > 1:
-            raise ValueError(f"fusco's experts need a batch of its own on every rank, got tp_size={tp_mesh.size()}")
+            raise ValueError(f"fusco's experts need a different batch on every rank, got tp_size={tp_mesh.size()}")
         if ep_mesh not in dispatchers:
             dispatchers[ep_mesh] = FuscoDispatcher(ep_mesh.get_group(), max_tokens_per_rank, settings=settings)
         (found,) = find_experts(experts)
-        # transformers has cut the experts already, and remembers how many are left.
+        formulas.check(found)
+        # transformers has distributed the experts already; num_experts is that of this rank.
         num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
         return ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
 
@@ -69,19 +73,19 @@ def registered_with_transformers(
         for dispatcher in dispatchers.values():
             dispatcher.close()
     finally:
-        registry._global_mapping.pop(name, None)  # noqa: SLF001  it has no way to take a name out for good
+        registry._global_mapping.pop(name, None)  # noqa: SLF001  no public call removes a name
 
 
 @contextmanager
 def registered_as_experts_implementation(
     group: dist.ProcessGroup, max_tokens_per_rank: int, *, name: str = "fusco", settings: Settings | None = None
 ) -> Iterator[None]:
-    """Run experts that have been distributed already, by whomever, and move their tokens with fusco.
+    """Run experts that are already distributed, and move their tokens with fusco.
 
     In the block, ``model.set_experts_implementation("fusco")`` and ``from_pretrained(...,
-    experts_implementation="fusco")`` take the name, and such models can run; its end closes the communicators, a
-    collective. Every rank of the group must hold its run of consecutive experts: as ``DTensor`` parameters distributed
-    on dimension 0, or as plain ones with that many experts. Gradients are the caller's affair.
+    experts_implementation="fusco")`` accept the name, and such models can run; its end closes the communicators, a
+    collective. Every rank of the group must have its block of consecutive experts: as ``DTensor`` parameters
+    distributed on dimension 0, or as plain ones with that many experts. The caller reduces gradients.
 
     Args:
         group: ranks among which experts are distributed, such as ``EPMesh.ep_group``.
@@ -90,16 +94,18 @@ def registered_as_experts_implementation(
         settings: of the communicators.
 
     Raises:
-        ImportError: if transformers is not there, or has no such registry.
-        ValueError: when a model runs, from modules of experts as in ``find_experts``, and if the experts of all ranks
-            are not those that the module says it has.
+        ImportError: if transformers is missing or has no such registry.
+        ValueError: in the first forward pass of a model, for experts that ``find_experts`` rejects or that do not
+            compute what ``Experts.run`` computes, and if the experts of all ranks are not as many as the module's
+            ``num_experts``.
 
     """
     registry: Any = importlib.import_module("transformers.integrations.moe")
     if not hasattr(registry, "ALL_EXPERTS_FUNCTIONS"):
         raise ImportError("transformers has no ALL_EXPERTS_FUNCTIONS: 5.9 is the first version that takes other names")
-    # Without references to the modules, so that models can go before the block ends.
+    # Weak references, so that models can be freed before the block ends.
     known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()
+    formulas = FormulaChecks()
     with FuscoDispatcher(group, max_tokens_per_rank, settings=settings) as dispatcher:
 
         def run(
@@ -107,7 +113,7 @@ def registered_as_experts_implementation(
         ) -> torch.Tensor:
             if module not in known:
                 proxy: Any = weakref.proxy(module)
-                known[module] = replace(_distributed(module, group.size()), module=proxy)
+                known[module] = replace(_distributed(module, group.size(), formulas), module=proxy)
             layer = ExpertParallelLayer(replace(known[module], module=module), dispatcher)
             return layer(hidden_states, top_k_index, top_k_weights)
 
@@ -118,13 +124,14 @@ def registered_as_experts_implementation(
             registry.ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)  # noqa: SLF001  as above
 
 
-def _distributed(module: nn.Module, num_ranks: int) -> Experts:
-    """The experts of a module, which holds this rank's."""
+def _distributed(module: nn.Module, num_ranks: int, formulas: FormulaChecks) -> Experts:
+    """Return the checked experts of a module that has this rank's part of them."""
     (found,) = find_experts(module)
     num_local, num_experts = len(found.local(found.up_name)), int(torch.as_tensor(module.num_experts, device="cpu"))
     if num_local * num_ranks != num_experts:
         raise ValueError(
-            f"{type(module).__name__} has {num_experts} experts and this rank holds {num_local} of them, but "
+            f"{type(module).__name__} has {num_experts} experts and this rank has {num_local} of them, but "
             f"{num_ranks} ranks share them: distribute its parameters on dimension 0 first"
         )
+    formulas.check(found)
     return replace(found, num_experts=num_experts)

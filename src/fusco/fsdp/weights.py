@@ -1,4 +1,4 @@
-"""Whether all ranks start from the same weights, which sharding takes for granted."""
+"""Check that all ranks start from the same weights, which sharding assumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 def check_equal_weights(model: nn.Module, device_type: str) -> None:
     """Compare a sum of every parameter among all ranks of the default group; a collective.
 
-    Parameters on the meta device have no values; they must be there on all ranks, and are passed over.
+    Parameters on the meta device have no values; they must be on it on all ranks, and are skipped.
 
     Raises:
         ValueError: on all ranks, with the first parameter that differs.
@@ -21,7 +21,7 @@ def check_equal_weights(model: nn.Module, device_type: str) -> None:
     if differs := _differing(has_values):
         raise ValueError(
             f"parameter {named[differs[0]][0]} has values on some ranks and is on the meta device on others "
-            f"({len(differs)} of {len(named)} are): make the model in the same way everywhere"
+            f"({len(differs)} of {len(named)} are): make the model in the same way on all ranks"
         )
     named = [(name, parameter) for name, parameter in named if not parameter.is_meta]
     if not named:
@@ -30,12 +30,12 @@ def check_equal_weights(model: nn.Module, device_type: str) -> None:
     if differs := _differing(sums.view(torch.int64)):
         raise ValueError(
             f"parameter {named[differs[0]][0]} differs between ranks ({len(differs)} of {len(named)} do): every "
-            f"rank must start from the same weights, so seed all alike or load the same file"
+            f"rank must start from the same weights, so use one seed or load the same file"
         )
 
 
 def _differing(values: torch.Tensor) -> list[int]:
-    """Where the values of ranks are not all equal; a collective."""
+    """Return the indices at which the values of ranks are not all equal; a collective."""
     lowest, highest = values.clone(), values.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

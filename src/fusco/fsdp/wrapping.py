@@ -1,39 +1,76 @@
-"""Which modules FSDP2 wraps, and what it does with their gradients."""
+"""Wrap a model's blocks and experts with FSDP2: sharding options, gradient reduction, prefetch order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.prefetch import Unit
 from fusco.fsdp.resharding import reshard_after_evaluation
-from fusco.fsdp.sharding import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Options of FSDP2; all but ``expert_dim`` and ``has_prefetch`` are passed to ``fully_shard``.
+
+    Attributes:
+        expert_dim: the dimension along which FSDP shards an expert's parameters, after dimension 0 (the experts) has
+            been distributed among the "ep" ranks. 1 gives every shard a part of each expert, for any number of experts,
+            and must divide evenly; 0 gives every shard whole experts, and needs no copy around communication.
+        mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts.
+        reshard_after_forward: as for ``fully_shard``, for blocks and experts.
+        has_prefetch: whether each block prefetches the next block and its experts, forward and backward.
+
+    """
+
+    expert_dim: int = 1
+    mixed_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    reshard_after_forward: bool = True
+    has_prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.expert_dim not in (0, 1):
+            raise ValueError(f"expert_dim must be 0 or 1, got {self.expert_dim}")
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A block, and the modules of experts in it, each wrapped separately."""
+
+    block: nn.Module
+    experts: tuple[nn.Module, ...] = ()
+
+    @property
+    def wrapped(self) -> list[FSDPModule]:
+        """The block and its experts, in the order of use, forward and (the block first) backward."""
+        return [cast("FSDPModule", module) for module in (self.block, *self.experts)]
 
 
 def shard_experts(experts: Experts, mesh: EPMesh, sharding: Sharding) -> None:
-    """Hand a module of experts, distributed already, to FSDP."""
+    """Shard a module of experts, already distributed among the "ep" ranks, with FSDP."""
     fully_shard(
         experts.module,
         mesh=mesh.expert_fsdp,
         reshard_after_forward=sharding.reshard_after_forward,
         shard_placement_fn=lambda _: Shard(sharding.expert_dim),
-        # The layer casts its inputs by itself, which leaves the weights of the router as exact as they are.
+        # The layer casts its inputs itself, so that router weights keep their precision.
         mp_policy=replace(sharding.mixed_precision, cast_forward_inputs=False),
     )
 
 
 def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding: Sharding) -> None:
-    """Hand blocks to FSDP, then the rest, and have the gradients of everything added.
+    """Shard blocks with FSDP, then the rest of the model, and make FSDP add all gradients.
 
-    They are added, not averaged. FSDP's default divides by the size of the group that it reduces over, which for
-    experts is smaller, by ``ep_size``, than the number of batches that reached them. A divide factor other than that
-    size needs PREMUL_SUM, which gloo lacks, or is applied twice by PyTorch 2.13 where the group has one rank.
+    Gradients are added, not averaged. FSDP divides by the size of the group that it reduces over. For experts that size
+    is smaller, by ``ep_size``, than the number of batches that reached them. A divide factor other than that size needs
+    PREMUL_SUM, which gloo lacks, or is applied twice by PyTorch 2.13 where the group has one rank.
     """
     for block in (*(unit.block for unit in units), model):
         fully_shard(
@@ -54,17 +91,31 @@ def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding:
 
 
 def find_units(model: nn.Module, found: Sequence[Experts]) -> list[Unit]:
-    """The blocks of a model, with their experts: the entries of each innermost ``ModuleList`` around experts."""
+    """Return a model's blocks with their experts: the entries of each innermost ``ModuleList`` around experts."""
     lists: dict[str, nn.ModuleList] = {}
     for experts in found:
         parts = experts.name.split(".")
         for length in range(len(parts) - 2, 0, -1):
-            around = model.get_submodule(".".join(parts[:length]))
-            if isinstance(around, nn.ModuleList):
-                lists[".".join(parts[:length])] = around
+            parent = model.get_submodule(".".join(parts[:length]))
+            if isinstance(parent, nn.ModuleList):
+                lists[".".join(parts[:length])] = parent
                 break
     return [
         Unit(block, tuple(experts.module for experts in found if experts.name.startswith(f"{prefix}.{key}.")))
         for prefix, blocks in lists.items()
         for key, block in blocks.named_children()
     ]
+
+
+def set_prefetch(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Set FSDP's prefetch order: FSDP by default prefetches one wrapped module, and experts are one by themselves.
+
+    Forward, the model prefetches the first block and its experts, and each block the next; backward, in reverse.
+    """
+    if not units:
+        return
+    cast("FSDPModule", model).set_modules_to_forward_prefetch(units[0].wrapped)
+    cast("FSDPModule", model).set_modules_to_backward_prefetch(units[-1].wrapped)
+    for unit, following in pairwise(units):
+        cast("FSDPModule", unit.block).set_modules_to_forward_prefetch(following.wrapped)
+        cast("FSDPModule", following.block).set_modules_to_backward_prefetch(unit.wrapped)

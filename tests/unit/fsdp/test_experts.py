@@ -41,7 +41,7 @@ def test_gated_experts():
     torch.testing.assert_close(experts.run(ROWS, COUNTS), by_hand(run))
 
 
-def test_experts_with_biases_a_gate_of_their_own_and_matrices_the_other_way():
+def test_experts_with_biases_another_gate_and_transposed_matrices():
     module = Stack(gate_up_proj=(2, 3, 8), down_proj=(2, 4, 3), gate_up_proj_bias=(2, 8), down_proj_bias=(2, 3))
     module._apply_gate = lambda hidden: hidden[:, ::2] * hidden[:, 1::2].tanh()
     experts = only(module)
@@ -76,7 +76,7 @@ def test_experts_without_a_gate(is_transposed):
             r"ModuleDict has no module of experts: .* experts: mlp\.whatever \(Stack\) has w1 \(2, 8, 3\), w2 "
             r"\(2, 3, 4\): the parameters of three dimensions are w1, w2$",
         ),
-        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not go together"),
+        ({"gate_up_proj": (2, 8, 3), "down_proj": (2, 5, 7)}, r"\(2, 8, 3\) and \(2, 5, 7\), do not match"),
         (
             {"gate_up_proj": (2, 8, 3), "down_proj": (2, 3, 4), "scale": (3,)},
             r"mlp\.whatever\.scale of shape \(3,\) cannot be distributed with the 2 experts",
@@ -88,7 +88,7 @@ def test_experts_without_a_gate(is_transposed):
         ),
     ],
 )
-def test_what_is_no_experts_is_named(shapes, text):
+def test_obstacles_are_named(shapes, text):
     with pytest.raises(ValueError, match=text):
         only(Stack(**shapes))
 
@@ -109,7 +109,7 @@ class SharedExperts(Stack):
         super().__init__(gate_proj=(2, 4, 3), up_proj=(2, 4, 3), down_proj=(2, 3, 4))
 
     def forward(self, hidden_states, gammas):
-        """Nothing that is asked for here."""
+        """Not called."""
 
 
 class SortedExperts(Stack):
@@ -119,11 +119,11 @@ class SortedExperts(Stack):
         super().__init__(gate_up_proj=(2, 3, 8), down_proj=(2, 4, 3))
 
     def forward(self, hidden_states):
-        """Nothing that is asked for here."""
+        """Not called."""
 
 
 @pytest.mark.parametrize("other", [Embeddings(), SharedExperts(), SortedExperts()])
-def test_what_only_looks_like_experts_is_passed_over(other):
+def test_modules_that_only_look_like_experts_are_skipped(other):
     experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
     (found,) = find_experts(nn.ModuleDict({"before": other, "experts": experts, "after": other}))
     assert found.module is experts
@@ -161,7 +161,7 @@ def test_all_that_looks_like_experts_is_named_with_the_reason_each_kind_once():
     assert start.startswith("ModuleList has no module of experts: one with the parameters gate_up_proj")
     no_stacks = "no parameter has three dimensions, the first of them the expert"
     assert seen.split("; ") == [
-        "0.experts and 2 more (ModuleList of 4 Linear) has no parameters of its own: each expert is a module by itself",
+        "0.experts and 2 more (ModuleList of 4 Linear) has no direct parameters: each expert is a module by itself",
         f"0.flat.mlp and 2 more (FlatExperts) has w1 (8, 3), v1 (8, 3), w2 (8, 3): {no_stacks}",
         "0.unequal and 2 more (Stack) has gate_up_proj (3, 8, 3), down_proj (2, 3, 4): gate_up_proj is of 3 experts "
         "and down_proj of 2",
@@ -180,7 +180,7 @@ def test_a_long_list_of_what_looks_like_experts_ends():
 
 
 class ParamWrapper(nn.Module):
-    """As that of peft: around it a parameter of its ``base_layer`` is something else."""
+    """As that of peft, which changes a parameter of its ``base_layer``."""
 
     def __init__(self, base_layer, parameter_name):
         super().__init__()
@@ -188,10 +188,10 @@ class ParamWrapper(nn.Module):
         self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 4)})
 
     def forward(self, *args):
-        """Nothing that is asked for here."""
+        """Not called."""
 
 
-def test_experts_with_an_adapter_are_refused():
+def test_experts_with_an_adapter_are_rejected():
     plain, experts = (Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)) for _ in range(2))
     wrapped = ParamWrapper(ParamWrapper(experts, "gate_up_proj"), "down_proj")
     text = (
@@ -202,28 +202,28 @@ def test_experts_with_an_adapter_are_refused():
         find_experts(nn.ModuleDict({"first": plain, "mlp": nn.ModuleDict({"experts": wrapped})}))
 
 
-def test_adapters_elsewhere_are_not_looked_at():
+def test_adapters_elsewhere_are_ignored():
     experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
     model = nn.ModuleDict({"q_proj": ParamWrapper(nn.Linear(3, 3), "weight"), "experts": experts})
     assert [found.name for found in find_experts(model)] == ["experts"]
 
 
-def test_adapters_within_experts_are_refused():
+def test_adapters_within_experts_are_rejected():
     experts = Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4))
     experts.lora_A = nn.Linear(3, 4)
     with pytest.raises(ValueError, match=r"^0\.lora_A\.weight of shape \(4, 3\) cannot be distributed"):
         find_experts(nn.ModuleList([experts]))
 
 
-def test_parametrized_experts_are_refused_and_not_left_out():
+def test_parametrized_experts_are_rejected_and_not_left_out():
     plain, experts = (Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)) for _ in range(2))
     nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", nn.Tanh(), unsafe=True)
     with pytest.raises(ValueError, match=r"^1 \(ParametrizedStack\) has parametrizations of gate_up_proj"):
         find_experts(nn.ModuleList([plain, experts]))
 
 
-def test_the_host_asks_for_the_sizes_of_blocks_once_a_layer(monkeypatch):
-    """Here no row is a multiple of 16 bytes, so that both projections are loops."""
+def test_the_host_reads_the_sizes_of_blocks_once_a_layer(monkeypatch):
+    """No row is a multiple of 16 bytes, so both projections are loops."""
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor) or tolist(tensor))
     only(Stack(gate_up_proj=(2, 10, 3), down_proj=(2, 3, 5))).run(ROWS, COUNTS)

@@ -1,15 +1,18 @@
-"""Modules of experts that compute something else than what would replace them are refused."""
+"""Modules of experts that do not compute what would replace them are rejected."""
+
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusco.fsdp import find_experts, parameters_on_meta
-from fusco.fsdp.formula import check_formulas
+from fusco.fsdp.formula import FormulaChecks, check_formulas
 
 
 class Experts(nn.Module):
-    """As transformers spells experts out; what is between the projections is ``gate``."""
+    """Experts as in transformers; ``gate`` is the part between the projections."""
 
     def __init__(self, num_experts=6, hidden=12, intermediate=8):
         super().__init__()
@@ -56,7 +59,7 @@ class WeightedFirst(Experts):
 
 
 class Turned(Experts):
-    """Its matrices are square, so that only its forward says which way they are."""
+    """Its matrices are square, so only its forward determines their orientation."""
 
     def __init__(self):
         super().__init__(hidden=8, intermediate=4)
@@ -108,8 +111,8 @@ def test_what_fusco_computes_is_accepted_and_left_as_it_was():
 
 @pytest.mark.parametrize("wrong", [Clamped, WithOne, Dropping, WeightedFirst, Turned, Neighbours])
 @pytest.mark.parametrize("is_on_meta", [False, True])
-def test_what_computes_something_else_is_refused(wrong, is_on_meta):
-    """With all weights zero, so that only random ones show it."""
+def test_what_computes_something_else_is_rejected(wrong, is_on_meta):
+    """All weights are zero, so only random ones reveal it."""
     if is_on_meta:
         with parameters_on_meta():
             module = wrong()
@@ -136,7 +139,7 @@ def test_the_text_says_what_fusco_would_compute_and_how_far_it_is_from_that():
 
 @pytest.mark.parametrize(("precision", "allowed"), [("ieee", "0.001"), ("bf16", "0.05")])
 def test_products_of_less_precision_may_differ_more(precision, allowed):
-    """However it was set: PyTorch refuses to say what it is for all backends if it was set for one."""
+    """PyTorch raises if asked for the precision of all backends after it was set for one."""
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = precision
     try:
@@ -147,10 +150,10 @@ def test_products_of_less_precision_may_differ_more(precision, allowed):
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-def test_what_cannot_be_run_with_routing_is_refused():
+def test_what_cannot_be_run_with_routing_is_rejected():
     with pytest.raises(ValueError, match=r"^0 \(DenseWeights\) cannot be compared with .* it raised RuntimeError"):
         check(DenseWeights())
-    with pytest.raises(ValueError, match=r"^0 \(Tuple\) gives tuple for rows of shape \(4, 12\)"):
+    with pytest.raises(ValueError, match=r"^0 \(Tuple\) returns tuple for rows of shape \(4, 12\)"):
         check(Tuple())
 
 
@@ -173,7 +176,7 @@ def test_layers_that_are_alike_are_compared_once_and_others_each():
         check(Counting(1e6), Counting(7.0), Counting(5.0))
 
 
-def test_a_forward_of_its_own_makes_a_layer_another():
+def test_an_instance_forward_makes_a_layer_different():
     one, other = Experts(), Experts()
     other.forward = lambda hidden_states, top_k_index, top_k_weights: hidden_states
     with pytest.raises(ValueError, match=r"^1 \(Experts\)"):
@@ -183,7 +186,7 @@ def test_a_forward_of_its_own_makes_a_layer_another():
 def test_buffers_without_values_are_warned_of():
     module = Clamped()
     module.register_buffer("limit", torch.zeros(1, device="meta"))
-    with pytest.warns(UserWarning, match=r"0\.limit is on the meta device, so that it is not checked whether Clamped"):
+    with pytest.warns(UserWarning, match=r"0\.limit is on the meta device, so fusco cannot check whether Clamped"):
         check(module)
 
 
@@ -216,3 +219,68 @@ def test_experts_without_a_gate_and_with_biases():
     wrong.has_bias_last = True
     with pytest.raises(ValueError, match=r"replace it by down_proj\(act_fn\(up_proj\(row\)\)\)"):
         check(wrong)
+
+
+def check_one(module, checks=None):
+    (experts,) = find_experts(module)
+    (checks or FormulaChecks()).check(experts)
+
+
+def test_single_modules_are_checked_by_the_forward_of_their_class():
+    def forward_that_calls_fusco(hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("a check must not call the forward that asked for it")
+
+    accepted, rejected = Experts(), Clamped()
+    accepted.forward = rejected.forward = forward_that_calls_fusco
+    check_one(accepted)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^Clamped computes something else than fusco"):
+            check_one(rejected)
+
+
+def test_single_modules_that_are_alike_are_checked_once():
+    asked = []
+
+    class Counting(Experts):
+        def gate(self, gate, up):
+            asked.append(len(gate))
+            return super().gate(gate, up)
+
+    checks, first, second = FormulaChecks(), Counting(), Counting()
+    second.act_fn = first.act_fn
+    check_one(first, checks)
+    assert asked
+    asked.clear()
+    check_one(second, checks)
+    assert not asked
+    del first, second
+    gc.collect()
+    check_one(Counting(), checks)
+    assert asked
+
+
+def test_a_rank_may_have_fewer_experts_than_a_token():
+    class FixedTopK(Experts):
+        top_k = 3
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            top_k_index = top_k_index.flatten().reshape(len(hidden_states), self.top_k)
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    check_one(FixedTopK(num_experts=1))
+
+
+def test_dispatch_modes_do_not_see_a_check():
+    class Looking(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    (experts,) = find_experts(Experts())
+    with Looking() as looking:
+        FormulaChecks().check(experts)
+        assert looking.calls == 0
+        torch.ones(1)
+        assert looking.calls == 1

@@ -1,4 +1,4 @@
-"""What can be said of dispatchers without ranks."""
+"""Checks of dispatchers that need no ranks."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from fusco.fsdp import FuscoDispatcher
 
 
 class Group:
-    """Of two ranks that are not there."""
+    """A group of two ranks that do not exist."""
 
     def size(self):
         return 2
 
 
 class Communicating:
-    """Notes that it was waited for, and may fail then."""
+    """Records that it was synchronised, and may fail."""
 
     def __init__(self, error=None):
         self.num_waits, self.error = 0, error

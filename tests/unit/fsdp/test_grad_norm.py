@@ -1,4 +1,4 @@
-"""Norms and clipping of plain parameters: as PyTorch's own."""
+"""Norms and clipping of plain parameters are those of PyTorch."""
 
 import math
 
@@ -21,7 +21,7 @@ def parameters():
 @pytest.mark.parametrize("max_norm", [0.25, 100.0])
 def test_as_torch_clips(p, max_norm):
     ours, theirs = parameters(), parameters()
-    # Without the empty one, whose largest value torch does not know.
+    # Without the empty one, which has no largest value.
     expected = nn.utils.clip_grad_norm_(theirs[:3], max_norm, p)
     norm = clip_grad_norm_(ours, max_norm, p)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -41,7 +41,7 @@ def test_grouped_gemm_takes_wide_rows_only():
 
 
 class OnCuda:
-    """What is looked at of rows on a GPU."""
+    """The attributes that are read of rows on a GPU."""
 
     is_cuda = True
 
@@ -64,7 +64,7 @@ def test_on_cuda_one_product_after_the_other_is_warned_of(dtype, width, text):
         assert sizes_for(OnCuda(dtype), weights, torch.tensor([1, 2])) == [1, 2]
 
 
-def test_the_host_asks_for_sizes_only_if_it_needs_them(recwarn):
+def test_the_host_reads_sizes_only_if_needed(recwarn):
     if hasattr(torch.nn.functional, "grouped_mm"):
         weights = [torch.zeros(2, 8, 16, dtype=torch.bfloat16)] * 2
         assert sizes_for(OnCuda(torch.bfloat16), weights, torch.tensor([1, 2])) is None

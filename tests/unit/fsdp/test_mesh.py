@@ -1,4 +1,4 @@
-"""What can be said without a process group."""
+"""Meshes and sharding options without a process group."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""States of optimizers, before they are loaded into."""
+"""Optimizer state before loading."""
 
 import pytest
 import torch

@@ -35,5 +35,5 @@ def test_a_block_that_is_there_twice_is_one_unit():
 def test_blocks_share_nothing_with_others(name):
     model = make_blocks()
     model["blocks"][1].weight = model.get_submodule(name).weight
-    with pytest.raises(ValueError, match=rf"^{name}\.weight and blocks\.1\.weight are one parameter, but in modules"):
+    with pytest.raises(ValueError, match=rf"^{name}\.weight and blocks\.1\.weight are one parameter, but FSDP shards"):
         check_ties(model, model["blocks"])
