@@ -1,4 +1,4 @@
-"""A status server answers requests with its secret, keeps the first failure report, separates silent from dead ranks."""
+"""A status server answers with its secret only, keeps the first failure report, separates silent from dead ranks."""
 
 import errno
 import json
