@@ -1,16 +1,16 @@
-"""fusco: expert-parallel communication that lays tokens out on the way.
+"""Expert-parallel communication for PyTorch that lays tokens out expert-major while it moves them.
 
 Layers, each importing only those below it::
 
-    cli  train  bench       commands | training that is measured | benchmarks
+    cli  train  bench       commands | measured training | benchmarks
     fsdp                    expert parallelism on FSDP2
-    api                     the public verbs, and what all ranks do in each of them
+    api                     the public verbs: validate, prepare, agree, execute
     ranks                   processes that play ranks, for benchmarks, training and tests
     cpu  cuda               the two backends; neither imports the other
-    engine                  what both share: the contract, byte streams, tasks
+    engine                  shared by both backends: the interface, byte streams, tasks
     reference               plain PyTorch twins of the kernels
     planner                 routing -> plan, traffic -> communication groups
-    schedule  control       bytes -> one-to-one stages | how ranks find each other, agree and fail together
+    schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
     core                    plain values, errors, configuration
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.

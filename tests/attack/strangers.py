@@ -15,7 +15,7 @@ from types import TracebackType
 _NUM_STRANGERS = 3
 _MAX_SILENT = 20
 # What a rank would believe if it came with the secret.
-_SLANDER = {"secret": "x", "tell": {"peers": [0], "reason": "hearsay", "found_by": 1, "has_left": False}}
+_SLANDER = {"secret": "x", "failure": {"peers": [0], "reason": "hearsay", "found_by": 1, "has_left": False}}
 
 
 class Strangers:
@@ -75,7 +75,7 @@ def _misbehave(visitor: socket.socket, random: Random, silent: list[socket.socke
         if manner == "bytes":
             visitor.sendall(random.randbytes(random.randint(1, 5000)))
         elif manner == "json":
-            request = random.choice(({}, [], 7, {"secret": None}, {"ask": "status"}, {"tell": {}}, _SLANDER))
+            request = random.choice(({}, [], 7, {"secret": None}, {"ask": "status"}, {"failure": {}}, _SLANDER))
             visitor.sendall(json.dumps(request).encode() + b"\n")
         elif manner == "http":
             visitor.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")

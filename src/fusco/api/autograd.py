@@ -1,4 +1,4 @@
-"""Gradients: the mirror of dispatch is an unweighted combine, of combine a dispatch, of all-to-all the way back."""
+"""Gradients: backward of dispatch is an unweighted combine, of combine a dispatch, of all-to-all its reverse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusco.api.weight_gradients import weight_gradients
 
 @dataclass(frozen=True)
 class Verbs:
-    """The two movements without gradients, for an existing handle."""
+    """Dispatch and combine without gradients, for an existing handle."""
 
     dispatch: Callable[[torch.Tensor, Handle], torch.Tensor]
     combine: Callable[[torch.Tensor, Handle], torch.Tensor]
@@ -23,7 +23,7 @@ class Verbs:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Rows that a verb has made already. Wrapped, so that autograd sees a new tensor and not a view of an input."""
+    """Rows that a verb has made already, wrapped so that autograd takes them for a new tensor, not for an input."""
 
     rows: torch.Tensor
 
@@ -31,18 +31,18 @@ class Precomputed:
 class DispatchRows(torch.autograd.Function):
     """Expert-major rows from token-major ones, and the weight of each row from those of the tokens.
 
-    ``grad_x[t]`` is the sum of the gradients of all copies of token t; each row's weight has its gradient at its token
-    and k. One function for both, as the backward pass communicates: all ranks must do so in the same order, which
-    autograd does not promise of two.
+    ``grad_x[t]`` is the sum of the gradients of all copies of token t. The gradient of a row's weight goes to the row's
+    token and k. One function computes both, as the backward pass communicates: all ranks must do so in the same order,
+    which autograd does not guarantee for two functions.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Put what dispatch made of ``x`` into the graph; with weights of rows unless ``topk_weights`` is ``None``."""
+        """Record the rows of a dispatch, and their weights unless ``topk_weights`` is ``None``."""
         ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
-        ctx.set_materialize_grads(False)  # what nobody used does not travel
+        ctx.set_materialize_grads(False)  # unused outputs are not communicated
         weights = None
         if topk_weights is not None:
             ctx.dtype = topk_weights.dtype
@@ -59,14 +59,14 @@ class DispatchRows(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Unweighted combines."""
+        """Combine the gradients of rows, and those of their weights, without weights."""
         grad_x = grad_weights = None
         if grad_rows is not None and ctx.needs_input_grad[0]:
-            # With the width spelled out, as -1 means nothing for a rank without rows.
+            # Not with -1 for the width, which is ambiguous for a rank without rows.
             flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
             grad_x = ctx.verbs.combine(flat, ctx.handle).view(ctx.shape)
         if grad_row_weights is not None and ctx.needs_input_grad[1]:
-            grad_weights = _weights_home(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
+            grad_weights = _weights_of_tokens(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
         return grad_x, grad_weights, None, None, None
 
 
@@ -77,7 +77,7 @@ class CombineRows(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> torch.Tensor:
-        """Put what combine made of ``y`` into the graph."""
+        """Record the rows of a combine."""
         ctx.handle, ctx.verbs = handle, verbs
         ctx.save_for_backward(y if topk_weights is not None and topk_weights.requires_grad else None)
         return made.rows
@@ -92,26 +92,26 @@ class CombineRows(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Rows by source rank from rows by destination rank. The way back is itself an exchange that has gradients."""
+    """Rows by source rank from rows by destination rank. The reverse is an exchange that has gradients, too."""
 
     @staticmethod
     def forward(
         ctx: Any, input_: torch.Tensor, made: Precomputed, way_back: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Put what the exchange made of ``input_`` into the graph."""
+        """Record the rows of an exchange."""
         ctx.way_back = way_back
         return made.rows
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Each row's gradient goes to the rank that the row came from."""
+        """Send each row's gradient to the rank that the row came from."""
         return ctx.way_back(grad_output), None, None
 
 
 def gradients_of_combine(
     grad_out: torch.Tensor, y: torch.Tensor | None, handle: Handle, verbs: Verbs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
+    """Return the gradients of ``y`` and, if ``y`` is given, of ``topk_weights``."""
     grad_y = verbs.dispatch(grad_out.contiguous(), handle)
     if handle.topk_weights is None:
         assert y is None
@@ -119,12 +119,15 @@ def gradients_of_combine(
     dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
     if dots is None:
         return grad_y, None
-    home = _weights_home(dots, handle.unweighted(), verbs)
-    return grad_y, home.to(handle.topk_weights.dtype)
+    grad_weights = _weights_of_tokens(dots, handle.unweighted(), verbs)
+    return grad_y, grad_weights.to(handle.topk_weights.dtype)
 
 
-def _weights_home(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
-    """Send one value of each slot to its token: (num_tokens, num_topk), by combining rows of num_topk values."""
+def _weights_of_tokens(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+    """Send one value of each slot to its token; return (num_tokens, num_topk).
+
+    Combines rows of num_topk values, all zero but one.
+    """
     dtype = torch.float64 if slot_values.dtype == torch.float64 else torch.float32
     rows = slot_values.new_zeros(handle.num_rows, handle.num_topk, dtype=dtype)
     rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])

@@ -1,4 +1,4 @@
-"""Every collective without gradients: validated here, prepared by the engine, agreed upon by all ranks, executed."""
+"""Steps of every collective, without gradients: validate, prepare, agree with all ranks, execute."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Request(Protocol):
 
     @property
     def fields(self) -> Fields:
-        """What all ranks must want alike."""
+        """Values that must be equal on all ranks."""
 
 
 RequestT = TypeVar("RequestT", bound=Request)
 _Result = TypeVar("_Result")
 
-# PyTorch raises ``RuntimeError`` where it cannot look at an input.
+# PyTorch raises ``RuntimeError`` for an input that it cannot inspect.
 REFUSALS = (TypeError, ValueError, RuntimeError)
 _REFUSALS_IN_PREPARATION = (TypeError, ValueError, SharedMemoryError)
 
@@ -38,12 +38,13 @@ def run_collective(
 ) -> _Result:
     """Validate, prepare, agree with all ranks, execute.
 
-    A rank whose input is refused, at any of these steps, takes part just far enough for all others to learn of it.
+    Invalid input raises on its own rank and ``RejectedInputError`` on all others. The rank that rejects it takes part
+    in the agreement only.
 
     Args:
-        session: of the communicator; only its owner thread gets past it.
-        engine: says what went wrong with earlier calls.
-        name: of the verb, as errors call it.
+        session: of the communicator; raises ``ThreadError`` in any thread but its owner.
+        engine: reports errors of earlier asynchronous calls.
+        name: of the verb, in errors.
         validate: returns a valid request, or raises ``TypeError``, ``ValueError`` or ``RuntimeError``.
         prepare: one of the engine's ``prepare_*``.
 

@@ -1,4 +1,4 @@
-"""How a communicator is made: its ranks meet, check what each of them wants, and connect."""
+"""Create a communicator: check its configuration, exchange it with all ranks, and connect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fusco.planner.balancer import Balancer, checked_balancer, describe_balancer
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorConfig:
-    """What a communicator is made for, as its caller says; see ``Communicator``."""
+    """Arguments of ``Communicator``, which describes them."""
 
     num_experts: int
     num_topk: int
@@ -46,7 +46,7 @@ class CommunicatorConfig:
     settings: Settings = field(default_factory=Settings)
 
     def check(self, world_size: int) -> CheckedConfig:
-        """What this comes to; raises as ``Communicator`` says."""
+        """Validate the arguments; raises as ``Communicator`` does."""
         if why_not := why_nothing_moves_here():
             raise TypeError(f"Communicator {why_not}")
         if not callable(self.balancer):
@@ -65,7 +65,7 @@ class CommunicatorConfig:
         return CheckedConfig(placement, capacity, check_device(self.device))
 
     def fields(self, placement: ExpertPlacement, device: torch.device) -> Fields:
-        """What all ranks must want alike."""
+        """Return the values that must be equal on all ranks."""
         return {
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
@@ -81,7 +81,7 @@ class CommunicatorConfig:
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """What a communicator's arguments come to."""
+    """Valid configuration of a communicator."""
 
     placement: ExpertPlacement
     capacity: Capacity
@@ -90,12 +90,12 @@ class CheckedConfig:
 
 @dataclass(frozen=True)
 class CommunicatorParts:
-    """What a communicator is made of on one rank.
+    """Parts of a communicator on one rank.
 
     Attributes:
-        session: keeps all ranks in the same collective; its ``close`` gives all connections back.
+        session: keeps all ranks in the same collective; its ``close`` frees all connections.
         engine: moves rows; closed before the session.
-        validator: says what is accepted.
+        validator: checks arguments.
 
     """
 
@@ -105,9 +105,15 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for ``None``; ``TypeError`` or ``ValueError`` if there is none with this rank."""
+    """Return the group, or the default one for ``None``.
+
+    Raises:
+        TypeError: if this rank is not in the group.
+        ValueError: if there is no process group.
+
+    """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
-        raise TypeError(f"this rank is not in the group, or it is none: got {group!r}")
+        raise TypeError(f"group must be a process group that contains this rank, got {group!r}")
     group = group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
@@ -115,7 +121,7 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
-    """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` says."""
+    """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does."""
     store_gather = StoreGather(check_process_group(group), config.settings.timeout_s)
     try:
         return _create(store_gather, config)
@@ -134,12 +140,13 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     except REFUSALS as error:
         checked, rejection = None, error
     fields = config.fields(checked.placement, checked.device) if checked else {}
-    met = exchange_peer_info(store_gather, CollectiveFingerprint("Communicator", fields, str(rejection or "")), device)
+    fingerprint = CollectiveFingerprint("Communicator", fields, str(rejection or ""))
+    peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
         raise rejection
     assert checked is not None
-    check_devices(met)
-    topology = Topology.from_hosts(met.hosts, config.ranks_per_node)
+    check_devices(peer_info)
+    topology = Topology.from_hosts(peer_info.hosts, config.ranks_per_node)
     validator = Validator(
         rank=store_gather.rank,
         placement=checked.placement,
@@ -149,13 +156,13 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
         device=checked.device,
         num_nodes=topology.num_nodes,
     )
-    return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), met, validator)
+    return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), peer_info, validator)
 
 
 def connect_parts(
-    store_gather: StoreGather, config: EngineConfig, met: PeerInfo, validator: Validator
+    store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
 ) -> CommunicatorParts:
-    """Connect to all other ranks; where that fails, nothing is left behind."""
+    """Connect to all other ranks and make the engine; after a failure everything is closed again."""
     with ExitStack() as resources:
         engine: Engine[Any]
         if validator.device.type == "cuda":
@@ -164,12 +171,12 @@ def connect_parts(
             from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)
-            connections = connect(store_gather, SegmentSizes.of_control(config.topology), met, SPIN_S)
+            connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
-            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, met)
+            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info)
             resources.callback(connections.close)
             engine = CpuEngine(connections, config)
         resources.callback(engine.close)

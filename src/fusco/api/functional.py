@@ -1,4 +1,4 @@
-"""Collectives that need no communicator made first, in the manner of ``torch.distributed``."""
+"""Functional collectives, as in ``torch.distributed``: the caller makes no communicator."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fusco.schedule.schedule import ScheduleMode
 
 
 class GroupCommunicators:
-    """A communicator for each process group and device, made when it is first needed.
+    """Communicators by process group and device, each made at its first use.
 
-    Each has the least capacity, so it takes little but its rings: ``ring_depth * ranks_per_node`` slices of shared
-    memory with the default ``Settings``. It lives as long as its group, and is given back when the group is destroyed
-    or the process ends, without waiting for anybody. Making one is a collective.
+    Each has the minimum capacity, so its memory is mostly rings: ``ring_depth * ranks_per_node`` slices of shared
+    memory with the default ``Settings``. It lives as long as its group and is aborted, without waiting for other ranks,
+    when the group is destroyed or the process ends. Making one is a collective.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class GroupCommunicators:
         )
 
     def of(self, group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """The communicator of a group (``None``: the default one) for tensors on a device."""
+        """Return the communicator of a group (``None``: the default one) for tensors on a device; make it if needed."""
         group = check_process_group(group)
         communicators = self._by_group.setdefault(group, {})
         if device not in communicators:
@@ -64,10 +64,9 @@ def all_to_all(
 ) -> torch.Tensor:
     """Exchange rows among the ranks of a group, as ``torch.distributed.all_to_all_single``, by a schedule.
 
-    See ``Communicator.all_to_all`` for what it does, the other arguments, and errors. The first call with a group makes
-    a communicator for it (see ``GroupCommunicators``) with nodes as the ranks' hosts say, and compiles the scheduler
-    (seconds, once on each machine). Whoever wants to choose nodes or ``Settings``, or to close it, passes a
-    communicator.
+    See ``Communicator.all_to_all`` for the operation, the other arguments, and errors. The first call with a group
+    makes a communicator for it (see ``GroupCommunicators``), with one node per host, and compiles the scheduler
+    (seconds, once on each machine). Pass a communicator to choose nodes or ``Settings``, or to close it.
 
     Args:
         output: as ``Communicator.all_to_all``.

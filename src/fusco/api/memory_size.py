@@ -1,4 +1,4 @@
-"""What a communicator will take, before there is one."""
+"""Memory of a communicator, computed without making one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fusco.cuda.layout import DeviceLayout
 def memory_size_hint(
     topology: Topology, capacity: Capacity, settings: Settings | None = None, device: str = "cpu"
 ) -> MemorySize:
-    """What a communicator of this configuration takes on each rank, without making one.
+    """Return the memory of a communicator of this configuration on each rank, without making one.
 
-    On the CPU this is shared and private memory of the host; with ``device="cuda"``, GPU memory that peers see.
+    On the CPU this is shared and private memory of the host, with ``device="cuda"`` peer-visible GPU memory. Raises
+    ``ValueError`` for any other device.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> capacity = Capacity(max_tokens_per_rank=1024, max_bytes_per_token=8192, num_topk=8)

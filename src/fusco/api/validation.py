@@ -1,4 +1,4 @@
-"""Every check of what a caller hands to a communicator, before any rank waits for another; gives valid requests."""
+"""Validation of all arguments of a communicator's methods, before any rank waits for another; makes valid requests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 
-_MAX_DIMS = 6  # as many as fit into a record's text with MAX_PAYLOADS, whatever the sizes
-_LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
+_MAX_DIMS = 6  # a record's text has room for as many with MAX_PAYLOADS, for any sizes
+_MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """How a dispatch lays rows out; see ``Communicator.dispatch``."""
+    """Options of a dispatch; see ``Communicator.dispatch``."""
 
     expert_alignment: int = 1
     with_weights: bool = False
@@ -47,9 +47,9 @@ class DispatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Validator:
-    """What one rank's communicator accepts. All methods raise ``TypeError`` or ``ValueError`` with what was given.
+    """Validates arguments of one rank's communicator. All methods raise ``TypeError`` or ``ValueError`` with values.
 
-    There is a ``validate_`` method for each verb; those of collectives return its request.
+    Each verb has a ``validate_`` method; those of collectives return a request.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Validator:
         topk_weights: torch.Tensor | None,
         options: DispatchOptions,
     ) -> DispatchRequest:
-        """The arguments of ``dispatch``."""
+        """Validate the arguments of ``dispatch``."""
         self.require_capturable("dispatch")
         check_integer("expert_alignment", options.expert_alignment, least=1, most=MAX_INT32)
         self.require_static(options.static)
@@ -93,14 +93,14 @@ class Validator:
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
-        """The arguments of ``dispatch_again``; the plan is of the communicator's backend."""
+        """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
         self.require_capturable("dispatch_again")
         self.require_handle(handle)
         self.require_payloads(payloads, handle.num_tokens)
         return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch or Launch())
 
     def validate_combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> CombineRequest[Any]:
-        """The arguments of ``combine``; the plan is of the communicator's backend."""
+        """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
         self.require_capturable("combine")
         self.require_expert_rows(y, handle)
         return CombineRequest(
@@ -112,7 +112,7 @@ class Validator:
         )
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
-        """The arguments of ``shuffle``."""
+        """Validate the arguments of ``shuffle``."""
         self.require_not_capturing("shuffle")
         self.require_partners(send, receive)
         return ShuffleRequest(send=send, receive=receive)
@@ -124,9 +124,9 @@ class Validator:
         splits: tuple[Sequence[int] | None, Sequence[int] | None],
         mode: ScheduleMode | None,
     ) -> AllToAllRequest:
-        """The arguments of ``all_to_all``; ``splits`` are those of the output, then those of the input.
+        """Validate the arguments of ``all_to_all``; ``splits`` are those of the output, then those of the input.
 
-        Without an output the request has a new one.
+        For ``output=None`` the request has a new tensor.
         """
         self.require_not_capturing("all_to_all")
         for name, tensor in (("output", output), ("input", input_)):
@@ -153,12 +153,12 @@ class Validator:
         )
 
     def validate_empty(self, shape: Sequence[int], dtype: torch.dtype) -> EmptyRequest:
-        """The arguments of ``empty``."""
+        """Validate the arguments of ``empty``."""
         self.require_not_capturing("empty")
         return EmptyRequest(shape=self.require_shape(shape, dtype), dtype=dtype)
 
     def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
-        """The arguments of ``gather_send`` and ``scatter_recv``: what goes to or comes from another rank."""
+        """Validate the arguments of ``gather_send`` and ``scatter_recv``: ``rank`` is the other rank."""
         require_movable_tensors(verb)
         self.require_not_capturing(verb)
         if not isinstance(segments, Segments):
@@ -168,49 +168,51 @@ class Validator:
             raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
             raise ValueError(
-                f"rank {rank} is no other rank of a group of {self.placement.world_size}, seen from rank {self.rank}"
+                f"rank {self.rank} cannot exchange segments with rank {rank}: it must be another rank of a group of "
+                f"{self.placement.world_size}"
             )
 
     def require_routing(self, routing: Routing) -> None:
-        """The routing of a dispatch."""
+        """Raise unless ``routing`` is valid for a dispatch."""
         for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
             if tensor is not None:
                 self._tensor(name, tensor)
-        if self.device.type == "cpu":  # on CUDA the plan finds out, as looking here would wait for the device
+        if self.device.type == "cpu":  # on CUDA the plan checks them, as a check here would wait for the device
             routing.check_expert_ids(self.placement.num_experts)
         if routing.num_topk > self.capacity.num_topk:
             raise ValueError(
-                f"topk_idx has {routing.num_topk} slots a token, the communicator was made for {self.capacity.num_topk}"
+                f"topk_idx has {routing.num_topk} experts per token, but the communicator was made for num_topk="
+                f"{self.capacity.num_topk}"
             )
 
     def require_static(self, static: StaticRows | None) -> None:
-        """The size of a dispatch's output."""
+        """Raise unless ``static`` is valid and, during a graph capture, given."""
         if static is not None and not isinstance(static, StaticRows):
             raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
         if static is None and self._is_capturing:
             raise ValueError(
-                "a dispatch whose output is sized exactly waits on the host, so it cannot be captured in a CUDA graph; "
+                "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticRows(num_rows)"
             )
 
     def require_capturable(self, verb: str) -> None:
-        """A verb that only launches within a node, so that a CUDA graph may hold it there."""
+        """Raise if a verb is captured between nodes; within a node it only launches, so a CUDA graph may contain it."""
         if self.num_nodes > 1 and self._is_capturing:
             raise ValueError(
-                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL must be told the sizes of messages "
-                f"when they are launched, and these depend on the routing. Call it outside the capture; within one "
-                f"node a combine can be captured, and a dispatch with static=StaticRows(num_rows)"
+                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL needs the sizes of messages when they "
+                f"are launched, and these depend on the routing. Call it outside the capture; within one node a "
+                f"combine can be captured, and a dispatch with static=StaticRows(num_rows)"
             )
 
     def require_not_capturing(self, verb: str) -> None:
-        """A verb that waits on the host for the device, wherever ranks are."""
+        """Raise if a verb is captured; it waits on the host for the device."""
         if self._is_capturing:
             raise ValueError(
                 f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
             )
 
     def require_payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
-        """The rows of a dispatch."""
+        """Raise unless ``payloads`` are valid rows for a dispatch."""
         if not 1 <= len(payloads) <= MAX_PAYLOADS:
             raise ValueError(f"dispatch takes 1 to {MAX_PAYLOADS} payloads, got {len(payloads)}")
         for i, payload in enumerate(payloads):
@@ -229,24 +231,24 @@ class Validator:
         self._row_bytes(sum(map(row_bytes, payloads)))
 
     def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
-        """The expert-major rows of a combine."""
+        """Raise unless ``y`` are valid expert-major rows for a combine."""
         self.require_handle(handle)
         self._tensor("y", y)
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_rows:
-            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch gave, got {tuple(y.shape)}")
+            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def require_handle(self, handle: Handle) -> None:
-        """A handle comes from this very communicator."""
+        """Raise unless ``handle`` comes from this communicator."""
         if not isinstance(handle, Handle):
             raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
 
     def require_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        """The shape of memory that is asked for."""
+        """Raise unless ``shape`` and ``dtype`` are valid for a new tensor; return the shape."""
         if not isinstance(shape, Sequence) or isinstance(shape, str):
             raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
         if len(shape) > _MAX_DIMS:
@@ -260,7 +262,7 @@ class Validator:
         return tuple(shape)
 
     def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
-        """What a shuffle names: ranks of the group, and segments."""
+        """Raise unless ``payloads`` map ranks of the group to segments."""
         for part in payloads:
             if not isinstance(part, Mapping):
                 raise TypeError(f"shuffle takes mappings from ranks to Segments, got {type(part).__name__}")
@@ -270,9 +272,9 @@ class Validator:
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
             self._segments(f"the base of segments for rank {rank}", segments)
-        strangers = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
-        if strangers:
-            raise ValueError(f"shuffle names rank(s) {strangers} outside a group of {self.placement.world_size}")
+        outside = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
+        if outside:
+            raise ValueError(f"shuffle names rank(s) {outside} outside a group of {self.placement.world_size}")
 
     @property
     def _is_capturing(self) -> bool:
@@ -284,7 +286,7 @@ class Validator:
             raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
 
     def _splits(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
-        """Rows of each rank; without ``num_rows`` as many together as ``sizes`` say."""
+        """Return the rows of each rank; without ``num_rows`` their total is that of ``sizes``."""
         world_size = self.placement.world_size
         if sizes is None:
             assert num_rows is not None
@@ -315,7 +317,7 @@ class Validator:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
 
     def _segments(self, name: str, segments: Segments) -> None:
-        self._tensor(name, segments.memory)  # which the base had when they were made, whatever was done to it since
+        self._tensor(name, segments.memory)  # of the base when the segments were made; it may have changed since
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:
@@ -328,17 +330,17 @@ class Validator:
 
 
 def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:
-    """An output for an all-to-all that does not go with the input, whose values are ``source``."""
+    """Raise if ``output`` is no valid output of an all-to-all with this input, whose values are ``source``."""
     if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
         raise ValueError(
-            f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be the same"
+            f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be equal"
         )
     if not output.is_contiguous() or output.is_conj() or output.is_neg():
         raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
     if wants_grad(input_) or wants_grad(output):
         raise ValueError(
-            "gradients flow only through an output that all_to_all makes: pass None as output and use what is "
-            "returned, or detach input and output"
+            "gradients flow only through an output that all_to_all makes: pass None as output and use the result, or "
+            "detach input and output"
         )
     begin, other = output.data_ptr(), source.data_ptr()
     if begin < other + source.nbytes and other < begin + output.nbytes:
@@ -348,7 +350,7 @@ def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Ten
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device of a communicator, by index; ``ValueError`` for one that is not there or cannot be used."""
+    """Return the device of a communicator, with its index; ``ValueError`` if it does not exist or cannot be used."""
     try:
         wanted = torch.device(device)
     except (TypeError, RuntimeError):
@@ -364,20 +366,20 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
     check_cuda_core()
     major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < _LEAST_CAPABILITY:
+    if (major, minor) < _MIN_CAPABILITY:
         raise ValueError(
             f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
-            f"fusco needs {'.'.join(map(str, _LEAST_CAPABILITY))} (A100) or newer"
+            f"fusco needs {'.'.join(map(str, _MIN_CAPABILITY))} (A100) or newer"
         )
     return torch.device("cuda", index)
 
 
 def has_cuda_core() -> bool:
-    """Whether the package is installed that compiles CUDA kernels."""
+    """Return whether cuda-core, which compiles CUDA kernels, is installed."""
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
 
 
 def check_cuda_core() -> None:
-    """Raise ``ValueError`` where it is not."""
+    """Raise ``ValueError`` if cuda-core is not installed."""
     if not has_cuda_core():
         raise ValueError("device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'")

@@ -1,4 +1,4 @@
-"""Combine's backward: rows of gradients times their weights, and the dots that are the gradients of these weights."""
+"""Backward of combine: gradients of rows times their weights, and dot products, the gradients of these weights."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import torch
 
 from fusco.cuda.kernels.weight_gradients import weight_gradients_on_cuda
 
-_ROWS_AT_ONCE = 512  # on the CPU: few enough for a cache, many for a call of PyTorch's
+_ROWS_AT_ONCE = 512  # on the CPU: few enough for a cache, many enough for a PyTorch call
 
 
 def weight_gradients(grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor | None:
-    """Multiply ``grads[i]`` by ``weights[i]``, in place; before, take its dot with ``rows[i]``.
+    """Return the dot product of ``grads[i]`` and ``rows[i]``, then multiply ``grads[i]`` by ``weights[i]``, in place.
 
-    Products are rounded from float32, or from float64 where rows or weights are. Nothing as large as the rows is made
-    beside them: 16-bit rows that are widened all at once take twice their memory, each time.
+    Products are rounded from float32, or from float64 if rows or weights are float64. No temporary is as large as the
+    rows: widening 16-bit rows all at once would take twice their memory, each time.
 
     Args:
         grads: float16, bfloat16, float32 or float64 (num_rows, hidden), contiguous.
-        rows: of the same dtype and shape, or ``None``: there are no dots then.
+        rows: of the same dtype and shape, or ``None`` for no dot products.
         weights: float32 or float64 (num_rows,), contiguous.
 
     Returns:
-        The dots, float32 (num_rows,), float64 for float64 rows.
+        The dot products, float32 (num_rows,), float64 for float64 rows; ``None`` without rows.
 
-    On CUDA it is one kernel on the current stream; nothing waits.
+    On CUDA this launches one kernel on the current stream; the host does not wait.
 
     >>> grads = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> weight_gradients(grads, torch.tensor([[1.0, 1.0], [0.0, 2.0]]), torch.tensor([10.0, 0.5]))

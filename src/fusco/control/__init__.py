@@ -1,1 +1,1 @@
-"""What ranks tell each other through the host, whatever the device: connecting, records, beginning and end."""
+"""Control plane of a communicator, on the host, for all devices: bootstrap, records, liveness, shutdown."""

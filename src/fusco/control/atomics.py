@@ -9,14 +9,14 @@ from numba.extending import intrinsic
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """LLVM pointer to ``array[index]`` of a one-dimensional array."""
+    """Return an LLVM pointer to ``array[index]`` of a one-dimensional array."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
 
 @intrinsic
 def load_acquire(_typing: Any, array: Any, index: Any) -> Any:
-    """Read an int64 that another process writes with ``store_release``: what it wrote before is visible after."""
+    """Read an int64 that another process writes with ``store_release``; its earlier writes are visible afterwards."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = element_pointer(context, builder, signature.args[0], args[0], args[1])

@@ -1,20 +1,25 @@
-"""How the ranks of a new communicator meet: who is on which machine, and whether all want the same."""
+"""Bootstrap of a communicator: exchange host, device and fingerprint of every rank."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
-from fusco.control.hosts import host_identity, reachable_address
 from fusco.control.store_gather import StoreGather
 from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+
+# An address reserved for documentation (RFC 5737): the route to it is the default route.
+_DOCUMENTATION_ADDRESS = "192.0.2.1"
 
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """A rank's device: ``name`` is what the rank calls it, ``uuid`` what everybody does.
+    """A rank's device: ``name`` is valid in the rank's process, ``uuid`` on the whole machine.
 
     The CPU has no ``uuid``, nor does a GPU that may be shared.
     """
@@ -24,23 +29,23 @@ class DeviceIdentity:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceIdentity:
-        """The identity of a device of this process."""
-        is_its_own = device.type == "cuda" and not may_share_gpus()
-        return cls(str(device), uuid_of(device) if is_its_own else "")
+        """Return the identity of a device of this process."""
+        is_exclusive = device.type == "cuda" and not may_share_gpus()
+        return cls(str(device), uuid_of(device) if is_exclusive else "")
 
 
 def uuid_of(device: torch.device) -> str:
-    """A CUDA device's identity, whatever number it has in a process."""
+    """Return a CUDA device's UUID, which does not depend on its index in a process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What a rank knows once all have met.
+    """Hosts and devices of all ranks.
 
     Attributes:
         hosts: the machine of each rank, by a name that two ranks share if they can share memory.
-        devices: of each rank.
+        devices: the device of each rank.
         listen_on: the address by which the other ranks reach this one.
 
     """
@@ -53,34 +58,58 @@ class PeerInfo:
 def exchange_peer_info(
     store_gather: StoreGather, fingerprint: CollectiveFingerprint, device: DeviceIdentity
 ) -> PeerInfo:
-    """Meet all ranks.
+    """Exchange hosts, devices and fingerprints with all ranks.
 
     Args:
-        store_gather: finds them.
-        fingerprint: what all must want alike; may carry a rejection, for which all other ranks raise.
-        device: of this rank.
+        store_gather: the all-gather of the group.
+        fingerprint: values that must be equal on all ranks; with a rejection, all other ranks raise.
+        device: this rank's device.
 
     Raises:
         MismatchError, RejectedInputError: see ``check_fingerprints``.
 
     """
-    own = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
-    hellos = store_gather.all_gather("hello", own)
-    check_fingerprints([CollectiveFingerprint(**hello["fingerprint"]) for hello in hellos], store_gather.rank)
-    hosts = [hello["host"] for hello in hellos]
+    local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
+    peers = store_gather.all_gather("bootstrap", local)
+    check_fingerprints([CollectiveFingerprint(**peer["fingerprint"]) for peer in peers], store_gather.rank)
+    hosts = [peer["host"] for peer in peers]
     listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(store_gather.store_host)
-    return PeerInfo(hosts, [DeviceIdentity(**hello["device"]) for hello in hellos], listen_on)
+    return PeerInfo(hosts, [DeviceIdentity(**peer["device"]) for peer in peers], listen_on)
 
 
-def check_devices(met: PeerInfo) -> None:
-    """Raise ``ValueError``, the same on all ranks, if two of them have one GPU that may not be shared."""
+def check_devices(peer_info: PeerInfo) -> None:
+    """Raise ``ValueError``, the same on all ranks, if two ranks have one GPU that may not be shared."""
     gpu_to_rank: dict[tuple[str, str], int] = {}
-    for rank, (host, device) in enumerate(zip(met.hosts, met.devices, strict=True)):
+    for rank, (host, device) in enumerate(zip(peer_info.hosts, peer_info.devices, strict=True)):
         other = gpu_to_rank.setdefault((host, device.uuid), rank)
         if device.uuid and other != rank:
             raise ValueError(
-                f"rank {other} ({met.devices[other].name}) and rank {rank} ({device.name}) have the same GPU, "
-                f"{device.uuid}, but each rank needs one of its own: call "
+                f"rank {other} ({peer_info.devices[other].name}) and rank {rank} ({device.name}) have the same GPU, "
+                f"{device.uuid}, but each rank needs a GPU to itself: call "
                 f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, or pass device="cuda:i" '
-                f"({SHARE_GPUS}=1 lets ranks share GPUs: right, but slow)"
+                f"({SHARE_GPUS}=1 lets ranks share GPUs, which is correct but slow)"
             )
+
+
+def host_identity() -> str:
+    """Return a name that two processes share if and only if they can share memory: host, boot, process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def reachable_address(towards: str) -> str:
+    """Return the address by which this machine reaches host ``towards``, and is reached by machines there.
+
+    On that host itself, or where its name resolves to a loopback address, return the address of the default route.
+    """
+    address = "127.0.0.1"
+    for target in (towards, _DOCUMENTATION_ADDRESS):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((socket.gethostbyname(target), 9))  # selects a route, sends nothing
+                address = str(probe.getsockname()[0])
+            except OSError:
+                continue  # no such name, or no route
+        if not address.startswith("127."):
+            break
+    return address

@@ -1,4 +1,4 @@
-"""How an engine comes by its memory and its connections, together with all other ranks."""
+"""Connect a rank to all others: status servers, shared memory of the node, TCP between nodes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Connected = TypeVar("_Connected")
 
 @dataclass(frozen=True)
 class Connections:
-    """What a rank holds while its communicator lives; ``close`` gives it all back, without waiting for anybody.
+    """Memory and connections of one rank's communicator; ``close`` frees them all without waiting for other ranks.
 
-    ``store_gather`` connected it, and now watches for ranks that die; ``listen_on`` is the address that others reach.
+    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach.
     """
 
     store_gather: StoreGather
@@ -38,29 +38,30 @@ class Connections:
     _resources: ExitStack
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._resources.close()
 
 
-def connect(store_gather: StoreGather, sizes: SegmentSizes, met: PeerInfo, spin_s: float = 0.0) -> Connections:
-    """Connect to all other ranks and map the memory of those of the node.
+def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo, spin_s: float = 0.0) -> Connections:
+    """Connect to all other ranks and map the segments of the ranks of this node.
 
     Args:
-        store_gather: finds the other ranks.
+        store_gather: the all-gather of the group.
         sizes: of the segment, equal on all ranks.
-        met: who is where.
+        peer_info: hosts and addresses of all ranks.
         spin_s: see ``Watchdog``.
 
     Raises:
-        SharedMemoryError: on all ranks, where one has no room or cannot open a peer's segment.
-        PeerFailureError: naming a rank that dies or does not come. TransportError: where a network does not work.
+        SharedMemoryError: on all ranks, if one has no room or cannot open a peer's segment.
+        PeerFailureError: with the rank that died or did not join in time.
+        TransportError: if a network does not work.
 
     """
     warm_up_flags()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
-        hosts, listen_on, topology = met.hosts, met.listen_on, sizes.control.topology
-        status_server, peers = _meet(store_gather, secret, listen_on, hosts)
+        hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology
+        status_server, peers = _start_status_server(store_gather, secret, listen_on, hosts)
         resources.callback(status_server.close)
         watchdog = Watchdog(store_gather.rank, peers, status_server, store_gather.timeout_s, spin_s)
         resources.callback(watchdog.close)
@@ -83,7 +84,15 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, met: PeerInfo, spin_
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
-    """Connect; an error of the network is told with the rank that is at fault, or as ``TransportError`` if all live."""
+    """Connect; a network error becomes ``PeerFailureError`` with the rank at fault, or ``TransportError`` if all live.
+
+    Args:
+        connect: makes the connections.
+        how: the network, as the error names it.
+        others: ranks to connect to.
+        watchdog: asks them for their status after an error.
+
+    """
     try:
         return connect()
     except FuscoError:
@@ -94,10 +103,10 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise TransportError(symptom) from error
 
 
-def _meet(
+def _start_status_server(
     store_gather: StoreGather, secret: str, listen_on: str, hosts: Sequence[str]
 ) -> tuple[StatusServer, dict[int, Peer]]:
-    """Make this rank's sentinel and find those of the others; where one rank cannot listen, all raise."""
+    """Start this rank's status server and exchange addresses; if one rank cannot listen, all raise."""
     with ExitStack() as undo:
         status_server, error = None, ""
         try:
@@ -105,10 +114,10 @@ def _meet(
             undo.callback(status_server.close)
         except OSError as failure:
             error = f"cannot listen on {listen_on}: {reason_of(failure)}"
-        except RuntimeError as failure:  # of threading
+        except RuntimeError as failure:  # no thread could be started
             error = f"cannot listen on {listen_on}: {failure}"
         address = asdict(status_server.address) if status_server else None
-        found = store_gather.all_gather("sentinel", {"error": error, "address": address, "pid": os.getpid()})
+        found = store_gather.all_gather("status server", {"error": error, "address": address, "pid": os.getpid()})
         raise_if_any([entry["error"] for entry in found], TransportError)
         assert status_server is not None
         undo.pop_all()
@@ -120,25 +129,25 @@ def _meet(
 
 
 def _map_segments(store_gather: StoreGather, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
-    """Make this rank's segment and map those of its node, by local rank; where one rank cannot, all raise."""
+    """Make this rank's segment and map those of its node, by local rank; if one rank cannot, all raise."""
     with ExitStack() as undo:
-        own, error, topology = None, "", sizes.control.topology
+        local, error, topology = None, "", sizes.control.topology
         try:
-            own = undo.enter_context(SharedSegment.create(sizes.num_bytes, num_neighbours, sizes.private_bytes))
+            local = undo.enter_context(SharedSegment.create(sizes.num_bytes, num_neighbours, sizes.private_bytes))
         except SharedMemoryError as failure:
             error = str(failure)
         addresses = store_gather.all_gather(
-            "segment", {"error": error, "address": asdict(own.address) if own else None}
+            "segment", {"error": error, "address": asdict(local.address) if local else None}
         )
         raise_if_any([entry["error"] for entry in addresses])
-        assert own is not None
+        assert local is not None
 
         segments = []
         try:
             for rank in topology.node_to_ranks[topology.rank_to_node[store_gather.rank]]:
                 address = SegmentAddress(**addresses[rank]["address"])
                 segments.append(
-                    own if rank == store_gather.rank else undo.enter_context(SharedSegment.open_peer(address))
+                    local if rank == store_gather.rank else undo.enter_context(SharedSegment.open_peer(address))
                 )
         except SharedMemoryError as failure:
             error = str(failure)
@@ -148,7 +157,7 @@ def _map_segments(store_gather: StoreGather, sizes: SegmentSizes, num_neighbours
 
 
 def raise_if_any(errors: Sequence[str], kind: type[FuscoError] = SharedMemoryError) -> None:
-    """Raise an error of a kind if any rank told one; all of them have told one, or ``""``."""
+    """Raise ``kind`` if any rank has an error; ``errors`` are those of all ranks, by rank, ``""`` for none."""
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
     if failed:
         raise kind("; ".join(failed))

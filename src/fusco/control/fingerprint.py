@@ -1,4 +1,4 @@
-"""What every rank tells every other at the start of a collective, and the check that they agree."""
+"""Fingerprints that ranks exchange at the start of a collective, and the check that they agree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Fields: TypeAlias = Mapping[str, int | float | str | list[str]]
 
 @dataclass(frozen=True)
 class CollectiveFingerprint:
-    """What all ranks must agree on in one collective.
+    """Values that must be equal on all ranks in one collective.
 
-    ``fields`` are named values that must be equal everywhere. ``rejection`` says why this rank's input was refused,
-    ``""`` if it was not; its fields do not count then.
+    ``fields`` maps names to these values. ``rejection`` is the reason why this rank's input was rejected, ``""`` if it
+    was accepted. The fields of a rank with a rejection are ignored.
     """
 
     operation: str
@@ -26,10 +26,10 @@ class CollectiveFingerprint:
     rejection: str = ""
 
     def encode(self) -> bytes:
-        """As JSON text."""
+        """Return it as JSON text of at most ``RECORD_TEXT_BYTES`` bytes; a long rejection is cut."""
         rejection = self.rejection
         while len(text := self._to_json(rejection)) > RECORD_TEXT_BYTES and rejection:
-            rejection = rejection[: len(rejection) * 3 // 4]  # an error may quote anything at any length
+            rejection = rejection[: len(rejection) * 3 // 4]  # an error may quote input of any length
         return text
 
     def _to_json(self, rejection: str) -> bytes:
@@ -37,7 +37,7 @@ class CollectiveFingerprint:
 
     @classmethod
     def decode(cls, text: bytes) -> CollectiveFingerprint:
-        """From JSON text."""
+        """Parse what ``encode`` returned."""
         return cls(**json.loads(text))
 
 
@@ -50,24 +50,29 @@ class Record:
 
 
 def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int) -> None:
-    """Raise, the same on all ranks, unless ``fingerprints[r]`` of all ranks go together.
+    """Raise, the same on all ranks, unless the fingerprints of all ranks (``fingerprints[r]``) are equal.
 
-    A rank with a rejection of its own does not raise; its caller has the original error.
+    A rank that rejected its own input does not raise; its caller has the original error.
+
+    Raises:
+        MismatchError: if ranks are in different collectives, or fields differ.
+        RejectedInputError: if other ranks rejected their input.
 
     >>> two = [CollectiveFingerprint("dispatch", {"num_topk": 8}), CollectiveFingerprint("dispatch", {"num_topk": 4})]
     >>> check_fingerprints(two, rank=0)
     Traceback (most recent call last):
     fusco.core.errors.MismatchError: ranks disagree in dispatch: num_topk is 8 on rank 0, 4 on rank 1
+
     """
-    own = fingerprints[rank]
-    if not own.rejection and all(other is own or other == own for other in fingerprints):
+    local = fingerprints[rank]
+    if not local.rejection and all(other is local or other == local for other in fingerprints):
         return
     operations = _group_by([fingerprint.operation for fingerprint in fingerprints])
     if len(operations) > 1:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")
-    operation = own.operation
+    operation = local.operation
 
-    if own.rejection:
+    if local.rejection:
         return
     rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
     if rejections:

@@ -1,4 +1,4 @@
-"""Counters in shared memory by which ranks of a node tell each other how far they are."""
+"""Counters in shared memory by which the ranks of a node announce their progress to each other."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _store(counters: Any, index: int, value: int) -> None:
 
 
 def warm_up_flags() -> None:
-    """Compile reading and writing, or load them from the disk cache."""
+    """Compile the load and the store, or read them from the disk cache."""
     flags = Flags(torch.zeros(1, dtype=torch.int64, device="cpu"))
     flags.store(0, flags.load(0))
 
 
 class Flags:
-    """An int64 counter array with one writer for each counter.
+    """An array of int64 counters with one writer each.
 
-    What a rank wrote to shared memory before it raises a counter is visible to whoever reads the new value.
+    What a rank wrote to shared memory before it raises a counter is visible to every rank that reads the new value.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -40,5 +40,5 @@ class Flags:
         return int(_load(self._counters, index))
 
     def store(self, index: int, value: int) -> None:
-        """Write a counter (release); only its one writer may."""
+        """Write a counter (release); only its writer may."""
         _store(self._counters, index, value)

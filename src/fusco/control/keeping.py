@@ -1,4 +1,4 @@
-"""Objects whose end would do harm."""
+"""Objects whose destruction would do harm."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def leak(thing: Any) -> None:
-    """Never give an object's memory back, nor anything that it holds."""
+    """Keep an object, and everything that it references, alive until the process ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

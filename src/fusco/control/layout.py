@@ -1,4 +1,4 @@
-"""Where flags and records are in a rank's shared segment, whatever else is behind them."""
+"""Layout of flags and records at the beginning of a rank's shared segment."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from fusco.core.topology import Topology
 
-ALIGNMENT = 64  # a cache line: no two writers share one, and every dtype's view is aligned
+ALIGNMENT = 64  # a cache line: no two writers share one, and views of every dtype are aligned
 RECORD_TEXT_BYTES = 1024
 _RECORD_HEADER_INTS = 8
 
 
 def align(num_bytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Round up to a multiple of a cache line."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -20,7 +20,7 @@ def align(num_bytes: int) -> int:
 class ControlLayout:
     """Offsets in bytes from the start of a rank's segment, the same on every rank: flags first, then records.
 
-    ``num_data_flags`` are for what a backend moves by the same memory.
+    ``num_data_flags`` flags are for a backend that moves data through the same memory.
     """
 
     topology: Topology
@@ -28,59 +28,59 @@ class ControlLayout:
 
     @property
     def record_ints(self) -> int:
-        """Integers of a record: sizes and what a verb adds, then two for each rank of the group."""
+        """Number of integers in a record: sizes and values of the verb, then two for each rank of the group."""
         return _RECORD_HEADER_INTS + 2 * self.topology.world_size
 
     @property
     def record_bytes(self) -> int:
-        """One record: its integers, then text."""
+        """Bytes of one record: its integers, then text."""
         return align(self.record_ints * 8 + RECORD_TEXT_BYTES)
 
     # Flags, by index into the int64 array at offset 0.
 
     @property
     def done_flag(self) -> int:
-        """Number of the last collective whose shared memory this rank no longer reads."""
+        """Index of the flag for the last collective whose shared memory this rank no longer reads."""
         return 0
 
     def record_flag(self, node: int) -> int:
-        """Number of the last collective for which the record of the counterpart on ``node`` is here."""
+        """Index of the flag for the last collective whose record from the counterpart on ``node`` is here."""
         return 1 + node
 
     def produced_flag(self, consumer: int) -> int:
-        """Messages that this rank ever put into its ring of byte streams for local rank ``consumer``."""
+        """Index of the count of messages that this rank put into its ring of byte streams for ``consumer`` (local)."""
         return 1 + self.topology.num_nodes + consumer
 
     def consumed_flag(self, producer: int) -> int:
-        """Messages that this rank ever took from the ring of local rank ``producer``."""
+        """Index of the count of messages that this rank took from the ring of local rank ``producer``."""
         return self.produced_flag(self.topology.ranks_per_node) + producer
 
     def data_flag(self, number: int) -> int:
-        """One of the backend's."""
+        """Index of the backend's flag ``number``."""
         return self.consumed_flag(self.topology.ranks_per_node) + number
 
     # Sections.
 
     @property
     def flags_bytes(self) -> int:
-        """Bytes of the flags, which are first."""
+        """Bytes of the flags, which come first."""
         return align(8 * self.data_flag(self.num_data_flags))
 
     def record_offset(self, node: int) -> int:
-        """Where the record of the counterpart on ``node`` is."""
+        """Offset in bytes of the record of the counterpart on ``node``."""
         return self.flags_bytes + node * self.record_bytes
 
     @property
     def num_bytes(self) -> int:
-        """All of it; data may follow."""
+        """Bytes of flags and records; data may follow."""
         return self.record_offset(self.topology.num_nodes)
 
 
 @dataclass(frozen=True)
 class SegmentSizes:
-    """A rank's shared segment, and the private memory that it needs room for at the same time.
+    """Sizes in bytes of a rank's shared segment and of the private memory that it allocates with it.
 
-    ``num_bytes`` is the whole segment, which begins with ``control``.
+    ``num_bytes`` is the size of the whole segment, which begins with ``control``.
     """
 
     control: ControlLayout
@@ -89,6 +89,6 @@ class SegmentSizes:
 
     @classmethod
     def of_control(cls, topology: Topology) -> SegmentSizes:
-        """Of a backend whose data is elsewhere."""
+        """Return the sizes for a backend whose data is elsewhere."""
         control = ControlLayout(topology)
         return cls(control, control.num_bytes)

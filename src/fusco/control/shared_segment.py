@@ -1,4 +1,4 @@
-"""Peer-visible POSIX shared memory without a name, so that nothing can be left behind.
+"""Peer-visible POSIX shared memory without a name, so that no file can be left behind.
 
 A segment is an unnamed file of the shared-memory file system (``O_TMPFILE``), readable by its owner only. Peers open
 it through ``/proc/PID/fd/FD`` of the rank that made it. The kernel frees it with the last process that has it mapped,
@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from fusco.core.available_memory import available_memory_bytes
 from fusco.core.errors import SharedMemoryError, reason_of
 
 SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
@@ -24,7 +25,7 @@ _REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_dep
 
 @dataclass(frozen=True)
 class SegmentAddress:
-    """Where peers on the same machine find a segment."""
+    """Address by which processes of the same machine open a segment."""
 
     pid: int
     fd: int
@@ -32,7 +33,7 @@ class SegmentAddress:
 
 
 class SharedSegment:
-    """A shared-memory segment as one rank sees it; ``memory`` is its bytes, uint8 (num_bytes,)."""
+    """A shared-memory segment, mapped by one rank; ``memory`` is its bytes, uint8 (num_bytes,)."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd = fd
@@ -45,11 +46,16 @@ class SharedSegment:
 
     @classmethod
     def create(cls, num_bytes: int, num_ranks: int = 1, private_bytes: int = 0) -> SharedSegment:
-        """Make a segment of zeros with all its memory reserved.
+        """Make a segment of zeros and reserve all its memory.
 
-        Raises ``SharedMemoryError``, saying how much is needed and free, unless there is room for the segments of all
-        ``num_ranks`` ranks of the machine, which make theirs at the same time, and for ``private_bytes`` that each
-        takes besides.
+        Args:
+            num_bytes: size of the segment.
+            num_ranks: ranks of this machine, which all make such a segment at the same time.
+            private_bytes: what each of them allocates in addition.
+
+        Raises:
+            SharedMemoryError: with the bytes needed and free, if the machine has no room for all of them.
+
         """
         try:
             _check_room(num_bytes, num_ranks, private_bytes)
@@ -67,7 +73,7 @@ class SharedSegment:
 
     @classmethod
     def open_peer(cls, address: SegmentAddress) -> SharedSegment:
-        """Map the segment of another process of this user on this machine; ``SharedMemoryError`` if it cannot."""
+        """Map the segment of another process of this user on this machine; ``SharedMemoryError`` if that fails."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -86,11 +92,11 @@ class SharedSegment:
 
     @property
     def address(self) -> SegmentAddress:
-        """Where peers find it."""
+        """The address by which peers open it."""
         return SegmentAddress(os.getpid(), self._fd, len(self.memory))
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes when the last tensor that views it does."""
+        """Close the descriptor; the memory is freed with the last tensor that views it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -106,16 +112,9 @@ class SharedSegment:
 
 
 def free_bytes() -> int:
-    """How much shared memory can still be had: room in its file system, and in the machine's memory."""
+    """Return how much shared memory can be allocated: the free bytes of its file system, or of the machine if less."""
     room = os.statvfs(SHARED_MEMORY_DIR)
-    return min(room.f_bavail * room.f_frsize, available_bytes())
-
-
-def available_bytes() -> int:
-    """How much memory of any kind can still be had."""
-    with open("/proc/meminfo", encoding="ascii") as table:
-        fields = dict(line.split(":", 1) for line in table)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return min(room.f_bavail * room.f_frsize, available_memory_bytes())
 
 
 def _no_room(needed: int, num_ranks: int, free: int) -> str:
@@ -131,8 +130,8 @@ def _not_mapped(num_bytes: int, error: OSError) -> str:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limit_in_words = "no limit" if limit == resource.RLIM_INFINITY else f"a limit of {limit:,} bytes"
     return (
-        f"{num_bytes:,} bytes of shared memory are there, but could not be mapped: {error.strerror}. This process has "
-        f"{limit_in_words} for all that it maps (ulimit -v), and the kernel one for the number of mappings "
+        f"{num_bytes:,} bytes of shared memory were allocated, but could not be mapped: {error.strerror}. This "
+        f"process has {limit_in_words} for all that it maps (ulimit -v), and the kernel limits the number of mappings "
         f"(sysctl vm.max_map_count)"
     )
 
@@ -142,9 +141,9 @@ def _check_room(num_bytes: int, num_ranks: int, private_bytes: int) -> None:
     free = free_bytes()
     if num_bytes * num_ranks > free:
         raise SharedMemoryError(_no_room(num_bytes, num_ranks, free))
-    available = available_bytes()
+    available = available_memory_bytes()
     if (num_bytes + private_bytes) * num_ranks > available:
         raise SharedMemoryError(
-            f"{num_ranks} rank(s) on this machine need {num_bytes:,} bytes of shared memory and {private_bytes:,} of "
-            f"their own each, but it has {available:,}; lower {_REMEDIES}"
+            f"{num_ranks} rank(s) on this machine need {num_bytes:,} bytes of shared and {private_bytes:,} of private "
+            f"memory each, but it has {available:,}; lower {_REMEDIES}"
         )

@@ -1,4 +1,4 @@
-"""How ranks find each other while a communicator is made: through the process group's store, with a limit."""
+"""All-gather of small values through the process group's store, with a time limit, while a communicator is made."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from fusco.core.errors import PeerFailureError, Stall, TransportError
 
 _Result = TypeVar("_Result")
 
-_SECONDS_BETWEEN_LOOKS = 0.005
-# How often a rank looks for each of those who are missing, and how much longer per rank, as each look is a request.
-_SECONDS_BETWEEN_NAMES, _SECONDS_PER_NAME = 0.1, 0.002
-_SILENT_S = 1.0  # after which a store that does not answer is what a rank waits for
-# In parting: of the limit, and at most. All ranks fail within milliseconds if they do so for one reason.
-_PARTING, _LONGEST_PARTING_S = 0.05, 1.0
+_SECONDS_BETWEEN_POLLS = 0.005
+# Interval at which a rank checks for each missing rank, and what each rank adds to it, as each check is a request.
+_SECONDS_BETWEEN_ROUNDS, _SECONDS_PER_RANK = 0.1, 0.002
+_SILENT_S = 1.0  # a store that has not answered for so long is what a rank waits for
+# The wait in ``part``, as a share of the limit and at most. Ranks that fail for one reason do so within milliseconds.
+_PARTING, _MAX_PARTING_S = 0.05, 1.0
 
 
 class Watcher(Protocol):
-    """What an all-gather needs of a ``Watchdog``."""
+    """The methods of ``Watchdog`` that an all-gather uses."""
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
         """Wait for a condition; raise if a rank fails meanwhile."""
 
     def ask_everybody(self, stall: Stall, symptom: str) -> Any:
-        """Raise if a rank is gone, or if another rank has found one at fault."""
+        """Raise if a rank is dead or has left, or if another rank has reported a failure."""
 
 
 class StoreGather:
-    """Gathers small JSON values from all ranks of a group; they make their all-gathers in the same order.
+    """All-gathers of small JSON values among the ranks of a group; all ranks make them in the same order.
 
-    A thread talks to the store, since a store that is stopped answers no request and no request has a limit.
+    A thread sends the requests to the store: a stopped store answers none, and a request has no time limit.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -47,44 +47,49 @@ class StoreGather:
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         self.store: Store = _get_default_store()
         of_group = PrefixStore(f"fusco/{ranks}", self.store)
-        # The n-th communicator of this group on every rank: the store counts, so that no process need remember.
+        # The n-th communicator of this group on every rank. The store counts them, so processes need no state.
         request = in_thread(lambda: of_group.add(f"count/{self.rank}", 1))
         self.wait_until(request.done, lambda: self._stall_of_store("the first all-gather", 0.0))
         try:
             self.number: int = request.result()
         except RuntimeError as error:
             raise TransportError(self._failure(error)) from error
-        self.name = f"fusco/{ranks}/{self.number}"  # like that of no other roll
+        self.name = f"fusco/{ranks}/{self.number}"  # unique
         self.store = PrefixStore(str(self.number), of_group)
 
     @property
     def store_host(self) -> str:
-        """The host that serves the process group's store, which every rank can reach; this one if it has none."""
+        """The host that serves the process group's store, which every rank can reach; this host if there is none."""
         return str(getattr(_bare(self.store), "host", None) or socket.gethostname())
 
     def watched_by(self, watcher: Watcher) -> None:
-        """From now on wait with an eye on who dies, and ask who is at fault if the store fails."""
+        """From now on wait through a watchdog, and ask it which rank is at fault if the store fails."""
         self._watcher = watcher
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        """Wait for a condition, within the limit; raises ``PeerFailureError``, or ``TransportError`` for the store."""
+        """Wait for a condition; after the limit raise ``PeerFailureError``, or ``TransportError`` for the store."""
         if self._watcher:
             self._watcher.wait_until(is_ready, stall)
             return
         deadline = time.monotonic() + self.timeout_s
         while not is_ready():
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
+            time.sleep(_SECONDS_BETWEEN_POLLS / 5)
             if time.monotonic() > deadline:
                 self._give_up(stall())
 
     def all_gather(self, stage: str, value: Any) -> list[Any]:
         """Publish a value and return those of all ranks.
 
-        Raises ``PeerFailureError`` naming the ranks that did not come within the limit, or that are at fault if the
-        store cannot be reached; ``TransportError`` where that cannot be known.
+        ``stage`` names the all-gather, in keys and in errors.
+
+        Raises:
+            PeerFailureError: with the ranks that did not join within the limit, or that are at fault if the store
+                cannot be reached.
+            TransportError: if the store cannot be reached and no rank is known to be at fault.
+
         """
         gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
-        coming = in_thread(gathering.run)
+        values = in_thread(gathering.run)
 
         def stall() -> Stall:
             if (silent_s := gathering.silent_s) > _SILENT_S:
@@ -93,36 +98,36 @@ class StoreGather:
             return Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}")
 
         try:
-            self.wait_until(coming.done, stall)
+            self.wait_until(values.done, stall)
         finally:
             gathering.is_over = True
         try:
-            return [json.loads(text) for text in coming.result()]
+            return [json.loads(text) for text in values.result()]
         except RuntimeError as error:
             symptom, missing = self._failure(error), gathering.missing
             if self._watcher:
                 self._watcher.ask_everybody(stall(), symptom)
             if missing:
-                symptom += f". Rank(s) {', '.join(map(str, missing))} had not come to '{stage}' when it last answered"
+                symptom += f". Rank(s) {', '.join(map(str, missing))} had not reached '{stage}' when it last answered"
             raise TransportError(symptom) from error
 
     def part(self, without: Sequence[int] = ()) -> None:
-        """Stay, before this rank raises, until all others are about to, or for a moment.
+        """Wait, before this rank raises, until all ranks but ``without`` are about to raise, or for a short time.
 
-        One of them may serve the store, and what the others wait for would be lost with its process.
+        This rank may serve the store, and values that other ranks wait for would be lost with its process.
         """
-        deadline = time.monotonic() + min(_PARTING * self.timeout_s, _LONGEST_PARTING_S)
+        deadline = time.monotonic() + min(_PARTING * self.timeout_s, _MAX_PARTING_S)
         others = [rank for rank in range(self.world_size) if rank not in without]
         gathering = _Gathering(self.store, "parting", others, self.rank, "")
-        coming = in_thread(gathering.run)
-        while not coming.done() and time.monotonic() < deadline:
-            time.sleep(_SECONDS_BETWEEN_LOOKS / 5)
+        arrivals = in_thread(gathering.run)
+        while not arrivals.done() and time.monotonic() < deadline:
+            time.sleep(_SECONDS_BETWEEN_POLLS / 5)
         gathering.is_over = True
 
     def _give_up(self, stall: Stall) -> NoReturn:
         if not stall.on_ranks:
             raise TransportError(
-                f"{self._store_in_words} did not answer within {self.timeout_s} s: the process that serves it is "
+                f"{self._store_description} did not answer within {self.timeout_s} s: the process that serves it is "
                 f"stopped, hung or unreachable"
             )
         raise PeerFailureError(
@@ -130,51 +135,51 @@ class StoreGather:
             peers=stall.on_ranks,
             operation="Communicator",
             stall=stall,
-            reason=f"rank(s) {', '.join(map(str, stall.on_ranks))} did not come within {self.timeout_s} s",
+            reason=f"rank(s) {', '.join(map(str, stall.on_ranks))} did not join within {self.timeout_s} s",
             has_left=False,
         )
 
     def _stall_of_store(self, stage: str, silent_s: float) -> Stall:
-        return Stall(stage, (), f"an answer of {self._store_in_words}", f"none for {silent_s:.1f} s")
+        return Stall(stage, (), f"an answer of {self._store_description}", f"none for {silent_s:.1f} s")
 
     def _failure(self, error: Exception) -> str:
-        return f"{self._store_in_words} cannot be reached: {str(error).splitlines()[0]}"
+        return f"{self._store_description} cannot be reached: {str(error).splitlines()[0]}"
 
     @property
-    def _store_in_words(self) -> str:
+    def _store_description(self) -> str:
         if not (port := getattr(_bare(self.store), "port", None)):
             return "the process group's store"
         return f"the process group's store at {self.store_host}:{port} (rank 0 serves it, unless a launcher does)"
 
 
 class _Gathering:
-    """One rank's requests of the store in an all-gather, made in a thread; others look at how far it is."""
+    """Requests of one rank to the store in one all-gather, made in a thread; other threads read its progress."""
 
     def __init__(self, store: Store, stage: str, ranks: Sequence[int], rank: int, text: str) -> None:
-        self._store, self._own, self._text = store, f"{stage}/{rank}", text
+        self._store, self._key, self._text = store, f"{stage}/{rank}", text
         self._rank_to_key = {rank: f"{stage}/{rank}" for rank in ranks}
-        self.missing = tuple(other for other in ranks if other != rank)  # as far as is known
-        self.is_over = False  # nobody waits for it any more
+        self.missing = tuple(other for other in ranks if other != rank)  # as of the last check
+        self.is_over = False  # set when no thread waits for it any more
         self._asked_at: float | None = None
 
     @property
     def silent_s(self) -> float:
-        """How long the request that is under way has had no answer."""
+        """Seconds since the request that is under way was sent; 0 if there is none."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def run(self) -> list[bytes]:
-        """Set this rank's value and return those of all, by rank, once they have come."""
-        self._ask(lambda: self._store.set(self._own, self._text))
-        every_s = _SECONDS_BETWEEN_NAMES + _SECONDS_PER_NAME * len(self._rank_to_key)
-        next_names = time.monotonic() + every_s
+        """Set this rank's value, wait for those of all ranks, and return them by rank; empty if ``is_over`` is set."""
+        self._ask(lambda: self._store.set(self._key, self._text))
+        interval_s = _SECONDS_BETWEEN_ROUNDS + _SECONDS_PER_RANK * len(self._rank_to_key)
+        next_round = time.monotonic() + interval_s
         while not self._has(*self._rank_to_key.values()):
             if self.is_over:
                 return []
-            if time.monotonic() > next_names:
+            if time.monotonic() > next_round:
                 self.missing = tuple(rank for rank in self.missing if not self._has(self._rank_to_key[rank]))
-                next_names = time.monotonic() + every_s
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+                next_round = time.monotonic() + interval_s
+            time.sleep(_SECONDS_BETWEEN_POLLS)
         self.missing = ()
         return [self._ask(functools.partial(self._store.get, key)) for key in self._rank_to_key.values()]
 

@@ -1,7 +1,7 @@
-"""Small messages of one size between ranks, over TCP: whoever waits for them looks after them, with no thread between.
+"""Fixed-size control messages over TCP, progressed by polling in the waiting thread; no I/O thread.
 
-A message takes as long as the network does, and a few microseconds. Gloo's take hundreds, as they pass through its
-threads and ours.
+A message takes the network's time and a few microseconds. One of gloo takes hundreds of microseconds, as it passes
+through threads of gloo and of fusco.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
 
 _RANK = struct.Struct("!q")
-_BETWEEN_LOOKS_S = 0.05  # at whether this rank still wants its peers to connect
-# Connections that have not said who they are; peers do so at once, so those that stay are strangers.
+_SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed
+# Unauthenticated connections. Peers authenticate at once, so connections that stay so are not of peers.
 _MAX_UNAUTHENTICATED = 256
-_BACKLOG = 1024  # peers may all come at once, and strangers before them
+_BACKLOG = 1024  # all peers may connect at once, and foreign clients before them
 
 
 class TcpMesh:
-    """One rank's connections to some others, each of which has this rank among its own.
+    """Connections of one rank to its peers; the relation is symmetric.
 
-    Mail goes round by round: in each, every rank sends one message to all its peers and gets one from each. A rank may
-    be a round ahead of its peers.
+    Messages are exchanged in rounds: in each, every rank sends one message to all its peers and receives one from each.
+    A rank may be one round ahead of its peers.
     """
 
     def __init__(
@@ -41,51 +41,53 @@ class TcpMesh:
         """Connect, together with all ranks.
 
         Args:
-            store_gather: finds them.
-            peers: whom this rank exchanges messages with; all ranks have some, or none.
-            listen_on: the address by which they reach it.
-            secret: what ranks know and strangers do not.
-            wait_until: waits for a condition, and raises if a rank does not come.
+            store_gather: the all-gather of the group.
+            peers: ranks that this rank exchanges messages with; either all ranks have some, or none has.
+            listen_on: the address by which peers reach this rank.
+            secret: known to ranks only; authenticates their connections.
+            wait_until: waits for a condition, and raises if a rank does not connect.
 
-        Raises ``OSError`` if the network fails, or whatever ``wait_until`` raises.
+        Raises:
+            OSError: if the network fails.
+            Exception: any that ``wait_until`` raises.
 
         """
-        self.failure = ""  # what went wrong on the network, if anything did
+        self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
-        self._leaving: dict[int, memoryview] = {}  # by peer, what is not yet sent
-        self._coming: dict[int, memoryview] = {}  # by peer, where the rest of its message goes
-        self._introduction = secret.encode() + _RANK.pack(store_gather.rank)
+        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
+        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
+        self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
             self._connect(store_gather, peers, listen_on, wait_until)
 
-    def begin(self, message: memoryview, places: Mapping[int, memoryview]) -> None:
-        """Begin a round, once the one before is done.
+    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+        """Begin a round; the previous one must be done.
 
         Args:
-            message: for all peers, bytes; may change at once.
-            places: for each peer, where its message goes; of the same size.
+            message: bytes for all peers; copied, so the caller may change it at once.
+            peer_to_memory: memory for each peer's message, of the same size.
 
         """
-        assert self.is_done, (list(self._leaving), list(self._coming))
+        assert self.is_done, (list(self._sending), list(self._receiving))
         copy = memoryview(bytes(message))
-        self._leaving, self._coming = dict.fromkeys(places, copy), dict(places)
+        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
         self._send()
 
     def poll(self) -> list[int]:
-        """Move what can be moved without waiting; the peers whose message has come since the last look."""
+        """Send and receive without blocking; return the peers whose message has become complete."""
         self._send()
-        return [peer for peer in list(self._coming) if self._receive(peer)]
+        return [peer for peer in list(self._receiving) if self._receive(peer)]
 
     @property
     def is_done(self) -> bool:
-        """Whether every message of this round has left and come."""
-        return not (self._leaving or self._coming)
+        """Whether all messages of this round have been sent and received."""
+        return not (self._sending or self._receiving)
 
     def close(self) -> None:
-        """Give the connections back, and let go of where messages were to go."""
+        """Close the connections and drop all references to the caller's memory."""
         self._is_open = False
-        self._leaving, self._coming = {}, {}
+        self._sending, self._receiving = {}, {}
         while self._connections:
             _, connection = self._connections.popitem()
             connection.close()
@@ -99,16 +101,16 @@ class TcpMesh:
     ) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
-                addresses = store_gather.all_gather("mail", listener.getsockname()[:2])
+                addresses = store_gather.all_gather("TCP mesh", listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
                         for peer in peers:
                             if peer < store_gather.rank:
-                                self._call(peer, tuple(addresses[peer]), store_gather.timeout_s)
+                                self._connect_to(peer, tuple(addresses[peer]), store_gather.timeout_s)
                         self._accept_peers(listener, {peer for peer in peers if peer > store_gather.rank})
                     finally:
-                        if not self._is_open:  # nobody waited so long
+                        if not self._is_open:  # the wait was given up meanwhile
                             self.close()
 
                 def stall() -> Stall:
@@ -125,27 +127,30 @@ class TcpMesh:
             self.close()
             raise
 
-    def _call(self, peer: int, address: tuple[str, int], timeout_s: float) -> None:
+    def _connect_to(self, peer: int, address: tuple[str, int], timeout_s: float) -> None:
         try:
             connection = socket.create_connection(address, timeout=timeout_s)
             self._connections[peer] = connection
-            connection.sendall(self._introduction, socket.MSG_NOSIGNAL)
+            connection.sendall(self._credentials, socket.MSG_NOSIGNAL)
         except OSError as error:
             raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
 
     def _accept_peers(self, listener: socket.socket, missing: set[int]) -> None:
-        """Let peers connect, until all have or this is closed; strangers may connect, too, and stay without a word."""
+        """Accept connections until every peer has authenticated or ``close`` is called.
+
+        Unauthenticated clients may stay connected and idle.
+        """
         unauthenticated: dict[socket.socket, None] = {}  # the oldest first
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(listener, selectors.EVENT_READ)
                 while missing and self._is_open:
-                    for connection in [key.fileobj for key, _ in selector.select(_BETWEEN_LOOKS_S)]:
+                    for connection in [key.fileobj for key, _ in selector.select(_SECONDS_BETWEEN_CHECKS)]:
                         assert isinstance(connection, socket.socket)
                         if connection is listener:
-                            if (visitor := self._accept(listener)) is not None:
-                                unauthenticated[visitor] = None
-                                selector.register(visitor, selectors.EVENT_READ)
+                            if (client := self._accept(listener)) is not None:
+                                unauthenticated[client] = None
+                                selector.register(client, selectors.EVENT_READ)
                             continue
                         selector.unregister(connection)
                         del unauthenticated[connection]
@@ -168,42 +173,42 @@ class TcpMesh:
         try:
             connection, _ = listener.accept()
         except ConnectionError:
-            return None  # it has gone again
-        # It is ready to be read once it has said all, or has gone.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._introduction))
+            return None  # the client has closed it again
+        # It becomes readable when its credentials are complete, or when the client has closed it.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._credentials))
         return connection
 
     def _authenticate(self, connection: socket.socket) -> int:
-        """Who has connected; negative for a stranger."""
+        """Return the rank that has connected; -1 without valid credentials."""
         try:
-            said = connection.recv(len(self._introduction), socket.MSG_DONTWAIT)
+            received = connection.recv(len(self._credentials), socket.MSG_DONTWAIT)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         except OSError:
             return -1
-        secret = self._introduction[: -_RANK.size]
-        if len(said) < len(self._introduction) or not hmac.compare_digest(said[: -_RANK.size], secret):
+        secret = self._credentials[: -_RANK.size]
+        if len(received) < len(self._credentials) or not hmac.compare_digest(received[: -_RANK.size], secret):
             return -1
-        rank: int = _RANK.unpack(said[-_RANK.size :])[0]
+        rank: int = _RANK.unpack(received[-_RANK.size :])[0]
         return rank
 
     def _send(self) -> None:
-        for peer, rest in list(self._leaving.items()):
+        for peer, rest in list(self._sending.items()):
             try:
-                num_sent = self._connections[peer].send(rest, socket.MSG_NOSIGNAL)  # fails, whatever SIGPIPE does here
+                num_sent = self._connections[peer].send(rest, socket.MSG_NOSIGNAL)  # raises no SIGPIPE
             except BlockingIOError:
                 continue
             except OSError as error:
                 self._note_failure("send", peer, str(error))
                 continue
-            self._leaving[peer] = rest[num_sent:]
-            if not self._leaving[peer]:
-                del self._leaving[peer]
+            self._sending[peer] = rest[num_sent:]
+            if not self._sending[peer]:
+                del self._sending[peer]
 
     def _receive(self, peer: int) -> bool:
-        """Whether the message is whole now."""
-        while place := self._coming[peer]:
+        """Receive without blocking; return whether the message is complete."""
+        while memory := self._receiving[peer]:
             try:
-                num_bytes = self._connections[peer].recv_into(place)
+                num_bytes = self._connections[peer].recv_into(memory)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -212,8 +217,8 @@ class TcpMesh:
             if not num_bytes:
                 self._note_failure("receive", peer, "the connection was closed")
                 return False
-            self._coming[peer] = place[num_bytes:]
-        del self._coming[peer]
+            self._receiving[peer] = memory[num_bytes:]
+        del self._receiving[peer]
         return True
 
     def _note_failure(self, direction: str, peer: int, error: str) -> None:

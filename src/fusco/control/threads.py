@@ -1,4 +1,4 @@
-"""Calls that wait without a limit, made where nobody need wait for them."""
+"""Run calls that may block forever in daemon threads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call a function in a thread that nobody need wait for, not even the interpreter's end."""
+    """Call a function in a daemon thread, which does not delay the interpreter's exit."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # noqa: BLE001  raised again wherever the result is asked for
+        except Exception as error:  # noqa: BLE001  raised again by ``Future.result``
             future.set_exception(error)
 
     threading.Thread(target=run, name="fusco-connect", daemon=True).start()
@@ -23,10 +23,10 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 def within(limit_s: float, function: Callable[[], Any]) -> bool:
-    """Call a function in a thread and wait for it, though no longer than this; whether it was over by then."""
+    """Call a function in a thread and wait at most ``limit_s`` seconds; return whether it has returned by then."""
     try:
         future = in_thread(function)
-    except RuntimeError:  # the interpreter ends, and starts no threads any more
+    except RuntimeError:  # the interpreter is shutting down and starts no more threads
         function()
         return True
     if not wait([future], limit_s).done:

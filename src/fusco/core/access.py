@@ -1,4 +1,4 @@
-"""Who may use a communicator: the process that made it, and one of its threads."""
+"""Access control of a communicator: one process, and one of its threads at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fusco.core.errors import ClosedError, ThreadError
 
 
 class Access:
-    """Keeps all but one thread of one process out of a communicator.
+    """Restricts a communicator to one thread of one process.
 
-    The process is the one that made it: a process forked from it has copies of everything, but no part in anything. The
-    thread is the first that calls a verb. Another one may follow it when it has ended, or has handed over. In a
-    backward pass autograd's own threads may call verbs, too, as the pass was begun by a thread that waits for it.
+    The process is the one that made it; one forked from it has copies of the objects, but is not a rank. The thread is
+    the first that calls a verb. Another one may follow when that one has ended, or has called ``hand_over``. In a
+    backward pass autograd's threads may call verbs, too, as the thread that began the pass waits for it.
     """
 
     def __init__(self, whose: str) -> None:
-        """``whose`` communicator it is, in the words of an error."""
+        """``whose`` names the communicator in errors."""
         self._whose, self._pid = whose, os.getpid()
-        # Not the thread itself, which may be the one that holds the communicator.
+        # A weak reference, as the thread may hold the communicator.
         self._owner: weakref.ref[threading.Thread] | None = None
         self._owner_ident, self._owner_name = 0, ""  # of no thread
-        self._under_way = threading.RLock()  # a thread may leave from within its own call, as signal handlers do
+        self._under_way = threading.RLock()  # reentrant: a signal handler may close it during a call of its thread
         self._user, self._operation = "", ""
 
     @property
@@ -34,15 +34,21 @@ class Access:
         return os.getpid() == self._pid
 
     def using(self, operation: str) -> _Call:
-        """A verb's call, to be entered; ``ClosedError`` in another process, ``ThreadError`` in a thread not its own."""
+        """Return a context for a verb's call; entering raises ``ClosedError`` or ``ThreadError``, see ``enter``."""
         return _Call(self, operation, is_for_owner=True)
 
     def alone(self, operation: str) -> _Call:
-        """What any thread may do while no other is inside a call, to be entered; ``ThreadError`` if one is."""
+        """Return a context for a call that any thread may make while no other thread is inside one."""
         return _Call(self, operation, is_for_owner=False)
 
     def enter(self, operation: str, *, is_for_owner: bool) -> None:
-        """A call begins."""
+        """Begin a call.
+
+        Raises:
+            ClosedError: in a process that did not make the communicator.
+            ThreadError: if another thread is inside a call, or, with ``is_for_owner``, owns the communicator.
+
+        """
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{operation} was called in process {os.getpid()}, but {self._whose} belongs to process {self._pid}, "
@@ -67,11 +73,11 @@ class Access:
             raise
 
     def leave(self) -> None:
-        """A call is over."""
+        """End a call."""
         self._under_way.release()
 
     def hand_over(self) -> None:
-        """Let another thread have it, the next one that calls a verb."""
+        """Give up ownership; the next thread that calls a verb becomes the owner."""
         with self.using("hand_over"):
             self._owner, self._owner_ident, self._owner_name = None, 0, ""
 
@@ -82,14 +88,14 @@ class Access:
         if owner and owner.is_alive():
             raise ThreadError(
                 f"thread {thread.name!r} called {operation} on {self._whose}, which belongs to thread "
-                f"{owner.name!r}, the first that used it: ranks could not tell whose call is whose. Give each "
-                f"thread a communicator of its own, or call hand_over() in thread {owner.name!r} first"
+                f"{owner.name!r}, the first that used it: calls of several threads have no common order on all ranks. "
+                f"Make one communicator per thread, or call hand_over() in thread {owner.name!r} first"
             )
         self._owner, self._owner_ident, self._owner_name = weakref.ref(thread), threading.get_ident(), thread.name
 
 
 class _Call:
-    """A context that takes a microsecond; one made of a generator takes four."""
+    """Context of a call. It takes a microsecond; one made from a generator takes four."""
 
     __slots__ = ("_access", "_is_for_owner", "_operation")
 
@@ -104,5 +110,5 @@ class _Call:
 
 
 def _is_autograds(thread: threading.Thread) -> bool:
-    """Whether a thread is one of those of a device in which autograd runs backward passes; Python started none."""
+    """Return whether autograd runs a backward pass in this thread, which Python did not start."""
     return isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1  # noqa: SLF001

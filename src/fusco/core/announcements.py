@@ -1,4 +1,4 @@
-"""Lines for a person: once for a command and all processes that it starts, and slow work only if it is slow."""
+"""Messages on stderr: once per command and all processes that it starts; slow work is announced if it takes long."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
-_NO_SOCKET = -1  # in place of a descriptor
+_NO_SOCKET = -1  # instead of a descriptor
 
 
 def announce(text: str) -> None:
-    """Write a line to stderr, unless a process of this family has written the same, see ``is_first_to_say``."""
+    """Write a line to stderr unless a related process has written the same, see ``is_first_to_say``."""
     if is_first_to_say(text) and sys.stderr is not None:
         sys.stderr.write(f"fusco: {text}\n")
         sys.stderr.flush()
@@ -26,8 +26,8 @@ def announce(text: str) -> None:
 def is_first_to_say(text: str) -> bool:
     """Claim a text for this process; false if it, a process with the same parent, or the parent has claimed it before.
 
-    So one of several ranks speaks for all of them, whether torchrun or a benchmark has started them. A claim is the
-    name of a socket that nothing connects to: it needs no file, and ends with the process that holds it.
+    So one of several ranks writes for all of them, whether torchrun or a benchmark has started them. A claim is the
+    name of a bound socket that nothing connects to: it needs no file, and ends with the process that holds it.
     """
     claims = _claims()
     if text in claims:
@@ -39,37 +39,37 @@ def is_first_to_say(text: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _claims() -> dict[str, tuple[int | None, int | None]]:
-    """What this process has said or left to another, with the sockets' descriptors, open until it ends."""
+    """Return the texts seen by this process, with the descriptors of their sockets, open until it ends."""
     return {}
 
 
 def _parent_pid() -> int:
-    """The process that asked for this one, which need not be the one that forked it."""
+    """Return the process that requested this one, which is not always the one that forked it."""
     parent = multiprocessing.parent_process()
     return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 def _hold(text: str, pid: int) -> int | None:
-    """A socket's descriptor, with a name of Linux's abstract namespace; ``None`` if another process has that name."""
+    """Bind a socket in Linux's abstract namespace and return its descriptor; ``None`` if the name is in use."""
     try:
-        namespace = os.readlink("/proc/self/ns/pid")  # process ids mean nothing in another
+        namespace = os.readlink("/proc/self/ns/pid")  # process ids are unique within one namespace only
         digest = hashlib.sha256(f"{os.getuid()}/{namespace}/{pid}/{text}".encode()).hexdigest()[:32]
         with socket.socket(socket.AF_UNIX) as claim:
             claim.bind(f"\0fusco/{digest}")
             return claim.detach()
     except OSError as error:
-        # Where there are no such sockets: better said twice than not at all.
+        # Without such sockets, a text is written several times rather than not at all.
         return None if error.errno == errno.EADDRINUSE else _NO_SOCKET
 
 
 class SlowWork:
-    """Work in several parts, announced once they have taken ``after_s`` seconds in all.
+    """Work in several parts, announced once they have taken ``after_s`` seconds in total.
 
-    Parts may be nested, and come from one thread at a time.
+    Parts may be nested. One thread at a time may begin and end them.
 
     Attributes:
-        describe: gives the text, when it is needed.
-        after_s: seconds that are not worth a word.
+        describe: returns the text; called when it is announced.
+        after_s: seconds before it is announced.
 
     """
 
@@ -79,7 +79,7 @@ class SlowWork:
         self._timer: threading.Timer | None = None
 
     def begin(self) -> None:
-        """A part begins."""
+        """Begin a part."""
         self._depth += 1
         if self._depth == 1:
             self._start = time.monotonic()
@@ -88,7 +88,7 @@ class SlowWork:
             self._timer.start()
 
     def end(self) -> None:
-        """It is done."""
+        """End the part begun last."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept on disk, and what is used instead where nothing can be written."""
+"""Folders on disk for compiled kernels, and the fallback where they cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from fusco.core.announcements import is_first_to_say
 
 CACHE_DIR_VARIABLE = "FUSCO_CACHE_DIR"
-NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # numba's own; for CPU kernels, unless there is fusco's
+NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # of numba; used for CPU kernels unless FUSCO_CACHE_DIR is set
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class CacheFolder:
     """A folder for compiled kernels.
 
     Attributes:
-        wanted: by the environment; looked at first even if nothing can be written there. ``None`` if there is none.
-        used: where kernels are kept: ``wanted``, a private temporary folder, or ``None`` for nowhere.
-        problem: why nothing can be written to ``wanted``; empty if it can.
+        wanted: folder of the environment; searched first even if it cannot be written. ``None`` if there is none.
+        used: folder that kernels are written to: ``wanted``, a private temporary folder, or ``None``.
+        problem: why ``wanted`` cannot be written; empty if it can.
 
     """
 
@@ -33,25 +33,25 @@ class CacheFolder:
 
     @property
     def readable(self) -> tuple[Path, ...]:
-        """Where to look for a kernel, in this order."""
+        """Folders to search for a kernel, in this order."""
         return tuple(dict.fromkeys(folder for folder in (self.wanted, self.used) if folder is not None))
 
     def describe(self) -> str:
-        """Where kernels are kept, and why not where they should be."""
+        """Return where kernels are kept, and why not in ``wanted``."""
         if not self.problem:
             return f"kept in {self.used}"
         kept = f"kept in {self.used} until that is cleared" if self.used else "every process compiles them anew"
         return f"cannot be kept in {self.wanted or 'a cache folder'} ({self.problem}); {kept}"
 
     def warn(self) -> None:
-        """Warn once, in one process of a family, if kernels are not kept where they should be."""
+        """Warn once, in one of several related processes, if kernels cannot be kept in ``wanted``."""
         text = f"compiled kernels {self.describe()}. Set {CACHE_DIR_VARIABLE} to a folder that can be written"
         if self.problem and is_first_to_say(text):
             warnings.warn(text, stacklevel=2)
 
 
 def default_cache_dir(environment: Mapping[str, str] | None = None, *, is_for_cpu: bool = False) -> Path:
-    """``$FUSCO_CACHE_DIR``; for CPU kernels ``fusco`` in ``$NUMBA_CACHE_DIR``; or ``fusco`` in the user's cache folder.
+    """Return ``$FUSCO_CACHE_DIR``, ``$NUMBA_CACHE_DIR/fusco`` (CPU kernels only), or ``fusco`` in the user's cache.
 
     Raises ``OSError`` if the user has no home directory.
     """
@@ -66,13 +66,13 @@ def default_cache_dir(environment: Mapping[str, str] | None = None, *, is_for_cp
         home = Path.home()
     except RuntimeError as error:
         raise OSError("this user has no home directory") from error
-    if not home.is_dir():  # the superuser could make it, which no cache is worth
+    if not home.is_dir():  # the superuser could make it, but a cache is no reason to
         raise OSError(f"the home directory {home} does not exist")
     return home / ".cache" / "fusco"
 
 
 def find_cache_folder(*, is_for_cpu: bool = False) -> CacheFolder:
-    """The folder of the environment if it can be written, or else a private one among temporary files."""
+    """Return the folder of the environment if it can be written, else a private temporary one."""
     wanted: Path | None = None
     try:
         wanted = default_cache_dir(is_for_cpu=is_for_cpu)
@@ -90,9 +90,9 @@ def find_cache_folder(*, is_for_cpu: bool = False) -> CacheFolder:
 
 
 def private_folder(parent: Path) -> Path:
-    """A folder that only this user can open, the same in every process; made if need be.
+    """Return a folder in ``parent`` that only this user can open, the same in every process; make it if missing.
 
-    Raises ``OSError`` if it cannot be made, or is another's: what is loaded from it is executed.
+    Raises ``OSError`` if it cannot be made or belongs to another user: code loaded from it is executed.
     """
     folder = parent / f"fusco-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The one decorator by which numba compiles functions: at first use, kept on disk under a digest of their sources.
+"""Decorator of all functions that numba compiles: at first use, cached on disk under a digest of their sources.
 
-numba's own cache looks at the file of a function only, though the code of the functions that it calls is part of what
-is kept; and without a folder to write to it raises while a module is imported.
+The cache of numba depends on a function's own file only, although the compiled code contains the functions that it
+calls. Without a writable folder it raises while a module is imported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fusco.core.sources import digest_of_sources
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function that numba shall compile in nopython mode; ``options`` are those of ``numba.njit``.
+    """Decorate a function that numba compiles in nopython mode; ``options`` are those of ``numba.njit``.
 
-    The compiled function is kept in the folder of ``find_cache_folder``. Nothing is looked at before the first call.
+    The compiled function is kept in the folder of ``find_cache_folder``. No file is read before the first call.
     """
 
     def make(function: Callable[..., Any]) -> Any:
@@ -38,14 +38,14 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _KernelCache(_Cache):
-    """What numba asks for compiled code before it compiles, and gives it afterwards."""
+    """Cache that numba queries before it compiles a function, and writes afterwards."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     @cached_property
     def _caches(self) -> list[FunctionCache]:
-        """Where to look, and last where to keep, if that can be done anywhere."""
+        """Caches to read, in this order; the last one is written. Empty if there is no folder."""
         try:
             return [_cache_in(folder / "cpu", self._function) for folder in cpu_cache_folder().readable]
         except (OSError, SyntaxError, RuntimeError) as error:
@@ -58,11 +58,11 @@ class _KernelCache(_Cache):
         return self._caches[-1].cache_path if self._caches else None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """See numba. What cannot be read is compiled again."""
+        """See numba. A function whose file cannot be read is compiled again."""
         for cache in self._caches:
             try:
                 found = cache.load_overload(sig, target_context)
-            except Exception:  # noqa: BLE001, S112  a file cut short, or another's: pickle may raise anything
+            except Exception:  # noqa: BLE001, S112  a truncated or foreign file: pickle may raise any error
                 continue
             if found is not None:
                 return found
@@ -70,7 +70,7 @@ class _KernelCache(_Cache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """See numba. What cannot be kept is warned of."""
+        """See numba. Warns if the function cannot be written."""
         _compiling().end()
         folder = cpu_cache_folder()
         folder.warn()
@@ -80,7 +80,7 @@ class _KernelCache(_Cache):
         try:
             try:
                 cache.save_overload(sig, data)
-            except Exception:  # noqa: BLE001  an index cut short: pickle may raise anything
+            except Exception:  # noqa: BLE001  a truncated index: pickle may raise any error
                 cache.flush()
                 cache.save_overload(sig, data)
         except OSError as error:
@@ -99,7 +99,7 @@ class _KernelCache(_Cache):
 
 
 class _Locator(_CacheLocator):
-    """Tells numba's cache a folder whose name changes with the sources."""
+    """Gives numba's cache a folder whose name changes with the sources."""
 
     def __init__(self, root: Path, function: Callable[..., Any]) -> None:
         code, module = function.__code__, function.__module__
@@ -139,7 +139,7 @@ def _cache_in(root: Path, function: Callable[..., Any]) -> FunctionCache:
 
 @lru_cache(maxsize=1)
 def cpu_cache_folder() -> CacheFolder:
-    """The folder of this process for CPU kernels."""
+    """Return this process's folder for CPU kernels."""
     return find_cache_folder(is_for_cpu=True)
 
 

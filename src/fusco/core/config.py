@@ -1,4 +1,4 @@
-"""What a user may set: what a communicator must be able to take, how it works, and how a call is to run."""
+"""Configuration by the user: capacity and settings of a communicator, launch options of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.topology import Topology
 
-_LONGEST_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in types of their own
+_MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class Settings:
             cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
             packing, transfer and unpacking of different slices overlap. ``None`` means 1 MiB, but 16 MiB between nodes
             on CUDA, for all nodes together (docs/design.md says why).
-        ring_depth: slots of each ring; 2 is the least that lets a producer work while its consumer does.
+        ring_depth: slots of each ring; at least 2, so that producer and consumer can work at the same time.
         timeout_s: the limit of every wait, in seconds, at most 1,000,000. When it runs out, all ranks raise
             ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
             the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated, at twice the bytes.
-        slice_order: which node a rank sends its next slice to. ``"in-turn"``: all others in turn. ``"staged"``: by the
-            stages of a schedule, in which every node receives from one node only (FAST); for skewed routing between
-            nodes whose network suffers when several send to one.
+        slice_order: the order of destination nodes. ``"in-turn"``: a rank sends one slice to each other node in turn.
+            ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only (FAST); for
+            skewed routing on networks that slow down when several nodes send to one.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -48,8 +48,8 @@ class Settings:
         check_integer("ring_depth", self.ring_depth, least=2)
         if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
             raise TypeError(f"timeout_s must be a number, got {self.timeout_s!r}")
-        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
-            raise ValueError(f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:,}, got {self.timeout_s}")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s must be positive and at most {_MAX_TIMEOUT_S:,}, got {self.timeout_s}")
         if self.slice_order not in ("in-turn", "staged"):
             raise ValueError(f"slice_order must be 'in-turn' or 'staged', got {self.slice_order!r}")
         if self.wire_dtype not in (None, torch.float32):
@@ -58,12 +58,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a communicator must be able to take, for each rank.
+    """Sizes that a communicator allocates memory for, on each rank.
 
     Attributes:
-        max_tokens_per_rank: most tokens that any rank dispatches in one call.
-        max_bytes_per_token: most bytes of one token's row in ``dispatch`` (all payloads together) and in ``combine``.
-        num_topk: most experts of a token (top-k).
+        max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
+        max_bytes_per_token: maximum bytes of one token's row in ``dispatch`` (all payloads together) and ``combine``.
+        num_topk: maximum number of experts per token (top-k).
 
     Raises:
         TypeError, ValueError: for a capacity that is no positive integer.
@@ -80,13 +80,13 @@ class Capacity:
 
     @property
     def max_row_bytes(self) -> int:
-        """Room for a row: a token, or the gradients of its weights, which travel as a row of num_topk values."""
+        """Maximum bytes of a row: a token, or the gradients of its weights, which are a row of num_topk values."""
         return max(self.max_bytes_per_token, 8 * self.num_topk)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is made for, equal on all ranks."""
+    """Configuration of an engine, equal on all ranks."""
 
     topology: Topology
     capacity: Capacity
@@ -95,12 +95,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a call uses its device. Ranks need not agree on it. On the CPU it changes nothing.
+    """Launch options of a call. They may differ between ranks. On the CPU they have no effect.
 
     Attributes:
-        num_sms: most multiprocessors that a kernel may use; ``None`` means as many as are good for the call.
-        own_stream: run on the communicator's own stream instead of the caller's current one. The call's result must
-            then not be used before ``Communicator.wait``.
+        num_sms: maximum number of multiprocessors that a kernel uses; ``None`` means a default for the call.
+        own_stream: run on the communicator's stream instead of the caller's current one. The call's result must then
+            not be used before ``Communicator.wait``.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -115,19 +115,19 @@ class Launch:
             check_integer("num_sms", self.num_sms, least=1)
 
     def on_callers_stream(self) -> Launch:
-        """The same, on the caller's stream: nobody could say when the result of the backward pass may be used."""
+        """Return the same options on the caller's stream, as the result of a backward pass has no ``wait``."""
         return replace(self, own_stream=False)
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """An output of ``num_rows`` expert-major rows, whatever the routing, so that nobody waits for its size.
+    """An output of ``num_rows`` expert-major rows for any routing, so that the host does not wait for its size.
 
     Attributes:
-        num_rows: rows of the output, padding counted. Those behind the last block are uninitialised, and so are
-            those of their gradient: experts must go by ``num_rows_per_expert``.
-        on_overflow: ``"raise"`` has the next synchronisation raise ``RowOverflowError`` if a routing needs more;
-            ``"drop"`` leaves out, without a word, the rows that do not fit: those of the last experts.
+        num_rows: rows of the output, including padding. Rows after the last block are uninitialised, and so is their
+            gradient: experts must use ``num_rows_per_expert``.
+        on_overflow: with ``"raise"`` the next synchronisation raises ``RowOverflowError`` if a routing needs more;
+            with ``"drop"`` rows that do not fit, those of the last experts, are dropped without an error.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.

@@ -1,4 +1,4 @@
-"""Every error type of fusco that is not a plain ValueError or TypeError of the caller; all are ``FuscoError``."""
+"""Error types of fusco, all of them ``FuscoError``; invalid arguments raise plain ``ValueError`` and ``TypeError``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ThreadError(FuscoError):
 
 
 class SharedMemoryError(FuscoError):
-    """Peer-visible memory could not be had: not enough room, or a peer's segment could not be opened."""
+    """Peer-visible memory could not be allocated, or a peer's segment could not be opened."""
 
 
 class OutputMemoryError(FuscoError):
-    """Memory for a verb's output could not be had, in the middle of it: the communicator can only be closed."""
+    """Memory for an output could not be allocated inside a collective; the communicator can only be closed."""
 
 
 class TransportError(FuscoError):
@@ -39,15 +39,15 @@ class CompileError(FuscoError):
 
 
 class LaunchError(FuscoError):
-    """A kernel could not be loaded or launched, perhaps since an earlier one, of whomever, has failed."""
+    """Loading or launching a kernel failed, possibly because of an earlier asynchronous CUDA error."""
 
 
 class RowOverflowError(FuscoError):
-    """A routing needed more slots than a static output has; rows that did not fit are missing.
+    """A routing needed more rows than a static output has; rows that did not fit are missing.
 
     Attributes:
         num_rows: rows of the output.
-        num_rows_needed: what the routing needed, padding counted.
+        num_rows_needed: rows that the routing needed, including padding.
 
     """
 
@@ -64,16 +64,16 @@ class MismatchError(FuscoError, ValueError):
 
 
 class RejectedInputError(FuscoError, ValueError):
-    """Another rank rejected its own input, so the collective was called off on every rank."""
+    """Another rank rejected its input, so the collective was cancelled on every rank."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """What a rank waits for: the words of an error, should the wait run out.
+    """Description of a wait, for the error if it times out.
 
-    ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` and ``seen`` what should
-    have come from them and what came. ``is_for_own_device`` if no rank is waited for, though any that dies may be what
-    the own device waits for.
+    ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` the data that should have come
+    from them, and ``seen`` what has come. ``is_for_own_device`` if this rank waits for its local device; any rank that
+    dies may then be the one that the device waits for.
     """
 
     phase: str
@@ -84,14 +84,14 @@ class Stall:
 
 
 class PeerFailureError(FuscoError):
-    """A rank died, stopped, or did not come within the limit.
+    """A rank died, stopped, or did not join within the limit.
 
     Attributes:
         rank: the rank that raises.
-        peers: the ranks at fault; none where one waited for its own device, all others being there.
+        peers: the ranks at fault; none if a rank waited for its local device while all others were alive.
         operation: the collective that was under way, for example ``"dispatch #3"``.
-        stall: what this rank was waiting for (phase, ranks, expected, seen).
-        reason: how the fault showed, for example ``"rank 2 (pid 4711) is dead"``.
+        stall: the wait of this rank (phase, ranks, expected, seen).
+        reason: the cause, for example ``"rank 2 (pid 4711) is dead"``.
         has_left: whether the ranks at fault are dead or have closed their communicator.
 
     """
@@ -110,9 +110,12 @@ class PeerFailureError(FuscoError):
 
 @contextmanager
 def beside(error: BaseException | None, what: str) -> Iterator[None]:
-    """Do what belongs to the end after an error: if that fails, too, it is a note to the error and hides nothing.
+    """Clean up after an error: if the block fails, too, add its error to the first one as a note.
 
-    ``what`` could not be done then, in words. Without an error the failure is raised.
+    Args:
+        error: the first error; without one, the error of the block is raised.
+        what: the note if the block fails, for example ``"the other ranks could not be notified"``.
+
     """
     try:
         yield
@@ -123,7 +126,7 @@ def beside(error: BaseException | None, what: str) -> Iterator[None]:
 
 
 def note(error: BaseException, text: str) -> None:
-    """Say beside an error what else went wrong; before Python 3.11, which has no notes, as a warning."""
+    """Add a note to an error; before Python 3.11, which has no notes, warn instead."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:
@@ -131,7 +134,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """What the operating system said, and which limit of this process is behind it."""
+    """Return the operating system's message, with the limit of this process that caused it."""
     limits = {
         errno.EMFILE: f"; this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} (ulimit -n)",
         errno.ENFILE: "; all processes of this machine together have as many as it allows (sysctl fs.file-max)",

@@ -10,9 +10,9 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True)
 class Groups:
-    """``group_to_locals[g][n]`` is the local rank by which node ``n`` takes part in group ``g``.
+    """Members of each group: ``group_to_locals[g][n]`` is the local rank of node ``n`` in group ``g``.
 
-    Raises ``ValueError`` unless every node's ranks are spread over the groups, one each.
+    Raises ``ValueError`` unless every rank of a node is in exactly one group.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> groups = Groups(topology, ((0, 1), (1, 0)))
@@ -31,7 +31,7 @@ class Groups:
 
     @classmethod
     def of_same_local_rank(cls, topology: Topology) -> Groups:
-        """The static grouping: ranks of the same local rank."""
+        """Return the static grouping: ranks with the same local rank."""
         return cls(topology, tuple((local,) * topology.num_nodes for local in range(topology.ranks_per_node)))
 
     @cached_property
@@ -44,6 +44,6 @@ class Groups:
         return tuple(group_of)
 
     def forwarder(self, src_rank: int, dst_node: int) -> int:
-        """The rank that receives for ``dst_node`` what ``src_rank`` sends there."""
+        """Return the rank of ``dst_node`` that receives the rows of ``src_rank`` for this node."""
         local = self.group_to_locals[self.rank_to_group[src_rank]][dst_node]
         return self.topology.node_to_ranks[dst_node][local]

@@ -1,4 +1,4 @@
-"""The check of a whole number that a caller gives."""
+"""Validation of integers that a caller passes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raise ``TypeError`` unless a value is an integer, ``ValueError`` unless it is in range; both with the value.
+    """Raise ``TypeError`` unless ``value`` is an integer, ``ValueError`` unless it is in range, with name and value.
 
     >>> check_integer("num_rows", 0, least=1)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""What a communicator takes of a rank's memory."""
+"""Memory of one rank's communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySize:
-    """Bytes that one rank of a communicator takes, for good. Outputs are the caller's and not counted.
+    """Bytes that a communicator holds on one rank until it is closed. Outputs belong to the caller and do not count.
 
     ``pool_bytes``, ``routing_bytes``, ``ring_bytes`` and ``control_bytes`` are shared memory, ``private_bytes`` is not.
     """

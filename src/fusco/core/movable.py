@@ -1,18 +1,18 @@
-"""Which tensors can be moved as the bytes of their memory: others would fail in the middle, or end the process."""
+"""Checks that a tensor can be moved as the bytes of its memory; others would fail inside a collective, or crash."""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd import forward_ad
 
-# Modes in which PyTorch traces instead of computing: what is made inside has no memory.
+# Modes in which PyTorch traces instead of computing; tensors made inside have no memory.
 _TRACING_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "FUNCTIONAL", "PROXY"))  # noqa: SLF001  as below
 
-# PyTorch has no public way to ask for modes and transforms; both calls are in all releases since 2.1.
+# PyTorch has no public query for modes and transforms; both functions are in all releases since 2.1.
 
 
 def why_nothing_moves_here() -> str:
-    """Why no tensor can be moved where this is called from, and what to do; ``""`` if nothing is in the way."""
+    """Return why no tensor can be moved in the caller's context, and what to do; ``""`` if tensors can be moved."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
         return (
             "was called inside a transform of torch.func (grad, vmap, jvp, ...), which communication cannot pass "
@@ -24,13 +24,13 @@ def why_nothing_moves_here() -> str:
 
 
 def require_movable_tensors(verb: str) -> None:
-    """Raise ``TypeError`` where a verb is called inside a transform or a trace, with ``why_nothing_moves_here``."""
+    """Raise ``TypeError`` if a verb is called inside a transform or a trace, with ``why_nothing_moves_here``."""
     if why_not := why_nothing_moves_here():
         raise TypeError(f"{verb} {why_not}")
 
 
 def why_not_movable(tensor: torch.Tensor) -> str:
-    """Why the values of a tensor cannot be moved as bytes, and what to do, to follow its name; ``""`` if they can.
+    """Return why a tensor cannot be moved as bytes, and what to do, as a predicate of its name; ``""`` if it can.
 
     >>> why_not_movable(torch.ones(2)), why_not_movable(torch.ones(2).to_sparse())
     ('', 'must be a dense tensor, got layout torch.sparse_coo')
@@ -39,34 +39,34 @@ def why_not_movable(tensor: torch.Tensor) -> str:
 
 
 def _why_not_its_own(tensor: torch.Tensor) -> str:
-    """Why the memory is not this tensor's alone to read: something is around it."""
+    """Return why the tensor is a wrapper whose memory is not its value; ``""`` if it is a plain tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
         return "is of a transform of torch.func (grad, vmap, jvp, ...), which communication cannot pass through"
     if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         return "has a tangent of forward-mode differentiation, which communication cannot pass on; use backward()"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {type(tensor).__name__}, a tensor subclass without memory of its own; pass the plain tensor inside "
+            f"is a {type(tensor).__name__}, a tensor subclass without its own memory; pass the plain tensor inside "
             f"(to_local() of a DTensor, wait() of an AsyncCollectiveTensor)"
         )
     return ""
 
 
 def _why_not_bytes(tensor: torch.Tensor) -> str:
-    """Why the memory does not hold the values as they are."""
+    """Return why the memory does not hold the tensor's values; ``""`` if it does."""
     if tensor.layout != torch.strided:
         return f"must be a dense tensor, got layout {tensor.layout}"
     if tensor.is_nested:
         return "is a nested tensor, whose rows differ in size; pass its values as one dense tensor"
     if tensor.is_quantized:
-        return f"is quantised ({tensor.dtype}), and its scale would stay behind; pass int_repr(), and the scale apart"
+        return f"is quantised ({tensor.dtype}), and its scale would not be moved; pass int_repr() and the scale apart"
     if not _has_memory(tensor):
         return f"has {tensor.nbytes} bytes of elements, but its storage has {tensor.untyped_storage().nbytes()}"
     return ""
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage reaches to the last element; it may have been freed under the tensor, as FSDP does."""
+    """Return whether the storage contains the last element; it may have been freed under the tensor, as FSDP does."""
     if not tensor.numel():
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""Which rank owns which expert."""
+"""Placement of experts on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fusco.core.integers import check_integer
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """``expert_to_rank[e]`` owns expert ``e``. A rank's local experts are numbered in order of expert id.
+    """Map from experts to ranks: rank ``expert_to_rank[e]`` owns expert ``e``.
+
+    A rank's local experts are numbered in order of expert id.
 
     >>> placement = ExpertPlacement.explicit([1, 0, 1], world_size=2)
     >>> placement.rank_to_experts
@@ -28,7 +30,7 @@ class ExpertPlacement:
 
     @classmethod
     def contiguous(cls, num_experts: int, world_size: int) -> ExpertPlacement:
-        """Equal runs of consecutive experts; ``ValueError`` unless ``world_size`` divides ``num_experts``."""
+        """Give each rank equally many consecutive experts; ``ValueError`` if that is impossible."""
         check_integer("num_experts", num_experts, least=1)
         check_integer("world_size", world_size, least=1)
         if num_experts % world_size:
@@ -41,9 +43,12 @@ class ExpertPlacement:
 
     @classmethod
     def explicit(cls, expert_to_rank: Sequence[int], world_size: int) -> ExpertPlacement:
-        """Any placement; ranks without experts are allowed.
+        """Take any placement; ranks without experts are allowed.
 
-        ``TypeError`` for what is no sequence of integers, ``ValueError`` for a rank outside the group.
+        Raises:
+            TypeError: for anything but a sequence of integers.
+            ValueError: for a rank outside the group, or without any expert.
+
         """
         try:
             placement = tuple(map(operator.index, expert_to_rank))
@@ -58,7 +63,7 @@ class ExpertPlacement:
 
     @classmethod
     def of(cls, num_experts: int, expert_to_rank: Sequence[int] | None, world_size: int) -> ExpertPlacement:
-        """``explicit`` if ``expert_to_rank`` is given, which must then place ``num_experts``; else ``contiguous``."""
+        """Return ``explicit`` if ``expert_to_rank`` is given, for ``num_experts`` experts; else ``contiguous``."""
         check_integer("num_experts", num_experts, least=1)
         if expert_to_rank is None:
             return cls.contiguous(num_experts, world_size)
@@ -86,18 +91,18 @@ class ExpertPlacement:
         return tuple(self.rank_to_experts[rank].index(e) for e, rank in enumerate(self.expert_to_rank))
 
     def local_index_table(self, rank: int, device: torch.device) -> torch.Tensor:
-        """Table from expert id to index among the experts of ``rank``, -1 for other ranks' experts.
+        """Return a table from expert id to index among the experts of ``rank``, -1 for experts of other ranks.
 
-        Returns int64 (num_experts + 1,); the last entry is -1, so that indexing with -1 (no expert) gives -1.
+        It is int64 (num_experts + 1,); the last entry is -1, so that indexing with -1 (no expert) gives -1.
         """
         return _table(
             tuple(self.expert_to_local[e] if r == rank else -1 for e, r in enumerate(self.expert_to_rank)), device
         )
 
     def membership_table(self, rank_to_part: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Table from expert id to the part (node, local rank, ...) of the rank that owns it.
+        """Return a table from expert id to the part (node, local rank, ...) of the rank that owns it.
 
-        ``rank_to_part[r]`` is the part of rank ``r``, or -1. Returns int64 (num_experts + 1,), its last entry -1.
+        ``rank_to_part[r]`` is the part of rank ``r``, or -1. It is int64 (num_experts + 1,); the last entry is -1.
         """
         return _table(tuple(rank_to_part[rank] for rank in self.expert_to_rank), device)
 

@@ -1,4 +1,4 @@
-"""Where the time of a collective went, and which bytes it moved: the numbers that are reported apart."""
+"""Profile of a collective: seconds of each part, bytes by kind."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CallProfile:
-    """One collective as this rank saw it; times in seconds, waiting included; on CUDA the host's, for launching.
+    """Times and bytes of one collective on this rank.
+
+    Times are in seconds and include waits. On CUDA they are the host's, for launching.
 
     Attributes:
         operation: for example ``"dispatch #3"``.
         planning_s: agreeing with all ranks, in every collective; in a dispatch also exchanging routing and making the
             plan, in an all-to-all making the schedule.
-        staging_s: copying rows into peer-visible memory, in the order they have.
+        staging_s: copying rows into peer-visible memory, in their order.
         wire_s: moving rows to their final places.
-        rearranging_s: passes over memory that only rearrange rows. This engine has none; the field is there so that
-            whoever adds one must own up to it.
+        rearranging_s: passes over memory that only rearrange rows. This engine has none; the field exists so that one
+            that is added must be reported.
         internode_row_bytes: rows sent to other nodes.
         internode_metadata_bytes: routing and records sent to other nodes.
-        intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA, where the device alone
-            knows most of them, only those of ``all_to_all``.
-        num_sms: on CUDA, multiprocessors that moving its rows took at once, staging included. What packs slices and
-            NCCL's kernels are not counted.
+        intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA only those of
+            ``all_to_all``, as the others are known on the device only.
+        num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels
+            that pack slices and NCCL kernels do not count.
 
     """
 
@@ -51,17 +53,17 @@ class CallProfile:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def count_sms(self, num_sms: int) -> None:
-        """Count multiprocessors that are at work at once."""
+        """Count multiprocessors in use at the same time: ``num_sms`` becomes the maximum."""
         self.num_sms = max(self.num_sms, num_sms)
 
 
 @dataclass
 class Call:
-    """One collective under way.
+    """A collective under way.
 
     Attributes:
-        sequence_number: of the latest exchange of records, which is one a collective, as a rule; the same on all ranks.
-        profile: where times, bytes and multiprocessors are counted.
+        sequence_number: of the latest exchange of records, the same on all ranks; most collectives have one.
+        profile: counts times, bytes and multiprocessors.
 
     """
 

@@ -1,4 +1,4 @@
-"""The least versions of what fusco needs, and the errors that name them."""
+"""Minimum versions of the packages that fusco needs, and their check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_OF_FSDP = {"torch": "2.11", "transformers": "5.9"}
 @lru_cache(maxsize=1)
 def check_torch() -> None:
     """Raise ``ImportError`` if the installed torch is too old for fusco, without importing it."""
-    if installed("torch"):  # else importing it says what is wrong; it may be there without its metadata
+    if installed("torch"):  # else its import raises; torch may be installed without metadata
         _check("fusco", {"torch": LEAST_VERSIONS["torch"]})
 
 
@@ -33,7 +33,7 @@ def _check(user: str, least: Mapping[str, str]) -> None:
 
 
 def installed(package: str) -> str:
-    """The version of an installed package; empty if there is none."""
+    """Return the version of an installed package, ``""`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def installed(package: str) -> str:
 
 
 def is_recent(number: str, least: str) -> bool:
-    """Whether a version is as new as another, by the numbers that it begins with.
+    """Return whether version ``number`` is at least ``least``, by their leading numbers.
 
     >>> is_recent("2.11.0+cu130", "2.7"), is_recent("2.6.0", "2.7"), is_recent("", "2.7")
     (True, False, False)
@@ -50,5 +50,5 @@ def is_recent(number: str, least: str) -> bool:
 
 
 def _release(number: str) -> list[int]:
-    """The leading numbers of a version: ``"2.11.0+cu130"`` is 2, 11, 0."""
+    """Return the leading numbers of a version: 2, 11, 0 of ``"2.11.0+cu130"``."""
     return [int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", number)[0])]

@@ -1,4 +1,4 @@
-"""Segments: scattered contiguous pieces of memory, and the dense descriptor arrays that name them."""
+"""Segments: scattered contiguous pieces of memory, described by dense arrays of offsets and sizes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from fusco.core.rows import as_bytes
 
 @dataclass(frozen=True)
 class Descriptors:
-    """Where segments are: int64 (num_segments,) each, on the CPU. Shared, so they must not be changed."""
+    """Offsets and sizes of segments: int64 (num_segments,) each, on the CPU. Shared, so they must not be changed."""
 
     offset_bytes: torch.Tensor
     num_bytes: torch.Tensor
 
     @property
     def packed_offset_bytes(self) -> torch.Tensor:
-        """Where they would be one behind the other."""
+        """Offsets of the segments when packed one after the other, int64 (num_segments,)."""
         return self.num_bytes.cumsum(0) - self.num_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes of all segments together."""
+        """Total bytes of all segments."""
         return int(self.num_bytes.sum())
 
 
 class Segments:
     """A payload: segments of one tensor's memory, in the order in which their bytes are sent or received.
 
-    ``base`` is a contiguous tensor of any dtype; segment ``i`` is the ``num_bytes[i]`` bytes from byte
-    ``offset_bytes[i]`` of its memory on. Both arrays are int64, one-dimensional, on the CPU, and copied: changing what
-    was given, or what is read back, changes no segment. Sizes may be unequal and zero. Segments to be written must not
-    overlap. Source: FUSCO section 3.2.
+    ``base`` is a contiguous tensor of any dtype; segment ``i`` is ``num_bytes[i]`` bytes of its memory, from byte
+    ``offset_bytes[i]`` on. Both arrays are int64, one-dimensional and on the CPU. They are copied, in and out,
+    so later changes do not affect segments. Sizes may be unequal and zero. Segments to be written must not overlap.
+    Source: FUSCO section 3.2.
 
-    Raises ``TypeError`` or ``ValueError`` where these rules are broken, with the first segment that breaks them.
+    Raises ``TypeError`` or ``ValueError`` if these rules are broken, with the first segment that breaks them.
 
     >>> words = torch.arange(6, dtype=torch.uint8)
     >>> payload = Segments(words, torch.tensor([4, 0]), torch.tensor([2, 1]))
@@ -63,33 +63,33 @@ class Segments:
 
     @classmethod
     def rows(cls, matrix: torch.Tensor, row_idx: torch.Tensor) -> Segments:
-        """The rows ``row_idx`` (int64) of a contiguous matrix, each one segment."""
+        """Return one segment for each of the rows ``row_idx`` (int64) of a contiguous matrix."""
         row_bytes = matrix[0].numel() * matrix.element_size() if len(matrix) else 0
         return cls(matrix, row_idx * row_bytes, torch.full_like(row_idx, row_bytes))
 
     @property
     def base(self) -> torch.Tensor:
-        """The tensor in whose memory they are."""
+        """The tensor whose memory contains the segments."""
         return self._base
 
     @property
     def offset_bytes(self) -> torch.Tensor:
-        """A copy of where each begins, int64 (num_segments,)."""
+        """A copy of the offsets in bytes, int64 (num_segments,)."""
         return self._descriptors.offset_bytes.clone()
 
     @property
     def num_bytes(self) -> torch.Tensor:
-        """A copy of their sizes, int64 (num_segments,)."""
+        """A copy of the sizes in bytes, int64 (num_segments,)."""
         return self._descriptors.num_bytes.clone()
 
     @property
     def descriptors(self) -> Descriptors:
-        """Both arrays as they are, for who moves the bytes."""
+        """Both arrays, not copied, for the code that moves the bytes."""
         return self._descriptors
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes of all segments together."""
+        """Total bytes of all segments."""
         return self._descriptors.total_bytes
 
     @property
@@ -98,9 +98,9 @@ class Segments:
         return self._memory
 
     def slices(self, slice_bytes: int) -> Iterator[Descriptors]:
-        """Cut the byte stream into slices of ``slice_bytes``, the last one shorter; segments may be cut too.
+        """Cut the byte stream into slices of ``slice_bytes``, the last one shorter; segments may be cut, too.
 
-        Where a slice begins follows from the bytes before it, as descriptors are in the order of the stream.
+        The beginning of a slice follows from the bytes before it, as descriptors are in stream order.
         """
         offsets, sizes = self._descriptors.offset_bytes, self._descriptors.num_bytes
         ends = sizes.cumsum(0)
@@ -109,7 +109,7 @@ class Segments:
         slice_end = (slice_begin + slice_bytes).clamp(max=total)
         first = torch.searchsorted(ends, slice_begin, right=True)
         num_segments = torch.searchsorted(ends, slice_end) + 1 - first
-        # All slices at once, one behind the other, since a call of PyTorch's takes as long for one as for all.
+        # All slices at once, as a PyTorch call takes as long for one slice as for all.
         before = num_segments.cumsum(0) - num_segments
         index = torch.arange(int(num_segments.sum()), device="cpu") + (first - before).repeat_interleave(num_segments)
         segment_begin = (ends - sizes)[index]
@@ -155,7 +155,7 @@ def _check_array(name: str, array: torch.Tensor) -> None:
 
 def _check_inside(descriptors: Descriptors, room: int) -> None:
     offset, size = descriptors.offset_bytes, descriptors.num_bytes
-    # Compared without a sum, which could overflow.
+    # Compare without a sum, which could overflow.
     is_outside = (offset < 0) | (size < 0) | (size > room)
     is_outside |= offset > room - size.clamp(max=room)
     if bool(is_outside.any()):

@@ -1,4 +1,4 @@
-"""What compiled code is made of: a digest of a file and of all that it imports from its package."""
+"""Digest of a Python file and of all files that it imports from its package, for caches of compiled code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 @cache
 def digest_of_sources(file: Path, package: Path) -> str:
-    """A digest that changes with a Python file, or with any file of the package that it imports, however indirectly.
+    """Return a digest of a Python file and of all files of its package that it imports, directly or indirectly.
 
     Args:
         file: a module.
-        package: the folder of the top-level package, whose name its modules are imported by.
+        package: the folder of the top-level package; imports use its name.
 
     Raises:
         OSError: if a file cannot be read.
-        SyntaxError: if one is no Python.
+        SyntaxError: if a file is not valid Python.
 
     """
     found, waiting = set[Path](), [file.resolve()]
@@ -36,7 +36,7 @@ def digest_of_sources(file: Path, package: Path) -> str:
 
 @cache
 def _imported_files(path: Path, package: Path) -> tuple[Path, ...]:
-    """The files of the package that a file imports by absolute names."""
+    """Return the files of the package that a file imports by absolute names."""
     names = [name for node in ast.walk(ast.parse(path.read_bytes())) for name in _imported_names(node)]
     inside = [name.split(".")[1:] for name in names if name.split(".")[0] == package.name]
     candidates = [place for parts in inside for place in _places(package.joinpath(*parts))]

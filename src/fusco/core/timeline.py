@@ -1,4 +1,4 @@
-"""What ran on the device when: named spans on lanes, written as a trace that Perfetto and chrome://tracing open."""
+"""Timeline of device work: named spans on lanes, written as a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, Protocol
 
 
 class TimingEvent(Protocol):
-    """A mark in a stream, as ``torch.cuda.Event(enable_timing=True)``."""
+    """Event in a stream, such as ``torch.cuda.Event(enable_timing=True)``."""
 
     def record(self, stream: Any = None) -> None:
-        """Mark this moment in a stream; ``None`` means the current one."""
+        """Record the event in a stream; ``None`` means the current one."""
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the mark has been reached."""
+        """Wait on the host until the stream has reached the event."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this mark to another; both have been reached."""
+        """Return the milliseconds from this event to another; the stream has reached both."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took its time on a device: when it began, after the origin, and how long it took."""
+    """Work on a device: microseconds from the origin to its beginning, and its duration."""
 
     lane: str
     name: str
@@ -34,9 +34,9 @@ class Span:
 
 
 class Timeline:
-    """Records spans of one rank; cheap enough to stay out of the way of what it times: two events for each span.
+    """Records spans of one rank at the cost of two events per span, which hardly disturbs the work.
 
-    >>> class Tick:  # a stand-in for an event: each one recorded is a millisecond later than the one before
+    >>> class Tick:  # fake event: each one recorded is a millisecond later than the previous one
     ...     now = 0
     ...     def record(self, stream=None):
     ...         Tick.now += 1
@@ -58,9 +58,9 @@ class Timeline:
         self._marks: list[tuple[str, str, TimingEvent, TimingEvent]] = []
 
     def begin(self, stream: Any = None) -> None:
-        """Record the origin of all times on a stream, and forget what came before.
+        """Record the origin of all times on a stream, and discard earlier spans.
 
-        Timelines of several ranks have one origin if all their devices have met on that stream right before.
+        Timelines of several ranks have a common origin if their devices passed a barrier on that stream just before.
         """
         self._marks.clear()
         self._origin = self._new_event()
@@ -68,12 +68,12 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str, stream: Any = None) -> Iterator[None]:
-        """Time what the block launches on ``stream`` (``None``: the current one); the host waits for nothing.
+        """Time the work that the block launches on ``stream``; the host does not wait.
 
         Args:
             lane: the row on which the span is drawn, such as ``"network"``.
-            name: what it says there.
-            stream: the stream on which all of it is launched.
+            name: the label of the span.
+            stream: the stream on which all of the work is launched; ``None`` means the current one.
 
         """
         start, end = self._new_event(), self._new_event()
@@ -87,17 +87,17 @@ class Timeline:
             self._marks.append((lane, name, start, end))
 
     def spans(self) -> list[Span]:
-        """All spans so far, in order of beginning; waits until the device has come to the last of them."""
+        """Return all spans so far, in order of beginning; waits until the device has reached the last of them."""
         origin, spans = self._origin, []
         for lane, name, start, end in self._marks:
-            assert origin is not None, "whoever records a span has an origin"
+            assert origin is not None, "the first span sets the origin"
             end.synchronize()
             spans.append(Span(lane, name, origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3))
         return sorted(spans, key=lambda span: span.begin_us)
 
 
 class NoTimeline:
-    """Takes the place of a ``Timeline`` while none is recorded."""
+    """Timeline that records nothing."""
 
     _NOTHING = nullcontext()
 
@@ -116,8 +116,8 @@ def write_chrome_trace(
 
     Args:
         path: of the JSON file.
-        rank_to_spans: what ``Timeline.spans`` gave on each rank. Lanes are drawn in order of first appearance.
-        about: what else a reader of the file should know.
+        rank_to_spans: the ``Timeline.spans`` of each rank. Lanes are drawn in order of first appearance.
+        about: further information for the reader of the file.
 
     Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
@@ -144,7 +144,7 @@ def write_chrome_trace(
 
 
 def _labels(rank: int, lane_to_thread: Mapping[str, int]) -> list[dict[str, Any]]:
-    """How a rank and its lanes are called, and in which order they are drawn."""
+    """Return the events that name a rank and its lanes, and order them."""
     labels: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
@@ -157,7 +157,7 @@ def _labels(rank: int, lane_to_thread: Mapping[str, int]) -> list[dict[str, Any]
 
 
 def _cuda_event() -> TimingEvent:
-    import torch  # noqa: PLC0415  the rest of this file needs none
+    import torch  # noqa: PLC0415  only this function needs it
 
     event: TimingEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event

@@ -1,4 +1,4 @@
-"""Which ranks share a node: ranks that reach each other's memory directly (NVLink or shared memory)."""
+"""Topology of a group: nodes, whose ranks access each other's memory directly (NVLink or shared memory)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import cached_property
 class Topology:
     """The nodes of a group of ranks, all with the same number of ranks.
 
-    ``rank_to_node[r]`` is the node of rank ``r``; nodes are numbered by their lowest rank. A node's ranks have local
-    ranks 0, 1, ... in order of rank. Communication groups take one rank of every node, so uneven nodes are refused
-    with a ``ValueError`` that names them.
+    ``rank_to_node[r]`` is the node of rank ``r``; nodes are numbered by their lowest rank. Local ranks within a node
+    are 0, 1, ... in order of rank. Nodes of unequal size raise a ``ValueError`` that lists them, as a communication
+    group takes one rank of every node.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> topology.node_to_ranks
@@ -39,17 +39,17 @@ class Topology:
 
     @classmethod
     def of_equal_nodes(cls, world_size: int, ranks_per_node: int) -> Topology:
-        """Nodes of ``ranks_per_node`` consecutive ranks; ``ValueError`` if that does not divide ``world_size``."""
+        """Make nodes of ``ranks_per_node`` consecutive ranks; ``ValueError`` if that does not divide ``world_size``."""
         if ranks_per_node < 1 or world_size < 1 or world_size % ranks_per_node:
             raise ValueError(f"ranks_per_node={ranks_per_node} does not divide a group of {world_size} ranks")
         return cls(tuple(rank // ranks_per_node for rank in range(world_size)))
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str], ranks_per_node: int | None = None) -> Topology:
-        """Nodes from each rank's host name, ``hosts[rank]``.
+        """Make one node for each host name in ``hosts[rank]``.
 
-        With ``ranks_per_node``, nodes are runs of that many consecutive ranks, so that one host can play several
-        nodes; a node that would span two hosts is a ``ValueError``, as its ranks could not share memory.
+        With ``ranks_per_node``, nodes are that many consecutive ranks each, so that one host can play several nodes. A
+        node that would span two hosts raises ``ValueError``, as its ranks could not share memory.
         """
         if ranks_per_node is None:
             names = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
@@ -90,5 +90,5 @@ class Topology:
         return len(self.node_to_ranks[0])
 
     def remote_nodes(self, rank: int) -> tuple[int, ...]:
-        """All nodes but the rank's own, ascending."""
+        """Return all nodes other than that of ``rank``, ascending."""
         return tuple(node for node in range(self.num_nodes) if node != self.rank_to_node[rank])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.control.node_flags import wait_for_flag
+from fusco.control.node_memory import wait_for_flag
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile

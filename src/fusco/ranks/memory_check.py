@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-from pathlib import Path
-
+from fusco.core.available_memory import available_memory_bytes
 from fusco.ranks.joined_world import launched
-
-_MEMORY = Path("/proc/meminfo")
 
 
 def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
@@ -22,15 +17,9 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
     """
     job = launched()
     num_local = job.local_world_size if job else num_ranks
-    needed, free = bytes_per_rank * num_local, free_memory_bytes()
+    needed, free = bytes_per_rank * num_local, available_memory_bytes()
     if needed > free:
         raise ValueError(
             f"{what} need {needed:,} bytes on {num_local} rank{'s' if num_local > 1 else ''} of this machine, but "
             f"{free:,} are free"
         )
-
-
-def free_memory_bytes() -> int:
-    """What Linux says can be had without swapping."""
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text(encoding="utf-8"))
-    return int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

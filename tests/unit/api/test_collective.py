@@ -1,4 +1,4 @@
-"""What all ranks do in every collective: who raises what, and how far a rank goes whose input is refused."""
+"""Steps of every collective: errors of each step, and how far a rank with rejected input takes part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request:
 
 
 class Session:
-    """A session of two ranks that all want the same, and send one count more than this one."""
+    """A session of two ranks with equal fields; the other one sends counts larger by one."""
 
     def __init__(self) -> None:
         self.log: list[object] = []
@@ -81,7 +81,7 @@ def test_what_was_prepared_is_run_with_the_counts_of_all_ranks():
     ],
     ids=str,
 )
-def test_what_is_refused_is_told_to_all_ranks_and_not_run(how, error):
+def test_rejected_input_is_reported_to_all_ranks_and_not_run(how, error):
     session = Session()
     arguments = {
         "validate": {"validate": raising(error)},
@@ -100,7 +100,7 @@ def test_an_earlier_error_comes_before_that_of_bad_input():
         play(Session(), validate=raising(ValueError("no rows")), engine=Engine(earlier))
 
 
-def test_what_shows_late_is_raised_once_the_collective_is_complete():
+def test_a_late_rejection_is_raised_once_the_collective_is_complete():
     session, error = Session(), ValueError("an id that is no expert")
     with pytest.raises(ValueError, match="an id that is no expert") as caught:
         play(session, prepare=lambda *_: Pending((), raising(LateRejection(error))))
@@ -109,8 +109,8 @@ def test_what_shows_late_is_raised_once_the_collective_is_complete():
 
 
 @pytest.mark.parametrize("how", ["prepare", "run"])
-def test_what_is_no_refusal_ends_the_session(how):
-    """The context of the collective sees it, and tells all other ranks."""
+def test_any_other_error_ends_the_session(how):
+    """It leaves the context of the collective, which notifies all other ranks."""
     session, fail = Session(), raising(RuntimeError("CUDA error"))
     with pytest.raises(RuntimeError, match="CUDA error"):
         play(session, prepare=fail if how == "prepare" else lambda *_: Pending((), fail))

@@ -121,7 +121,7 @@ def test_an_error_inside_a_verb_is_raised_though_it_cannot_be_told(group, monkey
         with pytest.raises(KeyError, match="the balancer") as caught:
             use(comm)
     assert sys.version_info < (3, 11) or caught.value.__notes__ == [
-        "the other ranks could not be told: ZeroDivisionError: division by zero"
+        "the other ranks could not be notified: ZeroDivisionError: division by zero"
     ]
 
 

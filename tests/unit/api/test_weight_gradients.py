@@ -1,4 +1,4 @@
-"""``weight_gradients`` against its PyTorch twin, bit for bit; what it makes beside rows; what its kernel is told."""
+"""``weight_gradients`` against its PyTorch twin, bit for bit; size of its temporaries; arguments of its kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rows_at_a_time_give_the_bits_of_all_at_once(monkeypatch, num_rows, hidd
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes that any operation makes."""
+    """The size in bytes of the largest new tensor."""
 
     num_bytes = 0
 
@@ -63,7 +63,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_nothing_as_large_as_the_rows_is_made_beside_them(monkeypatch):
+def test_no_temporary_is_as_large_as_the_rows(monkeypatch):
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 16)
     grads, rows, weights = inputs(160, 64, torch.bfloat16, torch.float32)
     with Largest() as largest:
@@ -72,7 +72,7 @@ def test_nothing_as_large_as_the_rows_is_made_beside_them(monkeypatch):
 
 
 class Library:
-    """Stands in for ``Library``: keeps what a kernel is launched with."""
+    """A fake ``Library`` that keeps the arguments of launches."""
 
     num_sms = 2
 

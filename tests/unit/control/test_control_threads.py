@@ -1,4 +1,4 @@
-"""A call in a thread: its result, or whatever it raises."""
+"""Calls in daemon threads: results, errors, time limits."""
 
 import threading
 from unittest import mock
@@ -8,7 +8,7 @@ import pytest
 from fusco.control.threads import in_thread, within
 
 
-def test_the_result_comes_when_it_is_there():
+def test_a_future_is_done_when_the_call_returns():
     may_go_on = threading.Event()
     future = in_thread(lambda: may_go_on.wait() and 7)
     assert not future.done()
@@ -17,7 +17,7 @@ def test_the_result_comes_when_it_is_there():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), OSError("no"), AssertionError("no")], ids=repr)
-def test_whatever_goes_wrong_is_told_and_not_waited_for(error):
+def test_an_error_completes_the_future(error):
     def fail():
         raise error
 
@@ -37,7 +37,7 @@ def test_what_a_call_raises_in_time_is_raised():
         within(10, lambda: 1 // 0)
 
 
-def test_where_no_thread_starts_any_more_the_call_is_made_here():
+def test_the_calling_thread_makes_the_call_if_no_thread_starts():
     callers = []
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't create new thread")):
         assert within(10, lambda: callers.append(threading.current_thread()))

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the start of a collective."""
+"""Fingerprints of a collective: equal ones pass, all ranks raise alike for the others."""
 
 import pytest
 
@@ -13,19 +13,19 @@ def test_equal_fingerprints_pass():
     check_fingerprints([GOOD, GOOD, GOOD], rank=1)
 
 
-def test_different_terms_are_listed_for_everybody_alike():
+def test_different_fields_are_listed_alike_on_all_ranks():
     other = CollectiveFingerprint("dispatch", {"num_topk": 4, "payloads": ["bfloat16[7]"]})
     for rank in range(3):
         with pytest.raises(MismatchError, match=r"in dispatch: num_topk is 8 on ranks 0, 2, 4 on rank 1$"):
             check_fingerprints([GOOD, other, GOOD], rank)
 
 
-def test_a_term_that_one_rank_lacks():
+def test_a_field_that_one_rank_lacks():
     with pytest.raises(MismatchError, match="handle is not given on rank 0, 3 on rank 1"):
         check_fingerprints([CollectiveFingerprint("combine"), CollectiveFingerprint("combine", {"handle": 3})], 0)
 
 
-def test_every_differing_term_is_named():
+def test_every_differing_field_is_named():
     other = CollectiveFingerprint("dispatch", {"num_topk": 4, "payloads": ["float32[7]"]})
     with pytest.raises(MismatchError, match=r"num_topk is .*; payloads is "):
         check_fingerprints([GOOD, other], 0)
@@ -37,7 +37,7 @@ def test_different_collectives_come_first_even_before_rejections():
             check_fingerprints([GOOD, CollectiveFingerprint("combine"), REFUSED], rank)
 
 
-def test_a_rejection_calls_it_off_for_all_others_and_its_terms_do_not_count():
+def test_a_rejection_cancels_the_collective_on_all_others_and_its_fields_are_ignored():
     for rank in (0, 2):
         with pytest.raises(RejectedInputError, match=r"rank 1 rejected its input: x has shape \(3,\)$"):
             check_fingerprints([GOOD, REFUSED, GOOD], rank)
@@ -50,7 +50,7 @@ def test_both_are_errors_of_fusco_and_of_values():
         assert issubclass(error, ValueError)
 
 
-def test_several_rejections_are_all_told():
+def test_several_rejections_are_all_named():
     with pytest.raises(RejectedInputError, match=r"rank 1 .*; rank 2 "):
         check_fingerprints([GOOD, REFUSED, REFUSED], 0)
 

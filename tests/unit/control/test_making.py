@@ -1,4 +1,4 @@
-"""A communicator that cannot be made leaves nothing behind, so that other ranks see at once that it is gone."""
+"""A communicator that cannot be made closes everything, so that other ranks notice at once."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def validator(rank: int, capacity: Capacity) -> Validator:
 def test_a_communicator_without_room_closes_its_connections(where):
     topology = Topology.of_equal_nodes(2, 1)
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-    config, met = EngineConfig(topology, capacity, Settings()), PeerInfo(["here"] * 2, [], "127.0.0.1")
+    config, peer_info = EngineConfig(topology, capacity, Settings()), PeerInfo(["here"] * 2, [], "127.0.0.1")
     before = threading.active_count()
     with mock.patch(f"fusco.{where}", side_effect=MemoryError("no room")):
         errors = on_ranks(
-            2, lambda store_gather: connect_parts(store_gather, config, met, validator(store_gather.rank, capacity))
+            2,
+            lambda store_gather: connect_parts(store_gather, config, peer_info, validator(store_gather.rank, capacity)),
         )
     assert [type(error) for error in errors.values()] == [MemoryError] * 2
     deadline = time.monotonic() + LIMIT_S

@@ -58,9 +58,11 @@ def test_room_is_checked_for_all_ranks_of_the_machine_together():
         SharedSegment.create(room.f_bavail * room.f_frsize // 3, num_ranks=4)
 
 
-def test_memory_that_ranks_take_besides_is_counted():
+def test_private_memory_of_all_ranks_is_counted():
     private_bytes = 1 << 50
-    with pytest.raises(SharedMemoryError, match=rf"2 rank\(s\) .* {private_bytes:,} of their own each, but it has"):
+    with pytest.raises(
+        SharedMemoryError, match=rf"2 rank\(s\) .* {private_bytes:,} of private memory each, but it has"
+    ):
         SharedSegment.create(4096, num_ranks=2, private_bytes=private_bytes)
 
 
@@ -71,8 +73,8 @@ def test_a_peer_that_is_gone():
         SharedSegment.open_peer(SegmentAddress(address.pid, address.fd, 4096))
 
 
-def test_an_address_space_that_is_too_small_is_told_as_that():
-    """In a process of its own, whose limit is not to be had back."""
+def test_an_error_names_the_limit_of_the_address_space():
+    """In a separate process, as a limit cannot be raised again."""
     program = """
 import resource, fusco
 from fusco.control.shared_segment import SharedSegment
@@ -83,15 +85,15 @@ try:
 except fusco.SharedMemoryError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert re.match(
-        r"67,108,864 bytes of shared memory are there, but could not be mapped: Cannot allocate memory\. This process "
-        r"has a limit of [\d,]+ bytes for all that it maps \(ulimit -v\)",
-        said,
-    ), said
+        r"67,108,864 bytes of shared memory were allocated, but could not be mapped: Cannot allocate memory\. This "
+        r"process has a limit of [\d,]+ bytes for all that it maps \(ulimit -v\)",
+        output,
+    ), output
 
 
-def test_too_many_open_files_are_told_with_the_limit():
+def test_an_error_names_the_limit_of_open_files():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with SharedSegment.create(4096) as segment, SharedSegment.create(4096) as last:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -117,5 +119,5 @@ def test_memory_in_use_survives_closing_and_descriptors_do_not():
     assert len(own.memory) == 0
     peer.close()
     del row
-    # mmap keeps a descriptor of its own as long as the memory is mapped.
+    # mmap keeps a duplicate of the descriptor as long as the memory is mapped.
     assert len(os.listdir("/proc/self/fd")) <= len(before) + 2

@@ -1,4 +1,4 @@
-"""A sentinel answers those who know its secret, takes in the first verdict, and tells a silent rank from a dead one."""
+"""A status server answers with its secret only, keeps the first failure report, separates silent from dead ranks."""
 
 import errno
 import json
@@ -13,8 +13,8 @@ import pytest
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
 
 HOST = "127.0.0.1"
-LIMIT_S = 5.0  # what any answer may take on a loaded machine
-VERDICT = FailureReport(peers=(2, 3), reason="rank 2 is dead", found_by=1, has_left=True)
+LIMIT_S = 5.0  # for any answer on a loaded machine
+REPORT = FailureReport(peers=(2, 3), reason="rank 2 is dead", found_by=1, has_left=True)
 
 
 @pytest.fixture
@@ -31,27 +31,27 @@ def peer():
 
 @pytest.fixture
 def deaf():
-    """Somewhere that takes connections, as the kernel does for a stopped process, but never answers."""
+    """A server that accepts connections, as the kernel does for a stopped process, but never answers."""
     with socket.create_server((HOST, 0)) as server:
         yield StatusServerAddress(HOST, server.getsockname()[1])
 
 
-def say(address, line):
-    """What a sentinel answers to some bytes."""
+def send(address, line):
+    """Send bytes to a status server and return its answer."""
     with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as connection:
         try:
             connection.sendall(line)
             connection.shutdown(socket.SHUT_WR)
             return connection.makefile("rb").read()
         except ConnectionError:
-            return b""  # it hung up on what was too long
+            return b""  # the server closed the connection, as the line was too long
         except OSError as error:
             if error.errno == errno.ENOTCONN:
                 return b""
             raise
 
 
-def test_answers_what_its_rank_does_and_since_when(status_server, peer):
+def test_reports_the_phase_of_its_rank_and_its_duration(status_server, peer):
     peer.note(7, "combine #7", "adding partial sums")
     time.sleep(0.05)
     status = status_server.ask({3: peer.address}, LIMIT_S)[3]
@@ -60,38 +60,38 @@ def test_answers_what_its_rank_does_and_since_when(status_server, peer):
     assert 0.05 <= status.seconds < LIMIT_S
 
 
-def test_asks_nobody_if_there_is_nobody(status_server):
+def test_asks_no_rank_if_there_is_none(status_server):
     assert status_server.ask({}, LIMIT_S) == {}
 
 
-def test_tells_a_verdict_and_the_first_one_stays(status_server, peer):
-    status_server.tell({3: peer.address}, VERDICT, LIMIT_S)
-    assert peer.failure_report == VERDICT
-    status_server.tell({3: peer.address}, FailureReport((0,), "another", 2, has_left=False), LIMIT_S)
-    assert peer.failure_report == VERDICT
+def test_sends_a_failure_report_and_the_first_one_stays(status_server, peer):
+    status_server.report_failure({3: peer.address}, REPORT, LIMIT_S)
+    assert peer.failure_report == REPORT
+    status_server.report_failure({3: peer.address}, FailureReport((0,), "another", 2, has_left=False), LIMIT_S)
+    assert peer.failure_report == REPORT
     assert status_server.failure_report is None
 
 
-TOLD = {"tell": {"peers": [1], "reason": "", "found_by": 0, "has_left": True}}
+REQUEST = {"failure": {"peers": [1], "reason": "", "found_by": 0, "has_left": True}}
 
 
 def test_the_secret_gets_an_answer(peer):
-    assert json.loads(say(peer.address, b"secret " + json.dumps(TOLD).encode() + b"\n")) == {}
+    assert json.loads(send(peer.address, b"secret " + json.dumps(REQUEST).encode() + b"\n")) == {}
     assert peer.failure_report == FailureReport((1,), "", 0, has_left=True)
 
 
 @pytest.mark.parametrize("secret", [b"", b"wrong", b"secretly", b"secre", b"\xff", b"SECRET"])
-@pytest.mark.parametrize("request_", [{"ask": "status"}, TOLD, {"leave": {"rank": 1, "reason": "left"}}])
+@pytest.mark.parametrize("request_", [{"ask": "status"}, REQUEST, {"departure": {"rank": 1, "reason": "left"}}])
 def test_a_wrong_secret_gets_nothing_and_does_nothing(peer, secret, request_):
-    assert say(peer.address, secret + b" " + json.dumps(request_).encode() + b"\n") == b""
+    assert send(peer.address, secret + b" " + json.dumps(request_).encode() + b"\n") == b""
     assert peer.failure_report is None
     assert not peer.departures
 
 
-def test_a_sentinel_of_another_communicator_gets_nothing(peer):
-    with closing(StatusServer("another secret", HOST)) as stranger:
-        assert isinstance(stranger.ask({3: peer.address}, LIMIT_S)[3], NoAnswer)
-        stranger.tell({3: peer.address}, VERDICT, LIMIT_S)
+def test_a_status_server_of_another_communicator_gets_nothing(peer):
+    with closing(StatusServer("another secret", HOST)) as foreign:
+        assert isinstance(foreign.ask({3: peer.address}, LIMIT_S)[3], NoAnswer)
+        foreign.report_failure({3: peer.address}, REPORT, LIMIT_S)
     assert peer.failure_report is None
 
 
@@ -105,46 +105,46 @@ def test_a_sentinel_of_another_communicator_gets_nothing(peer):
         b"[1]\n",
         b"7\n",
         b"secret\n",
-        b'secret {"tell": {}}\n',
-        b'secret {"tell": 7}\n',
-        b'secret {"leave": 7}\n',
+        b'secret {"failure": {}}\n',
+        b'secret {"failure": 7}\n',
+        b'secret {"departure": 7}\n',
         b"secr\xc3\xa9t {}\n",
         b"[" * 50_000 + b"\n",
         b"secret " + b"[" * 50_000 + b"\n",
         b"x" * 100_000,
     ],
 )
-def test_a_strangers_bytes_do_no_harm(status_server, peer, line, capfd):
-    assert say(peer.address, line) == b""
+def test_invalid_bytes_do_no_harm(status_server, peer, line, capfd):
+    assert send(peer.address, line) == b""
     assert peer.failure_report is None
     assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
     assert capfd.readouterr().err == ""
 
 
-def test_strangers_that_stay_take_no_threads_and_keep_nobody_from_answering(status_server, peer):
+def test_idle_foreign_clients_take_no_threads_and_delay_no_answer(status_server, peer):
     num_threads = threading.active_count()
     with ExitStack() as stack:
         for _ in range(600):
-            stranger = socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S)
-            stack.enter_context(stranger).sendall(b"secr")
+            foreign = socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S)
+            stack.enter_context(foreign).sendall(b"secr")
         assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
         assert threading.active_count() == num_threads
 
 
-def test_a_stranger_that_stays_is_sent_away_after_a_time(peer, monkeypatch):
-    monkeypatch.setattr("fusco.control.answering._SECONDS_TO_SPEAK", 0.2)
-    with socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S) as stranger:
-        stranger.sendall(b"secret")
-        assert stranger.recv(1) == b""
+def test_the_connection_of_an_idle_client_is_closed_after_a_time(peer, monkeypatch):
+    monkeypatch.setattr("fusco.control.line_server._CLIENT_TIMEOUT_S", 0.2)
+    with socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S) as foreign:
+        foreign.sendall(b"secret")
+        assert foreign.recv(1) == b""
 
 
-def test_telling_and_asking_start_no_threads(status_server, peer, monkeypatch):
+def test_reporting_and_asking_start_no_threads(status_server, peer, monkeypatch):
     def start(_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    status_server.tell({3: peer.address}, VERDICT, LIMIT_S)
-    assert peer.failure_report == VERDICT
+    status_server.report_failure({3: peer.address}, REPORT, LIMIT_S)
+    assert peer.failure_report == REPORT
     assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
 
 
@@ -167,24 +167,24 @@ def no_descriptor_left():
             one.close()
 
 
-def test_a_rank_that_cannot_be_asked_for_want_of_descriptors_is_not_called_dead(status_server, peer):
+def test_a_rank_that_cannot_be_asked_without_descriptors_is_not_called_dead(status_server, peer):
     with no_descriptor_left():
         answer = status_server.ask({3: peer.address}, LIMIT_S)[3]
     assert answer == Unasked("could not be asked: Too many open files")
 
 
-def test_a_reason_of_any_length_is_told(status_server, peer):
-    status_server.tell({3: peer.address}, FailureReport((2,), "é" * 100_000, 1, has_left=True), LIMIT_S)
+def test_a_reason_of_any_length_is_reported(status_server, peer):
+    status_server.report_failure({3: peer.address}, FailureReport((2,), "é" * 100_000, 1, has_left=True), LIMIT_S)
     assert peer.failure_report.reason == "é" * 8000
 
 
-def test_a_rank_that_leaves_says_so(status_server, peer):
-    status_server.tell_departure({3: peer.address}, 5, "left", LIMIT_S)
+def test_a_rank_that_leaves_reports_it(status_server, peer):
+    status_server.report_departure({3: peer.address}, 5, "left", LIMIT_S)
     assert peer.departures == {5: "left"}
     assert peer.failure_report is None
 
 
-def test_a_sentinel_may_be_closed_in_the_thread_that_answers(status_server):
+def test_the_thread_that_answers_may_close_the_status_server(status_server):
     """As the garbage collector may run in any thread."""
     done = threading.Event()
     peer = StatusServer("secret", HOST)
@@ -196,27 +196,27 @@ def test_a_sentinel_may_be_closed_in_the_thread_that_answers(status_server):
 
 def test_a_rank_that_does_not_answer_is_silent_but_has_not_left(status_server, deaf):
     began = time.monotonic()
-    silence = status_server.ask({3: deaf}, 0.2)[3]
-    assert isinstance(silence, NoAnswer)
-    assert not silence.has_left
-    assert "does not answer within 0.2 s" in silence.reason
+    no_answer = status_server.ask({3: deaf}, 0.2)[3]
+    assert isinstance(no_answer, NoAnswer)
+    assert not no_answer.has_left
+    assert "does not answer within 0.2 s" in no_answer.reason
     assert time.monotonic() - began < 0.2 + 1
 
 
-def test_silent_ranks_are_waited_for_at_once_and_keep_nobody_from_answering(status_server, peer, deaf):
+def test_silent_ranks_are_waited_for_at_once_and_delay_no_answer(status_server, peer, deaf):
     began = time.monotonic()
     answers = status_server.ask({**dict.fromkeys(range(20), deaf), 20: peer.address}, 0.5)
     assert time.monotonic() - began < 2 * 0.5 + 1
     assert [rank for rank, answer in answers.items() if isinstance(answer, Status)] == [20]
 
 
-def test_a_rank_that_closed_its_sentinel_has_left(status_server):
+def test_a_rank_that_closed_its_status_server_has_left(status_server):
     with closing(StatusServer("secret", HOST)) as gone:
         pass
-    silence = status_server.ask({3: gone.address}, LIMIT_S)[3]
-    assert isinstance(silence, NoAnswer)
-    assert silence.has_left
-    status_server.tell({3: gone.address}, VERDICT, LIMIT_S)  # passed over
+    no_answer = status_server.ask({3: gone.address}, LIMIT_S)[3]
+    assert isinstance(no_answer, NoAnswer)
+    assert no_answer.has_left
+    status_server.report_failure({3: gone.address}, REPORT, LIMIT_S)  # skipped
 
 
 def test_many_may_ask_at_once(status_server, peer):

@@ -1,4 +1,4 @@
-"""Roll calls through a store that is stopped, dies, or is lost with a rank: a limit, and names where they are known."""
+"""All-gathers through a store that stops, dies, or is lost with a rank: a limit, and the ranks at fault if known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(600)
 
 
 class Store:
-    """A store of this process that can fall silent, or be lost."""
+    """A store of this process that can stop answering, or be lost."""
 
     def __init__(self):
         self._store = dist.HashStore()
@@ -70,13 +70,13 @@ def test_a_stopped_process_that_serves_the_store_is_not_waited_for_beyond_the_li
             os.kill(server.pid, signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(TransportError, match=rf"store at 127\.0\.0\.1:{port} .* did not answer within 1\.5 s"):
-                store_gather.all_gather("hello", 1)
+                store_gather.all_gather("bootstrap", 1)
             assert time.monotonic() - began < 1.5 + SLACK_S
         finally:
             server.kill()
 
 
-def test_where_somebody_watches_the_ranks_they_are_looked_at_while_the_store_is_silent():
+def test_a_watcher_checks_the_ranks_while_the_store_is_silent():
     store, stalls = Store(), []
 
     class Watcher:
@@ -97,21 +97,21 @@ def test_where_somebody_watches_the_ranks_they_are_looked_at_while_the_store_is_
     assert stalls[0].expected == "an answer of the process group's store"
 
 
-def test_a_store_that_is_lost_is_told_with_the_ranks_that_had_not_come():
+def test_the_error_of_a_lost_store_names_the_ranks_that_were_missing():
     store = Store()
 
-    def come(store_gather):
-        return store_gather.all_gather("hello", 1)
+    def gather(store_gather):
+        return store_gather.all_gather("bootstrap", 1)
 
     with later(0.6, lambda: setattr(store, "is_lost", True)):
-        errors = on_ranks(4, come, absent=(1, 3), store=store)
+        errors = on_ranks(4, gather, absent=(1, 3), store=store)
     assert [type(error) for error in errors.values()] == [TransportError] * 2
     for error in errors.values():
         assert "store cannot be reached: Connection reset by peer. " in str(error)
-        assert str(error).endswith("Rank(s) 1, 3 had not come to 'hello' when it last answered")
+        assert str(error).endswith("Rank(s) 1, 3 had not reached 'bootstrap' when it last answered")
 
 
-def test_a_store_that_is_lost_with_a_rank_is_told_as_that_ranks_failure():
+def test_a_store_that_is_lost_with_a_rank_is_reported_as_the_failure_of_that_rank():
     store, asked = Store(), []
 
     class Watcher:
@@ -130,20 +130,20 @@ def test_a_store_that_is_lost_with_a_rank_is_told_as_that_ranks_failure():
     assert asked == [("segment", "the process group's store cannot be reached: Connection reset by peer")]
 
 
-def test_who_gives_up_first_stays_until_the_others_know():
-    """As its process may serve the store."""
+def test_the_first_rank_that_fails_waits_for_the_others():
+    """Its process may serve the store."""
     left = {}
 
-    def come(store_gather):
+    def fail(store_gather):
         time.sleep(0.3 * store_gather.rank)
         store_gather.part()
         left[store_gather.rank] = time.monotonic()
 
-    on_ranks(2, come)
+    on_ranks(2, fail)
     assert abs(left[0] - left[1]) < 0.2
 
 
-def test_who_gives_up_stays_for_a_moment_only():
+def test_a_rank_that_fails_waits_for_a_short_time_only():
     began = time.monotonic()
     on_ranks(3, lambda store_gather: store_gather.part(without=(2,)), absent=(1, 2), timeout_s=4.0)
     assert 0.2 <= time.monotonic() - began < 0.2 + SLACK_S
@@ -152,9 +152,9 @@ def test_who_gives_up_stays_for_a_moment_only():
     assert time.monotonic() - began < SLACK_S
 
 
-def test_no_thread_is_left_of_roll_calls_that_were_given_up():
+def test_no_thread_is_left_of_all_gathers_that_timed_out():
     before = threading.active_count()
-    error = on_ranks(2, lambda store_gather: store_gather.all_gather("hello", 1), absent=(1,), timeout_s=0.2)[0]
+    error = on_ranks(2, lambda store_gather: store_gather.all_gather("bootstrap", 1), absent=(1,), timeout_s=0.2)[0]
     assert isinstance(error, PeerFailureError)
     deadline = time.monotonic() + SLACK_S
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ def test_no_thread_is_left_of_roll_calls_that_were_given_up():
     assert threading.active_count() <= before
 
 
-def test_an_error_in_making_is_raised_whatever_goes_wrong_in_parting(monkeypatch):
+def test_the_first_error_is_raised_even_if_parting_fails(monkeypatch):
     class Config:
         class settings:  # noqa: N801
             timeout_s = 1.0

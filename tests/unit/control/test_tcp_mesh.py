@@ -1,4 +1,4 @@
-"""Messages of records between nodes: they come whole, in order, from whom they should; who is gone is named."""
+"""Control messages between nodes: complete, in order, from authenticated peers; errors name the peer that has gone."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ SECRET = "0123456789abcdef" * 2
 LIMIT_S = 20.0
 
 
-def mail_of(store_gather, peers=None):
+def mesh_of(store_gather, peers=None):
     others = [rank for rank in range(store_gather.world_size) if rank != store_gather.rank]
     return TcpMesh(store_gather, others if peers is None else peers, "127.0.0.1", SECRET, store_gather.wait_until)
 
 
 def exchange(mesh, message, peers):
-    """One round; what came, by peer."""
-    places = {peer: bytearray(len(message)) for peer in peers}
-    mesh.begin(memoryview(message), {peer: memoryview(place) for peer, place in places.items()})
-    came, deadline = [], time.monotonic() + LIMIT_S
+    """Exchange messages in one round; return those received, by peer."""
+    received = {peer: bytearray(len(message)) for peer in peers}
+    mesh.begin(memoryview(message), {peer: memoryview(memory) for peer, memory in received.items()})
+    complete, deadline = [], time.monotonic() + LIMIT_S
     while not mesh.is_done:
-        came += mesh.poll()
+        complete += mesh.poll()
         assert not mesh.failure
         assert time.monotonic() < deadline
         time.sleep(0)
-    assert sorted(came) == sorted(peers)
-    return {peer: bytes(place) for peer, place in places.items()}
+    assert sorted(complete) == sorted(peers)
+    return {peer: bytes(memory) for peer, memory in received.items()}
 
 
 @pytest.mark.parametrize("num_bytes", [1, 1000, 20_000_000])  # the last one more than any socket holds
-def test_everybody_gets_everybodys_messages_round_by_round(num_bytes):
+def test_every_rank_receives_the_messages_of_all_others_in_every_round(num_bytes):
     num_rounds = 3 if num_bytes > 1000 else 200
 
     def talk(store_gather):
-        mesh, others = mail_of(store_gather), [rank for rank in range(3) if rank != store_gather.rank]
+        mesh, others = mesh_of(store_gather), [rank for rank in range(3) if rank != store_gather.rank]
         try:
             return [
                 exchange(mesh, bytes([16 * number % 256 + store_gather.rank]) * num_bytes, others)
@@ -52,15 +52,17 @@ def test_everybody_gets_everybodys_messages_round_by_round(num_bytes):
             mesh.close()
 
     for rank, rounds in on_ranks(3, talk).items():
-        for number, came in enumerate(rounds):
-            assert came == {peer: bytes([16 * number % 256 + peer]) * num_bytes for peer in range(3) if peer != rank}
+        for number, received in enumerate(rounds):
+            assert received == {
+                peer: bytes([16 * number % 256 + peer]) * num_bytes for peer in range(3) if peer != rank
+            }
 
 
 def test_a_rank_may_be_a_round_ahead():
     first_is_done = threading.Event()
 
     def talk(store_gather):
-        mesh, peer = mail_of(store_gather), 1 - store_gather.rank
+        mesh, peer = mesh_of(store_gather), 1 - store_gather.rank
         first = exchange(mesh, b"first", [peer])
         if store_gather.rank == 0:
             mesh.begin(memoryview(b"again"), {1: memoryview(again := bytearray(5))})
@@ -81,7 +83,7 @@ def test_only_peers_connect():
     peers = {0: [2], 1: [3], 2: [0], 3: [1]}
 
     def talk(store_gather):
-        mesh = mail_of(store_gather, peers[store_gather.rank])
+        mesh = mesh_of(store_gather, peers[store_gather.rank])
         try:
             return exchange(mesh, b"from %d" % store_gather.rank, peers[store_gather.rank])
         finally:
@@ -92,8 +94,8 @@ def test_only_peers_connect():
 
 def test_without_peers_nothing_is_opened():
     def talk(store_gather):
-        mesh = mail_of(store_gather, [])
-        mesh.begin(memoryview(b"nobody"), {})
+        mesh = mesh_of(store_gather, [])
+        mesh.begin(memoryview(b"record"), {})
         return mesh.is_done, mesh.poll()
 
     assert on_ranks(2, talk) == {rank: (True, []) for rank in range(2)}
@@ -101,7 +103,7 @@ def test_without_peers_nothing_is_opened():
 
 def test_a_peer_that_has_gone_is_named():
     def talk(store_gather):
-        mesh = mail_of(store_gather)
+        mesh = mesh_of(store_gather)
         exchange(mesh, b"first", [1 - store_gather.rank])
         if store_gather.rank == 1:
             mesh.close()
@@ -118,20 +120,20 @@ def test_a_peer_that_has_gone_is_named():
 
 
 def test_a_peer_that_has_gone_raises_no_signal():
-    """Programs that end quietly when a pipe of theirs closes have SIGPIPE kill them."""
+    """Programs that shall end quietly when their output is closed let SIGPIPE kill them."""
     signals, has_gone = [], threading.Event()
 
     def talk(store_gather):
-        mesh = mail_of(store_gather)
+        mesh = mesh_of(store_gather)
         if store_gather.rank == 1:
             mesh.close()
             has_gone.set()
             return None
         has_gone.wait(LIMIT_S)
-        for _ in range(3):  # the first one may still leave
-            mesh.begin(memoryview(b"hello"), {1: memoryview(bytearray(5))})
+        for _ in range(3):  # the first one may still be sent
+            mesh.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
             time.sleep(0.05)
-            mesh._leaving, mesh._coming = {}, {}
+            mesh._sending, mesh._receiving = {}, {}
         mesh.close()
         return mesh.failure
 
@@ -146,7 +148,7 @@ def test_a_peer_that_has_gone_raises_no_signal():
 
 def test_a_peer_that_does_not_come_is_named_and_nothing_is_left_open():
     before = threading.active_count()
-    error = on_ranks(3, mail_of, absent=(2,), timeout_s=0.3)[0]
+    error = on_ranks(3, mesh_of, absent=(2,), timeout_s=0.3)[0]
     assert isinstance(error, PeerFailureError)
     assert error.peers == (2,)
     deadline = time.monotonic() + LIMIT_S
@@ -160,9 +162,9 @@ def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
 
     def come(store_gather):
         if store_gather.rank == 0:
-            return mail_of(store_gather)
+            return mesh_of(store_gather)
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            return store_gather.all_gather("mail", silent.getsockname()[:2])
+            return store_gather.all_gather("TCP mesh", silent.getsockname()[:2])
 
     error = on_ranks(2, come, timeout_s=0.3)[0]
     assert isinstance(error, PeerFailureError)
@@ -176,29 +178,31 @@ def test_a_peer_that_does_not_connect_is_not_waited_for_beyond_the_limit():
 def test_of_several_peers_the_one_that_does_not_connect_is_named():
     def come(store_gather):
         if store_gather.rank < 2:
-            return mail_of(store_gather)
+            return mesh_of(store_gather)
         with (
             socket.create_server(("127.0.0.1", 0)) as silent,
-            socket.create_connection(tuple(store_gather.all_gather("mail", silent.getsockname()[:2])[1])) as connection,
+            socket.create_connection(
+                tuple(store_gather.all_gather("TCP mesh", silent.getsockname()[:2])[1])
+            ) as connection,
         ):
             connection.sendall(SECRET.encode() + bytes(7) + b"\x02")
-            time.sleep(1.0)  # to rank 0 it never says a word
+            time.sleep(1.0)  # and never connects to rank 0
             return None
 
-    fates = on_ranks(3, come, timeout_s=0.5)
-    assert isinstance(fates[0], PeerFailureError)
-    assert fates[0].peers == (2,)
-    assert (fates[0].stall.expected, fates[0].stall.seen) == ("2 connections", "1")
-    fates[1].close()
+    outcomes = on_ranks(3, come, timeout_s=0.5)
+    assert isinstance(outcomes[0], PeerFailureError)
+    assert outcomes[0].peers == (2,)
+    assert (outcomes[0].stall.expected, outcomes[0].stall.seen) == ("2 connections", "1")
+    outcomes[1].close()
 
 
 def test_a_peer_that_refuses_is_named_with_its_address():
     def come(store_gather):
         if store_gather.rank == 1:
-            return mail_of(store_gather)
+            return mesh_of(store_gather)
         with socket.create_server(("127.0.0.1", 0)) as left:
             address = left.getsockname()[:2]
-        return store_gather.all_gather("mail", address)
+        return store_gather.all_gather("TCP mesh", address)
 
     error = on_ranks(2, come)[1]
     assert isinstance(error, OSError)
@@ -206,7 +210,7 @@ def test_a_peer_that_refuses_is_named_with_its_address():
     assert "refused" in str(error)
 
 
-def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
+def test_a_connection_made_after_the_wait_has_failed_is_closed(monkeypatch):
     connect, may_connect = socket.create_connection, threading.Event()
 
     def connect_late(*args, **kwargs):
@@ -216,44 +220,42 @@ def test_whoever_connects_after_all_was_given_up_hangs_up(monkeypatch):
     monkeypatch.setattr("fusco.control.tcp_mesh.socket.create_connection", connect_late)
 
     def call(store_gather):
-        def wait_in_vain(_, stall):
-            raise PeerFailureError(
-                rank=1, peers=(0,), operation="", stall=stall(), reason="nobody waits so long", has_left=False
-            )
+        def give_up(_, stall):
+            raise PeerFailureError(rank=1, peers=(0,), operation="", stall=stall(), reason="timed out", has_left=False)
 
         try:
-            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET, wait_in_vain)
+            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET, give_up)
         except PeerFailureError as error:
             may_connect.set()
-            return error  # which remembers what there was
+            return error  # which references the frames
 
     def answer(store_gather):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(LIMIT_S)
-            store_gather.all_gather("mail", listener.getsockname()[:2])
+            store_gather.all_gather("TCP mesh", listener.getsockname()[:2])
             connection, _ = listener.accept()
             with connection:
                 connection.settimeout(LIMIT_S / 4)
                 while connection.recv(100):
                     pass
-        return "hung up"
+        return "closed"
 
-    fates = on_ranks(2, lambda store_gather: call(store_gather) if store_gather.rank else answer(store_gather))
-    assert isinstance(fates[1], PeerFailureError)
-    assert fates[0] == "hung up"
+    outcomes = on_ranks(2, lambda store_gather: call(store_gather) if store_gather.rank else answer(store_gather))
+    assert isinstance(outcomes[1], PeerFailureError)
+    assert outcomes[0] == "closed"
 
 
-def test_nobody_waits_for_peers_to_connect_once_all_was_given_up():
+def test_no_thread_accepts_peers_after_the_wait_has_failed():
     before = threading.active_count()
 
     def come(store_gather):
-        def wait_in_vain(*_):
-            time.sleep(0.2)  # until it waits for somebody to connect
-            raise TransportError("nobody waits so long")
+        def give_up(*_):
+            time.sleep(0.2)  # until the thread waits for connections
+            raise TransportError("timed out")
 
         if store_gather.rank == 0:
-            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET, wait_in_vain)
-        return store_gather.all_gather("mail", ("127.0.0.1", 9))
+            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET, give_up)
+        return store_gather.all_gather("TCP mesh", ("127.0.0.1", 9))
 
     assert isinstance(on_ranks(2, come)[0], TransportError)
     deadline = time.monotonic() + LIMIT_S / 2
@@ -262,55 +264,58 @@ def test_nobody_waits_for_peers_to_connect_once_all_was_given_up():
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
-def test_strangers_are_turned_away(says):
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
+def test_invalid_credentials_are_rejected(sent):
     def talk(store_gather):
-        gather = store_gather.gather
+        all_gather = store_gather.all_gather
 
-        def gather_after_a_stranger(stage, value):
+        def all_gather_after_a_foreign_client(stage, value):
             if store_gather.rank == 0:
-                with socket.create_connection(tuple(value)) as stranger:
-                    stranger.sendall(says)
-            return gather(stage, value)
+                with socket.create_connection(tuple(value)) as foreign:
+                    foreign.sendall(sent)
+                num_foreign.append(1)
+            return all_gather(stage, value)
 
-        store_gather.gather = gather_after_a_stranger
-        mesh = mail_of(store_gather)
+        store_gather.all_gather = all_gather_after_a_foreign_client
+        mesh = mesh_of(store_gather)
         try:
-            return exchange(mesh, b"hello", [1 - store_gather.rank])
+            return exchange(mesh, b"first", [1 - store_gather.rank])
         finally:
             mesh.close()
 
-    assert on_ranks(2, talk) == {0: {1: b"hello"}, 1: {0: b"hello"}}
+    num_foreign = []
+    assert on_ranks(2, talk) == {0: {1: b"first"}, 1: {0: b"first"}}
+    assert num_foreign == [1]
 
 
-def test_strangers_that_stay_are_held_up_to_a_bound():
-    num_unauthenticated, hung_up = 400, []
+def test_the_number_of_unauthenticated_connections_is_bounded():
+    num_unauthenticated, closed = 400, []
     with ExitStack() as stack:
 
         def talk(store_gather):
-            gather = store_gather.gather
+            all_gather = store_gather.all_gather
 
-            def gather_after_strangers(stage, value):
+            def all_gather_after_foreign_clients(stage, value):
                 if store_gather.rank == 0:
-                    strangers.extend(
+                    foreign_clients.extend(
                         stack.enter_context(socket.create_connection(tuple(value))) for _ in range(num_unauthenticated)
                     )
-                return gather(stage, value)
+                return all_gather(stage, value)
 
-            strangers = []
-            store_gather.gather = gather_after_strangers
+            foreign_clients = []
+            store_gather.all_gather = all_gather_after_foreign_clients
             if store_gather.rank == 1:
-                store_gather.all_gather("mail", None)  # it connects once the others have been looked at
+                store_gather.all_gather("TCP mesh", None)  # and never connects
                 return
             may_end = threading.Timer(1.0, lambda: None)
             may_end.start()
 
             def wait_until(is_ready, stall):
                 may_end.join()
-                for stranger in strangers:
-                    stranger.setblocking(False)
+                for foreign in foreign_clients:
+                    foreign.setblocking(False)
                     try:
-                        hung_up.append(stranger.recv(1))
+                        closed.append(foreign.recv(1))
                     except BlockingIOError:
                         pass
                 raise TransportError("enough")
@@ -319,25 +324,28 @@ def test_strangers_that_stay_are_held_up_to_a_bound():
                 TcpMesh(store_gather, [1], "127.0.0.1", SECRET, wait_until)
             return
 
-        on_ranks(2, talk)
-    assert hung_up == [b""] * (num_unauthenticated - 256)
+        assert on_ranks(2, talk) == {0: None, 1: None}
+    assert closed == [b""] * (num_unauthenticated - 256)
 
 
-@pytest.mark.parametrize("says", [b"", SECRET.encode(), SECRET.encode() + bytes(6)])
-def test_a_stranger_that_stays_and_says_no_more_holds_nobody_up(says):
-    with ExitStack() as strangers:
+@pytest.mark.parametrize("sent", [b"", SECRET.encode(), SECRET.encode() + bytes(6)])
+def test_an_idle_unauthenticated_connection_delays_no_peer(sent):
+    with ExitStack() as foreign_clients:
 
         def talk(store_gather):
-            gather = store_gather.gather
+            all_gather = store_gather.all_gather
 
-            def gather_after_a_stranger(stage, value):
+            def all_gather_after_a_foreign_client(stage, value):
                 if store_gather.rank == 0:
-                    stranger = strangers.enter_context(socket.create_connection(tuple(value)))
-                    stranger.sendall(says)
-                return gather(stage, value)
+                    foreign = foreign_clients.enter_context(socket.create_connection(tuple(value)))
+                    foreign.sendall(sent)
+                    num_foreign.append(1)
+                return all_gather(stage, value)
 
-            store_gather.gather = gather_after_a_stranger
-            with closing(mail_of(store_gather)) as mesh:
-                return exchange(mesh, b"hello", [1 - store_gather.rank])
+            store_gather.all_gather = all_gather_after_a_foreign_client
+            with closing(mesh_of(store_gather)) as mesh:
+                return exchange(mesh, b"first", [1 - store_gather.rank])
 
-        assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"hello"}, 1: {0: b"hello"}}
+        num_foreign = []
+        assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"first"}, 1: {0: b"first"}}
+        assert num_foreign == [1]

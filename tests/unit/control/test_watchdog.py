@@ -1,4 +1,4 @@
-"""A watch gives up within its limit, and blames whoever is dead, silent, late, or waited for, in that order."""
+"""A watchdog times out within its limit, and blames ranks that are dead, silent, late, or waited for, in that order."""
 
 import itertools
 import socket
@@ -16,17 +16,17 @@ from fusco.core.errors import PeerFailureError, Stall
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 4.0
-SLACK_S = 1.0  # more than a loaded machine takes to schedule everybody
+SLACK_S = 1.0  # more than a loaded machine takes to schedule all processes
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
-OWN_DEVICE = Stall("waiting for the own device", (), "the plan", "none", is_for_own_device=True)
+LOCAL_DEVICE = Stall("waiting for the local device", (), "the plan", "none", is_for_own_device=True)
 
 
 class Ranks:
-    """Rank 0, which watches, and others: each a sentinel of this process and a process of its own that does nothing."""
+    """Rank 0, which has the watchdog, and others: a status server in this process and an idle process each."""
 
     def __init__(self, stack, num_others):
-        self.own, *self.others = (
+        self.local, *self.others = (
             stack.enter_context(closing(StatusServer("secret", HOST))) for _ in range(num_others + 1)
         )
         command = [sys.executable, "-Sc", "import time; time.sleep(600)"]
@@ -41,8 +41,8 @@ class Ranks:
         self._stack = stack
 
     def watchdog(self, timeout_s=TIMEOUT_S, spin_s=0.0):
-        """Rank 0 in the collective that the others are in."""
-        watchdog = self._stack.enter_context(closing(Watchdog(0, self.peers, self.own, timeout_s, spin_s)))
+        """Return the watchdog of rank 0, in the same collective as the others."""
+        watchdog = self._stack.enter_context(closing(Watchdog(0, self.peers, self.local, timeout_s, spin_s)))
         watchdog.begin(5, "combine #5")
         return watchdog
 
@@ -51,12 +51,12 @@ class Ranks:
         self.processes[rank - 1].wait()
 
     def deafen(self, rank):
-        """A rank that takes connections, as the kernel does for a stopped process, but never answers."""
+        """Let a rank accept connections, as the kernel does for a stopped process, but never answer."""
         server = self._stack.enter_context(socket.create_server((HOST, 0)))
         self._move(rank, StatusServerAddress(HOST, server.getsockname()[1]))
 
     def leave(self, rank):
-        """A rank that has closed its communicator, but lives on."""
+        """Let a rank close its communicator while its process stays alive."""
         with closing(StatusServer("secret", HOST)) as gone:
             self._move(rank, gone.address)
 
@@ -71,14 +71,14 @@ def ranks():
 
 
 def failure_of(watchdog, stall=STALL):
-    """The error of a wait for what never comes, and how long it took."""
+    """Return the error of a wait that times out, and its duration in seconds."""
     began = time.monotonic()
     with pytest.raises(PeerFailureError) as caught:
         watchdog.wait_until(lambda: False, lambda: stall)
     return caught.value, time.monotonic() - began
 
 
-def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
+def test_a_wait_spins_at_first_where_it_may(ranks, monkeypatch):
     pauses, sleep = [], time.sleep
 
     def noted(seconds):
@@ -96,7 +96,7 @@ def test_whoever_may_looks_without_pauses_at_first(ranks, monkeypatch):
     assert max(pauses) > 0
 
 
-def test_a_death_is_noticed_while_looking_without_pauses(ranks):
+def test_a_death_is_noticed_while_spinning(ranks):
     watchdog = ranks.watchdog(spin_s=10 * TIMEOUT_S)
     ranks.kill(1)
     error, took_s = failure_of(watchdog)
@@ -109,7 +109,7 @@ def test_what_is_ready_needs_no_reason(ranks):
     ranks.watchdog().wait_until(lambda: next(answers), pytest.fail)
 
 
-def test_the_error_says_who_where_what_was_expected_and_what_was_seen(ranks):
+def test_the_error_names_rank_collective_phase_expected_and_seen(ranks):
     error, seconds = failure_of(ranks.watchdog())
     assert str(error).startswith(
         "rank 0 gave up in combine #5, phase 'adding partial sums', waiting for rank(s) 1: "
@@ -119,29 +119,31 @@ def test_the_error_says_who_where_what_was_expected_and_what_was_seen(ranks):
     assert 0.7 * TIMEOUT_S < seconds < TIMEOUT_S + SLACK_S
 
 
-def test_if_all_have_come_those_waited_for_are_blamed(ranks):
+def test_ranks_waited_for_are_blamed_if_none_is_late(ranks):
     ranks.others[0].note(5, "combine #5", "producing sums")
     error, _ = failure_of(ranks.watchdog())
     assert error.peers == (1,)
     assert "rank 1 is in combine #5, phase 'producing sums', for " in error.reason
 
 
-def test_who_waits_for_its_own_device_blames_nobody(ranks):
-    error, _ = failure_of(ranks.watchdog(), OWN_DEVICE)
+def test_a_rank_that_waits_for_its_local_device_blames_no_rank(ranks):
+    error, _ = failure_of(ranks.watchdog(), LOCAL_DEVICE)
     assert (error.peers, error.has_left) == ((), False)
-    assert "phase 'waiting for the own device', waiting for no other rank: expected the plan, saw none. " in str(error)
+    assert "phase 'waiting for the local device', waiting for no other rank: expected the plan, saw none. " in str(
+        error
+    )
     assert error.reason.endswith(
-        " s; rank 0, in phase 'waiting for the own device', waits for none of the others, which are all there"
+        " s; rank 0, in phase 'waiting for the local device', waits for no other rank, and all of them are alive"
     )
     assert {other.failure_report for other in ranks.others} == {
         FailureReport((), error.reason, found_by=0, has_left=False)
     }
 
 
-def test_who_waits_for_its_own_device_notices_any_dead_rank_at_once(ranks):
+def test_a_rank_that_waits_for_its_local_device_notices_any_dead_rank_at_once(ranks):
     watchdog = ranks.watchdog()
     ranks.kill(3)
-    error, seconds = failure_of(watchdog, OWN_DEVICE)
+    error, seconds = failure_of(watchdog, LOCAL_DEVICE)
     assert (error.peers, error.has_left) == ((3,), True)
     assert seconds < AT_ONCE_S
 
@@ -187,13 +189,13 @@ def test_a_rank_that_died_before_it_was_watched_is_dead(ranks):
     assert seconds < AT_ONCE_S
 
 
-def test_a_rank_that_died_while_nobody_waits_for_it_is_blamed_in_the_end(ranks):
+def test_a_dead_rank_that_no_rank_waits_for_is_blamed_after_the_limit(ranks):
     watchdog = ranks.watchdog()
     ranks.kill(3)
     assert failure_of(watchdog)[0].peers == (3,)
 
 
-def test_a_network_failure_has_everybody_asked_at_once(ranks):
+def test_all_ranks_are_asked_at_once_after_a_network_failure(ranks):
     ranks.leave(2)
     watchdog = ranks.watchdog()
     watchdog.add_network_probe(str)  # another network, which works
@@ -204,7 +206,7 @@ def test_a_network_failure_has_everybody_asked_at_once(ranks):
     assert seconds < AT_ONCE_S
 
 
-def test_everybody_is_told_the_rank_at_fault_too(ranks):
+def test_all_ranks_receive_the_failure_report_including_the_one_at_fault(ranks):
     ranks.others[2].note(4, "dispatch #4", "")
     error, _ = failure_of(ranks.watchdog())
     assert {other.failure_report for other in ranks.others} == {
@@ -212,31 +214,31 @@ def test_everybody_is_told_the_rank_at_fault_too(ranks):
     }
 
 
-def test_a_verdict_of_another_rank_is_raised(ranks):
+def test_a_failure_report_of_another_rank_is_raised(ranks):
     watchdog = ranks.watchdog()
-    ranks.own.failure_report = FailureReport((3,), "rank 3 is dead", found_by=2, has_left=True)
+    ranks.local.failure_report = FailureReport((3,), "rank 3 is dead", found_by=2, has_left=True)
     error, seconds = failure_of(watchdog)
     assert (error.peers, error.has_left) == ((3,), True)
     assert error.reason == "rank 3 is dead (found by rank 2)"
     assert seconds < AT_ONCE_S
 
 
-def test_a_verdict_that_comes_during_the_search_is_raised_rather_than_an_own_one(ranks):
+def test_a_failure_report_that_comes_during_the_search_precedes_this_ranks_finding(ranks):
     ranks.deafen(1)
     watchdog = ranks.watchdog()
-    told = FailureReport((2,), "rank 2 is dead", found_by=3, has_left=True)
-    watchdog.add_network_probe(lambda: setattr(ranks.own, "verdict", told) or "the network failed")
+    report = FailureReport((2,), "rank 2 is dead", found_by=3, has_left=True)
+    watchdog.add_network_probe(lambda: setattr(ranks.local, "failure_report", report) or "the network failed")
     assert failure_of(watchdog)[0].peers == (2,)
 
 
-def test_giving_up_tells_all_others(ranks):
+def test_giving_up_is_reported_to_all_others(ranks):
     ranks.watchdog().give_up("left its communicator")
     assert {other.failure_report for other in ranks.others} == {
         FailureReport((0,), "left its communicator", 0, has_left=True)
     }
 
 
-def test_progress_starts_the_limit_anew(ranks):
+def test_progress_restarts_the_limit(ranks):
     watchdog = ranks.watchdog(timeout_s=1.5)
     began = time.monotonic()
     while time.monotonic() - began < 2:
@@ -251,7 +253,7 @@ def test_a_wait_has_the_whole_limit_however_long_ago_something_moved(ranks):
     watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
 
 
-def test_asking_everybody_raises_only_if_somebody_is_gone(ranks):
+def test_asking_all_ranks_raises_only_if_one_is_dead(ranks):
     watchdog = ranks.watchdog()
     assert set(watchdog.ask_everybody(STALL, "no connection")) == {1, 2, 3}
     ranks.kill(2)
@@ -259,58 +261,58 @@ def test_asking_everybody_raises_only_if_somebody_is_gone(ranks):
         watchdog.ask_everybody(STALL, "no connection")
 
 
-def test_a_rank_that_has_left_is_named_at_once_by_whoever_waits_for_it(ranks):
+def test_a_rank_that_has_left_is_named_at_once_by_ranks_that_wait_for_it(ranks):
     watchdog = ranks.watchdog()
-    ranks.own.departures[1] = "left, as nobody closed its communicator"
+    ranks.local.departures[1] = "left, as its communicator was never closed"
     error, seconds = failure_of(watchdog)
     assert (error.peers, error.has_left) == ((1,), True)
-    assert error.reason == "rank 1 left, as nobody closed its communicator"
+    assert error.reason == "rank 1 left, as its communicator was never closed"
     assert seconds < AT_ONCE_S
 
 
-def test_a_rank_that_has_left_is_no_matter_to_who_does_not_wait_for_it(ranks):
+def test_a_rank_that_has_left_does_not_disturb_waits_for_other_ranks(ranks):
     watchdog = ranks.watchdog()
-    ranks.own.departures[2] = "left"
+    ranks.local.departures[2] = "left"
     began = time.monotonic()
     watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: STALL)
 
 
-def test_what_came_from_a_rank_before_it_left_counts(ranks):
+def test_data_from_a_rank_before_it_left_is_used(ranks):
     watchdog = ranks.watchdog(timeout_s=20)
-    ranks.own.departures[1] = "left"
+    ranks.local.departures[1] = "left"
     stalls = itertools.chain([STALL], itertools.repeat(Stall("adding partial sums", (2,), "4 chunks", "3")))
     began = time.monotonic()
     watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
 
 
-def test_leaving_tells_all_others_and_no_verdict(ranks):
+def test_leaving_reports_a_departure_and_no_failure(ranks):
     ranks.watchdog().leave("left")
     assert [other.departures for other in ranks.others] == [{0: "left"}] * 3
     assert {other.failure_report for other in ranks.others} == {None}
 
 
-def test_an_error_that_cannot_be_told_is_raised_all_the_same(ranks, monkeypatch):
+def test_an_error_that_cannot_be_reported_is_raised_all_the_same(ranks, monkeypatch):
     watchdog = ranks.watchdog()
     ranks.kill(1)
-    monkeypatch.setattr(ranks.own, "tell", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(ranks.local, "report_failure", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     if sys.version_info >= (3, 11):
         error, _ = failure_of(watchdog)
-        assert error.__notes__ == ["the other ranks could not be told: MemoryError: no room"]
+        assert error.__notes__ == ["the other ranks could not be notified: MemoryError: no room"]
     else:
-        with pytest.warns(RuntimeWarning, match="the other ranks could not be told: MemoryError: no room"):
+        with pytest.warns(RuntimeWarning, match="the other ranks could not be notified: MemoryError: no room"):
             error, _ = failure_of(watchdog)
     assert error.peers == (1,)
 
 
 def test_a_rank_that_could_not_be_asked_is_not_called_dead(ranks, monkeypatch):
-    monkeypatch.setattr(ranks.own, "ask", lambda ranks, _: dict.fromkeys(ranks, Unasked("could not be asked")))
+    monkeypatch.setattr(ranks.local, "ask", lambda ranks, _: dict.fromkeys(ranks, Unasked("could not be asked")))
     error, _ = failure_of(ranks.watchdog(timeout_s=0.5))
     assert (error.peers, error.has_left) == ((1,), False)
-    assert "rank 1 could not be asked what it does" in error.reason
+    assert "rank 1 could not be asked for its status" in error.reason
 
 
-def test_a_verdict_of_another_rank_is_raised_by_who_asks(ranks):
+def test_asking_all_ranks_raises_a_failure_report_of_another_rank(ranks):
     watchdog = ranks.watchdog()
-    ranks.own.failure_report = FailureReport((3,), "rank 3 is late", found_by=2, has_left=False)
+    ranks.local.failure_report = FailureReport((3,), "rank 3 is late", found_by=2, has_left=False)
     with pytest.raises(PeerFailureError, match=r"rank 3 is late \(found by rank 2\)"):
         watchdog.ask_everybody(STALL, "no connection")

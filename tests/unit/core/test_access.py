@@ -1,4 +1,4 @@
-"""A communicator is for one thread of the process that made it; everybody else is told whose it is."""
+"""A communicator is for one thread of the process that made it; errors in all others name the owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 20.0
 
 
 def in_thread(function, name="another"):
-    """What a function gives or raises in a thread that ends then."""
+    """Return a function's result or error in a thread that ends afterwards."""
     results = []
 
     def run():
@@ -43,14 +43,14 @@ def access():
     return Access("rank 3's communicator #7")
 
 
-def test_a_second_thread_is_told_whose_it_is(access):
+def test_the_error_in_a_second_thread_names_the_owner(access):
     use(access)
     error = in_thread(lambda: use(access, "dispatch"))
     assert type(error) is ThreadError
     assert str(error).startswith(
         "thread 'another' called dispatch on rank 3's communicator #7, which belongs to thread 'MainThread', the first "
     )
-    assert use(access) == "MainThread"  # to which nothing has happened
+    assert use(access) == "MainThread"  # which is not affected
 
 
 def test_the_thread_that_makes_one_need_not_be_the_one_that_uses_it(access):
@@ -60,7 +60,7 @@ def test_the_thread_that_makes_one_need_not_be_the_one_that_uses_it(access):
             use(access)
 
 
-def test_a_thread_that_has_ended_is_followed_by_another(access):
+def test_another_thread_may_follow_one_that_has_ended(access):
     assert in_thread(lambda: use(access)) == "another"
     assert in_thread(lambda: use(access), "a third") == "a third"
     assert use(access) == "MainThread"
@@ -74,7 +74,7 @@ def test_a_thread_hands_over(access):
         assert pool.submit(use, access).result(LIMIT_S) == "worker_0"
 
 
-def test_what_any_thread_may_do_waits_for_no_call_but_is_refused(access):
+def test_a_call_for_any_thread_is_rejected_during_a_call_of_another(access):
     use(access)
 
     def close():
@@ -91,8 +91,8 @@ def test_what_any_thread_may_do_waits_for_no_call_but_is_refused(access):
     )
 
 
-def test_a_thread_may_end_it_from_within_its_own_call(access):
-    """As signal handlers do."""
+def test_a_thread_may_close_it_during_its_own_call(access):
+    """Signal handlers do so."""
     with access.using("dispatch"), access.alone("leave"):
         pass
     assert in_thread(lambda: access.alone("close").__enter__()) is None
@@ -154,7 +154,7 @@ def test_the_owner_is_not_kept_alive(access):
     assert access._owner() is None
 
 
-def test_a_forked_process_is_told_both_numbers(access):
+def test_the_error_in_a_forked_process_names_both_processes(access):
     with mock.patch.object(os, "getpid", return_value=4711):
         assert not access.is_own_process
         with pytest.raises(ClosedError) as caught:

@@ -1,4 +1,4 @@
-"""Compiled functions: kept under a digest of all their sources, and usable where nothing can be kept."""
+"""Compiled functions: cached under a digest of all their sources, and usable without a writable folder."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_without_a_cache_folder_it_works_and_one_warning_says_what_is_used(packa
     assert "Set FUSCO_CACHE_DIR to a folder that can be written" in done.stderr
 
 
-def test_a_cut_file_is_compiled_again(package):
+def test_a_function_with_a_truncated_file_is_compiled_again(package):
     cache = package / "cache"
     run(CALL, package, FUSCO_CACHE_DIR=str(cache))
     for path in cache.rglob("*.nb[ci]"):
@@ -69,7 +69,7 @@ def test_a_cut_file_is_compiled_again(package):
     assert run(CALL, package, FUSCO_CACHE_DIR=str(cache)).stdout == "11 0\n"
 
 
-def test_a_folder_that_can_only_be_read_serves_without_a_word(package):
+def test_a_read_only_folder_is_used_without_a_warning(package):
     cache = str(package / "cache")
     run(CALL, package, FUSCO_CACHE_DIR=cache)
     read_only = (
@@ -99,7 +99,7 @@ def test_where_kernels_are_kept(tmp_path, monkeypatch):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_without_a_home_a_private_folder_is_used(tmp_path, monkeypatch):
+def test_a_private_folder_is_used_without_a_home_directory(tmp_path, monkeypatch):
     for name in ("FUSCO_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
@@ -109,7 +109,7 @@ def test_without_a_home_a_private_folder_is_used(tmp_path, monkeypatch):
     assert "nowhere does not exist" in found.describe()
 
 
-def test_a_private_folder_is_nobody_elses(tmp_path, monkeypatch):
+def test_a_private_folder_belongs_to_this_user_only(tmp_path, monkeypatch):
     folder = private_folder(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert private_folder(tmp_path) == folder
@@ -159,23 +159,23 @@ sys.stdin.read()
 """
 
 
-def test_one_of_several_processes_of_a_parent_speaks():
+def test_one_of_several_processes_of_a_parent_announces():
     text = str(os.getpid())
 
     def start():
         command, pipe = [sys.executable, "-c", SAY, text], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        process.stdout.readline()  # it has said it, or not
+        process.stdout.readline()  # after the announcement
         return process
 
     processes = [start() for _ in range(3)]
     errors = [process.communicate()[1] for process in processes]
     assert errors == [f"fusco: compiling {text}\n", "", ""]
     late = start()
-    assert late.communicate()[1] == f"fusco: compiling {text}\n", "the claim ends with who has it"
+    assert late.communicate()[1] == f"fusco: compiling {text}\n", "the claim ends with its process"
 
 
-def test_what_a_parent_has_said_its_children_do_not_repeat():
+def test_children_do_not_repeat_what_their_parent_announced():
     text = f"said {os.getpid()}"
     assert is_first_to_say(text)
     assert not is_first_to_say(text)
@@ -183,7 +183,7 @@ def test_what_a_parent_has_said_its_children_do_not_repeat():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr == b""
 
 
-def test_without_such_sockets_every_process_speaks(monkeypatch):
+def test_every_process_announces_where_sockets_are_forbidden(monkeypatch):
     def refuse(*_):
         raise PermissionError(1, "Operation not permitted")
 

@@ -34,7 +34,7 @@ def test_bad_settings_are_refused_with_their_value(name, value):
         Settings(**{name: value})
 
 
-def test_the_longest_limit_suits_everything_that_counts_it():
+def test_the_maximum_timeout_fits_into_all_types_that_count_it():
     limit_s = Settings(timeout_s=1_000_000).timeout_s
     timedelta(seconds=limit_s)
     with socket.socket() as connection:
@@ -85,8 +85,8 @@ def test_multiprocessors_are_counted(num_sms):
         Launch(num_sms=0)
 
 
-@pytest.mark.parametrize(("num_slots", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
-def test_static_slots_are_as_many_as_kernels_count(num_slots, error):
+@pytest.mark.parametrize(("num_rows", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
+def test_static_rows_are_positive_and_at_most_what_kernels_count(num_rows, error):
     assert StaticRows(2**31 - 1).num_rows == 2**31 - 1
-    with pytest.raises(error, match=f"num_rows must be .*, got {num_slots}"):
-        StaticRows(num_slots)
+    with pytest.raises(error, match=f"num_rows must be .*, got {num_rows}"):
+        StaticRows(num_rows)

@@ -1,4 +1,4 @@
-"""Tensors whose memory can be moved as it is, and all others, each refused with a reason."""
+"""Tensors that can be moved as the bytes of their memory, and all others, each rejected with a reason."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fusco.core.movable import why_not_movable, why_nothing_moves_here
 
 
 class Named(torch.Tensor):
-    """A subclass that is a tensor like any other."""
+    """A subclass that behaves like a plain tensor."""
 
 
 class Elsewhere(torch.Tensor):
-    """A subclass that has its values in another tensor."""
+    """A subclass whose values are in another tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -36,7 +36,7 @@ def freed() -> torch.Tensor:
 
 
 def seen_inside(transform, tensor: torch.Tensor) -> str:
-    """Why what a transform hands to a function cannot be moved."""
+    """Return why the tensors inside a transform cannot be moved."""
     found = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_tensors_with_memory_can_be_moved(tensor):
     assert why_not_movable(tensor) == ""
 
 
-def test_of_an_inference_tensor_too():
+def test_inference_tensors_can_be_moved():
     with torch.inference_mode():
         assert why_not_movable(torch.ones(2)) == ""
 
@@ -79,7 +79,7 @@ def test_of_an_inference_tensor_too():
         (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "is a NestedTensor, a tensor"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantised (torch.qint8)"),
         (lambda: FakeTensorMode().from_tensor(torch.ones(2)), "is a FakeTensor, a tensor subclass"),
-        (lambda: Elsewhere(torch.ones(2)), "is a Elsewhere, a tensor subclass without memory of its own"),
+        (lambda: Elsewhere(torch.ones(2)), "is a Elsewhere, a tensor subclass without its own memory"),
         (freed, "has 24 bytes of elements, but its storage has 8"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which rank owns which expert."""
+"""Placement of experts on ranks: contiguous, explicit, invalid."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_ranks_outside_the_group_and_no_experts():
 
 
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), min_size=1))))
-def test_every_expert_stands_once_among_its_ranks_experts(sizes):
+def test_every_expert_is_once_among_the_experts_of_its_rank(sizes):
     world_size, owners = sizes
     placement = ExpertPlacement.explicit(owners, world_size)
     for expert, rank in enumerate(owners):

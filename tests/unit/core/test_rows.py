@@ -1,4 +1,4 @@
-"""The bytes of tensors."""
+"""Memory of tensors as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusco.core.rows import as_bytes
 from fusco.engine.base import AllToAllRequest
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64]
-# Contiguous, all of them, as PyTorch counts: strides of what has at most one element do not matter.
+# All are contiguous for PyTorch, which ignores strides of tensors with at most one element.
 CONTIGUOUS = {
     "a column of one row": lambda dtype: torch.ones(4, 3, dtype=dtype)[:1, 1],
     "a column of no rows": lambda dtype: torch.ones(4, 3, dtype=dtype)[:0, 1],
@@ -29,7 +29,7 @@ def test_bytes_of_any_contiguous_tensor(kind, dtype):
     memory = as_bytes(tensor)
     assert (memory.dtype, memory.shape) == (torch.uint8, (tensor.nbytes,))
     assert memory.tolist() == as_bytes(tensor.clone(memory_format=torch.contiguous_format)).tolist()
-    memory.zero_()  # they are the tensor's own
+    memory.zero_()  # the memory is not a copy
     assert not tensor.to(torch.float64 if not tensor.is_complex() else torch.complex128).any()
 
 

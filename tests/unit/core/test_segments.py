@@ -1,4 +1,4 @@
-"""Scattered segments of memory, and the slices that their bytes are cut into."""
+"""Scattered segments of memory, and slices of their bytes."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_slices_cut_segments_where_bytes_say():
 
 
 class Operations(TorchDispatchMode):
-    """Counts what PyTorch is asked to do."""
+    """Counts PyTorch operations."""
 
     num = 0
 

@@ -1,4 +1,4 @@
-"""Timelines on a stand-in for the device: when spans begin, how long they take, and what a trace viewer reads."""
+"""Timelines on a simulated device: beginning and duration of spans, and the trace file."""
 
 import json
 
@@ -8,7 +8,7 @@ from fusco.core.timeline import NO_TIMELINE, Span, Timeline, write_chrome_trace
 
 
 class Device:
-    """Streams whose clocks go on as work is launched on them; events read them, as CUDA's do."""
+    """Streams whose clocks advance with the work launched on them; events read the clocks."""
 
     def __init__(self):
         self.now_ms = {"main": 0.0, "copies": 0.0}
@@ -36,7 +36,7 @@ class Event:
         return end.at_ms - self.at_ms
 
 
-def test_spans_are_told_from_the_origin_in_order_of_beginning():
+def test_spans_count_from_the_origin_in_order_of_beginning():
     device = Device()
     timeline = Timeline(device.event)
     with timeline.span("plan", "before the origin"):

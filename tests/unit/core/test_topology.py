@@ -1,4 +1,4 @@
-"""Which ranks share a node."""
+"""Topology of a group: nodes from sizes and from hosts."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""One line to many addresses at once, and their answers: in this thread, so that it works where no thread starts."""
+"""Send one line to many addresses at once and collect the answers, without threads: the process may have none left."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fusco.control.answering import MAX_LINE_BYTES
+from fusco.control.line_server import MAX_LINE_BYTES
 
-_AT_ONCE = 256  # connections at a time
-# What keeps this process from asking, and says nothing about whom it asks.
-_OWN_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+_MAX_CONNECTIONS = 256  # at a time
+# Errors that keep this process from asking, and say nothing about the process that it asks.
+_LOCAL_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
 
-def is_own_failure(error: Exception) -> bool:
-    """Whether an error of a connection is this process's: it has no descriptor, memory or port left."""
-    return isinstance(error, OSError) and error.errno in _OWN_FAILURES
+def is_local_failure(error: Exception) -> bool:
+    """Return whether a connection failed because this process has no descriptor, memory or port left."""
+    return isinstance(error, OSError) and error.errno in _LOCAL_FAILURES
 
 
 @dataclass
@@ -33,24 +33,24 @@ class _Request:
 
 
 def ask_all(addresses: Sequence[tuple[str, int]], line: bytes, timeout_s: float) -> list[bytes | OSError]:
-    """Send a line to all of the addresses and return what each answers, or the error that kept it from answering.
+    """Send a line to all addresses and return each one's answer, or the error that prevented it.
 
     Args:
         addresses: IPv4 addresses and ports.
-        line: what to send, its end included.
-        timeout_s: for all of them together; those that have not answered by then have a ``TimeoutError``.
+        line: the bytes to send, including the newline.
+        timeout_s: limit for all of them together; a ``TimeoutError`` for each that has not answered by then.
 
     """
     outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
     waiting, under_way, deadline = deque(range(len(addresses))), 0, time.monotonic() + timeout_s
-    with selectors.PollSelector() as poll:  # it takes no descriptor
+    with selectors.PollSelector() as poll:  # needs no descriptor
         try:
             while waiting or under_way:
-                while waiting and under_way < _AT_ONCE:
+                while waiting and under_way < _MAX_CONNECTIONS:
                     started = _start(waiting[0], addresses[waiting[0]], line)
                     if isinstance(started, OSError):
-                        if is_own_failure(started) and under_way:
-                            break  # until one of those under way is done
+                        if is_local_failure(started) and under_way:
+                            break  # until a connection under way has closed
                         outcomes[waiting.popleft()] = started
                         continue
                     waiting.popleft()
@@ -62,7 +62,7 @@ def ask_all(addresses: Sequence[tuple[str, int]], line: bytes, timeout_s: float)
                 if not ready:
                     break
                 for key, _ in ready:
-                    outcome = _go_on(key.data, poll)
+                    outcome = _advance(key.data, poll)
                     if outcome is not None:
                         outcomes[key.data.index] = outcome
                         poll.unregister(key.data.connection)
@@ -87,8 +87,8 @@ def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSEr
     return _error_of(result)
 
 
-def _go_on(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
-    """Send or receive what is possible now; the outcome, once there is one."""
+def _advance(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
+    """Send or receive what is possible now; return the outcome once there is one."""
     connection = request.connection
     try:
         if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
