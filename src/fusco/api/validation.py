@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -99,14 +99,17 @@ class Validator:
         self.require_payloads(payloads, handle.num_tokens)
         return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch or Launch())
 
-    def validate_combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> CombineRequest[Any]:
+    def validate_combine(
+        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
+    ) -> CombineRequest[Any]:
         """The arguments of ``combine``; the plan is of the communicator's backend."""
         self.require_capturable("combine")
         self.require_expert_rows(y, handle)
+        self.require_combine_weights(weights)
         return CombineRequest(
             rows=y,
             plan=handle.plan,
-            topk_weights=handle.topk_weights,
+            topk_weights=None if weights is None else handle.topk_weights,
             handle=handle.number,
             launch=launch or Launch(),
         )
@@ -237,6 +240,13 @@ class Validator:
         if y.ndim != 2 or len(y) != handle.num_rows:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch gave, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+
+    def require_combine_weights(self, weights: object) -> None:
+        """The choice of weights of a combine."""
+        if isinstance(weights, torch.Tensor):
+            raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
+        if weights not in ("topk", None):
+            raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
 
     def require_handle(self, handle: Handle) -> None:
         """A handle comes from this very communicator."""

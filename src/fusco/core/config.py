@@ -95,12 +95,30 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a call uses its device. Ranks need not agree on it. On the CPU it changes nothing.
+    """Device settings of one call. Ranks need not agree on them. On the CPU they change nothing.
+
+    Two micro-batches whose communication overlaps with their experts::
+
+        first, second = (comm.dispatch(x, ids, weights, launch=Launch(own_stream=True)) for x, ids, weights in batches)
+        events = torch.cuda.Event(), torch.cuda.Event()
+        first.wait()  # for the first dispatch only: the second goes on beside the experts
+        y = experts(first.rows, first.num_rows_per_expert)
+        first_out = comm.combine(y, first.handle, launch=Launch(own_stream=True, event=events[0]))
+        second.wait()
+        y = experts(second.rows, second.num_rows_per_expert)  # beside the first combine
+        second_out = comm.combine(y, second.handle, launch=Launch(own_stream=True, event=events[1]))
+        events[0].wait()  # the current stream may read first_out now
+        events[1].wait()
 
     Attributes:
-        num_sms: most multiprocessors that a kernel may use; ``None`` means as many as are good for the call.
-        own_stream: run on the communicator's own stream instead of the caller's current one. The call's result must
-            then not be used before ``Communicator.wait``.
+        num_sms: limit of the multiprocessors that a kernel uses; ``None`` means as many as are good for the call.
+        own_stream: run on the communicator's stream instead of the caller's current one. The call waits for the
+            caller's stream first. A stream that reads the result must wait for the call: with ``Dispatched.wait``,
+            with ``event``, or with ``Communicator.wait``, which waits for every call launched so far.
+        event: recorded on the stream of the call, after its last kernel. ``event.wait()`` makes the current stream
+            wait for the call alone. Calls that overlap need an event each. Results belong to the stream that is current
+            at the call; for a result that another stream reads, call ``record_stream``, as everywhere in PyTorch. In a
+            CUDA graph, wait within the capture, or pass ``torch.cuda.Event(external=True)``.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -109,14 +127,17 @@ class Launch:
 
     num_sms: int | None = None
     own_stream: bool = False
+    event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         if self.num_sms is not None:
             check_integer("num_sms", self.num_sms, least=1)
+        if self.event is not None and not isinstance(self.event, torch.cuda.Event):
+            raise TypeError(f"event must be a torch.cuda.Event, got {self.event!r}")
 
     def on_callers_stream(self) -> Launch:
-        """The same, on the caller's stream: nobody could say when the result of the backward pass may be used."""
-        return replace(self, own_stream=False)
+        """Return the launch of the backward pass: on the caller's stream, as autograd reads gradients at once."""
+        return replace(self, own_stream=False, event=None)
 
 
 @dataclass(frozen=True)

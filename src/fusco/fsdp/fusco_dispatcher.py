@@ -52,14 +52,15 @@ class FuscoDispatcher:
             settings: of the communicators.
             launch: how dispatch and combine, forward and backward, use the device. ``None`` means
                 ``Launch(num_sms=32)``, as FSDP gathers and reduces parameters on other streams meanwhile: kernels of
-                NCCL and of fusco that wait for their peers must all find room. It must not have ``own_stream``.
+                NCCL and of fusco that wait for their peers must all find room. It must have neither
+                ``own_stream`` nor ``event``.
 
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
         self.launch = launch or Launch(num_sms=_NUM_SMS)
-        if self.launch.own_stream:
-            raise ValueError("a dispatcher's launch must not have own_stream: results are used at once")
+        if self.launch.own_stream or self.launch.event is not None:
+            raise ValueError("a dispatcher's launch must have neither own_stream nor event: results are used at once")
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self._num_ranks = group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings

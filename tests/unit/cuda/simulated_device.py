@@ -45,6 +45,9 @@ class Event:
         reached = self._is_reached = [False]
         stream.launch("an event", lambda: reached.__setitem__(0, True))
 
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self)
+
     def query(self) -> bool:
         return self._is_reached[0]
 
