@@ -1,4 +1,4 @@
-"""Gradients: the mirror of dispatch is an unweighted combine, of combine a dispatch, of all-to-all the way back."""
+"""Gradients: the backward of dispatch is a combine without weights, of combine a dispatch."""
 
 from __future__ import annotations
 

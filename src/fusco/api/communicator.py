@@ -279,13 +279,13 @@ class Communicator:
         """Exchange rows among all ranks, as ``torch.distributed.all_to_all_single``; skew between nodes is evened out.
 
         Ranks of a node first even out the bytes for each other node. Then nodes exchange in one-to-one stages. Ranks
-        redistribute what arrived within the node while the next stage runs. In addition to the rings, a call takes memory for the
-        bytes that this rank carries for others of its node: at most about its share of the bytes that the node sends
-        and receives; none if nodes have one rank, or with one node. It returns when the output is complete and the
-        input may change; on CUDA both hold for later launches. There is no ``async_op``, as the calling thread moves
-        the rows itself. To overlap on CUDA, call it on another stream; on the CPU, from another thread, on a
-        communicator that only this thread uses. The first call compiles the scheduler: seconds, once on each machine,
-        or beforehand by ``fusco.schedule.warm_up``.
+        redistribute what arrived within the node while the next stage runs. In addition to the rings, a call takes
+        memory for the bytes that this rank carries for others of its node: at most about its share of the bytes that
+        the node sends and receives; none if nodes have one rank, or with one node. It returns when the output is
+        complete and the input may change; on CUDA both hold for later launches. There is no ``async_op``, as the
+        calling thread moves the rows itself. To overlap on CUDA, call it on another stream; on the CPU, from another
+        thread, on a communicator that only this thread uses. The first call compiles the scheduler: seconds, once on
+        each machine, or beforehand by ``fusco.schedule.warm_up``.
 
         With ``output=None`` the result is a new tensor through which gradients of any order flow. The backward pass is
         an exchange in the other direction, by the same kind of schedule, in which all ranks take part.

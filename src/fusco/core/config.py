@@ -97,7 +97,7 @@ class EngineConfig:
 class Launch:
     """Device settings of one call. Ranks need not agree on them. On the CPU they change nothing.
 
-    Two micro-batches whose communication overlaps with their experts::
+    Two micro-batches, each of whose experts overlap with communication of the other::
 
         first, second = (comm.dispatch(x, ids, weights, launch=Launch(own_stream=True)) for x, ids, weights in batches)
         events = torch.cuda.Event(), torch.cuda.Event()

@@ -38,6 +38,8 @@ class Over(BaseException):
 class Event:
     """Stands in for ``torch.cuda.Event``."""
 
+    device: torch.device | None = None
+
     def __init__(self) -> None:
         self._is_reached: list[bool] = [True]
 

@@ -267,3 +267,25 @@ def test_on_the_callers_stream_there_is_nothing_to_wait_for_and_an_event_is_reco
     shuffle.is_open = True
     streams.advance()
     assert event.query()
+
+
+def test_an_event_of_another_device_is_refused_before_anything_is_launched(streams: Streams):
+    comm, shuffle = communicator(streams)
+    handle = comm.dispatch(torch.zeros(2, 3), IDS).handle
+    event = Event()
+    event.device = torch.device("cuda", 1)
+    launch = Launch(own_stream=True, event=event)
+    for call in (
+        lambda: comm.dispatch(torch.zeros(2, 3), IDS, launch=launch),
+        lambda: comm.dispatch_again(torch.zeros(2, 3), handle, launch=launch),
+        lambda: comm.combine(torch.zeros(2, 3), handle, launch=launch),
+    ):
+        with pytest.raises(ValueError, match="event is of cuda:1, the communicator on cuda:0"):
+            call()
+    assert shuffle._num_calls == 1
+
+
+def test_a_launch_is_a_launch(streams: Streams):
+    comm, _ = communicator(streams)
+    with pytest.raises(TypeError, match="launch must be a Launch, got 8"):
+        comm.dispatch(torch.zeros(2, 3), IDS, launch=8)
