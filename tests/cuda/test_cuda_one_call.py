@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from comparison import assert_same_bits
 from one_rank import OneRank, case_of
 
 import fusco
+from comparison import assert_same_bits
 from fusco import Launch, StaticRows
 from generator import values
 
