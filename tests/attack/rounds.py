@@ -83,10 +83,10 @@ def shuffle_tokens(at: Round) -> None:
     num_rows = len(law.slots(at.rank))
     assert len(sent.rows) == (static.num_rows if static else num_rows)
     assert sent.num_rows_per_expert.tolist() == law.counts(at.rank)
-    _check_rows(at, law, [sent.rows, *sent.more_rows], world)
+    _check_rows(at, law, sent.payloads, world)
     if with_weights:
         assert_same_bits(sent.weights[:num_rows], law.row_weights(at.rank, weights), "weights of rows")
-    poison(sent.rows, *sent.more_rows)
+    poison(*sent.payloads)
     if at.random.random() < 0.5:
         world = _payloads(at, case, "again")
         again = at.comm.dispatch_again(_one_or_list(world[at.rank]), sent.handle)
@@ -103,15 +103,14 @@ def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tens
     hidden = at.random.randint(1, max(1, hidden))
     if hidden * torch.promote_types(dtype, wire_dtype or dtype).itemsize > at.setup.max_bytes_per_token:
         return
-    unweighted = [(handle.unweighted(), None)]
-    for each, of_each in ([(handle, weights)] if weights else []) + unweighted:
+    for given in ([weights] if weights else []) + [None]:
         y = world_rows(law, hidden, dtype, at.seed)
         y[at.rank] = torch.nn.functional.pad(y[at.rank], (0, 0, 0, behind), value=float("nan"))
-        poison(check_combine(at.comm, law, each, of_each, y, wire_dtype))
+        poison(check_combine(at.comm, law, handle, given, y, wire_dtype))
     y = [_integers((len(law.slots(rank)), hidden), dtype, at.seed, "y", rank) for rank in law.ranks]
     sums = law.sums(at.rank, y, None, at.comm.topology.rank_to_node).exact
     y[at.rank] = torch.nn.functional.pad(y[at.rank], (0, 0, 0, behind), value=float("nan"))
-    out = at.comm.combine(y[at.rank], handle.unweighted())
+    out = at.comm.combine(y[at.rank], handle, weights=None)
     assert torch.equal(out.double(), sums), "sums of integers"
     poison(out)
 

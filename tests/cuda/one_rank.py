@@ -85,7 +85,7 @@ class OneRank:
         self.check_plan(case, plan, sent.handle)
         assert_same_bits(sent.num_rows_per_expert.cpu(), plan.num_rows_per_expert, "num_rows_per_expert")
         assert sent.handle.num_rows == (static.num_rows if static else plan.num_slots_needed)
-        self.check_rows([sent.rows, *sent.more_rows], payloads, plan)
+        self.check_rows(sent.payloads, payloads, plan)
         return sent.handle
 
     def check_plan(self, case: Case, plan: PlannedSlots, handle: fusco.Handle) -> None:
@@ -114,13 +114,15 @@ class OneRank:
         dtype: torch.dtype,
         *,
         alignment: int = 1,
+        is_weighted: bool = True,
         launch: fusco.Launch | None = None,
     ) -> None:
         """Combine rows as experts might give them, and compare with the twin and with the law."""
         law = Law([case.topk_idx(0)], self.comm.placement.expert_to_rank, alignment)
         (y,) = world_rows(law, hidden, dtype, case.seed)
-        weights = case.topk_weights(0, handle.topk_weights.dtype) if handle.is_weighted else None
-        out = self.comm.combine(y.to(self.device), handle, launch=launch)
+        has_weights = is_weighted and handle.is_weighted
+        weights = case.topk_weights(0, handle.topk_weights.dtype) if has_weights else None
+        out = self.comm.combine(y.to(self.device), handle, weights="topk" if is_weighted else None, launch=launch)
         self.comm.wait()
         assert out.dtype == dtype
         out = taken(out)

@@ -27,7 +27,7 @@ def test_sums_by_hand(one: OneRank):
     assert sent.rows.tolist() == [[1.0], [1.0], [10.0]]
     y = torch.tensor([[1.0, -1.0], [10.0, -10.0], [100.0, -100.0]], device=one.device)
     assert one.comm.combine(y, sent.handle).tolist() == [[23.0, -23.0], [50.0, -50.0], [0.0, 0.0]]
-    assert one.comm.combine(y, sent.handle.unweighted()).tolist() == [[11.0, -11.0], [100.0, -100.0], [0.0, 0.0]]
+    assert one.comm.combine(y, sent.handle, weights=None).tolist() == [[11.0, -11.0], [100.0, -100.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES, ids=str)
@@ -46,7 +46,7 @@ def test_odd_widths(one: OneRank, hidden, dtype):
     case = case_of("ragged with holes", 3, num_topk=4)
     handle = handle_of(one, case, alignment=3)
     one.combine(case, handle, hidden, dtype, alignment=3)
-    one.combine(case, handle.unweighted(), hidden, dtype, alignment=3)
+    one.combine(case, handle, hidden, dtype, alignment=3, is_weighted=False)
 
 
 @pytest.mark.parametrize("kind", ["balanced", "skewed", "one expert takes all", "ragged with holes"])

@@ -46,7 +46,7 @@ def check_sums(one: OneRank, case, handle: fusco.Handle, alignment: int) -> None
     """What was dropped has no term; the smallest sums show it: of ones, without weights."""
     plan = one.plan(case, alignment, handle.num_rows)
     y = torch.ones(handle.num_rows, 3, device=one.device)
-    out = one.comm.combine(y, handle.unweighted()).cpu()
+    out = one.comm.combine(y, handle, weights=None).cpu()
     assert torch.equal(out, (plan.row_to_slots >= 0).sum(1, keepdim=True).expand(-1, 3).float())
 
 

@@ -74,7 +74,7 @@ def forward(comm: fusco.Communicator, case: Case, layer: Layer, inputs: dict[str
     if layer.who_weights != "experts":
         return comm.combine(y, dispatched.handle)
     assert dispatched.weights is not None
-    return comm.combine((y * dispatched.weights[:, None]).to(y.dtype), dispatched.handle.unweighted())
+    return comm.combine((y * dispatched.weights[:, None]).to(y.dtype), dispatched.handle, weights=None)
 
 
 def forward_alone(case: Case, layer: Layer, rank: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -203,9 +203,9 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
         seen.append(("dispatch_again", launch))
         return again(self, payloads, handle, launch)
 
-    def combining(self, y, handle, launch=None):
+    def combining(self, y, handle, weights="topk", launch=None):
         seen.append(("combine", launch))
-        return combine(self, y, handle, launch)
+        return combine(self, y, handle, weights, launch)
 
     with mock.patch.multiple(
         Validator, validate_dispatch=dispatching, validate_redispatch=dispatching_again, validate_combine=combining

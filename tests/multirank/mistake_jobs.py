@@ -327,6 +327,14 @@ def y_of_no_tensor(scene: Scene) -> None:
     scene.comm.combine(scene.y.tolist(), scene.handle)  # type: ignore[arg-type]
 
 
+def combine_with_a_tensor_of_weights(scene: Scene) -> None:
+    scene.comm.combine(scene.y, scene.handle, weights=torch.ones(len(scene.y)))  # type: ignore[arg-type]
+
+
+def combine_with_other_weights(scene: Scene) -> None:
+    scene.comm.combine(scene.y, scene.handle, weights="softmax")  # type: ignore[arg-type]
+
+
 # Mistakes in shuffle.
 
 
@@ -425,7 +433,7 @@ def combine_other_dtype(scene: Scene) -> None:
 
 
 def combine_unweighted(scene: Scene) -> None:
-    scene.comm.combine(scene.y, scene.handle.unweighted())
+    scene.comm.combine(scene.y, scene.handle, weights=None)
 
 
 def shuffle_to_all(scene: Scene) -> None:

@@ -71,17 +71,16 @@ class OnDevice:
         sent = self._comm.dispatch(_there(x), _there(topk_idx), _there(topk_weights), **options)
         return dataclasses.replace(
             sent,
-            rows=_back(sent.rows),
+            payloads=tuple(map(_back, sent.payloads)),
             num_rows_per_expert=sent.num_rows_per_expert.cpu(),
             weights=None if sent.weights is None else _back(sent.weights),
-            more_rows=tuple(map(_back, sent.more_rows)),
         )
 
     def dispatch_again(self, x: Any, handle: Any) -> tuple[torch.Tensor, ...]:
         return tuple(map(_back, self._comm.dispatch_again(_there(x), handle)))
 
-    def combine(self, y: Any, handle: Any) -> torch.Tensor:
-        return _back(self._comm.combine(_there(y), handle))
+    def combine(self, y: Any, handle: Any, **options: Any) -> torch.Tensor:
+        return _back(self._comm.combine(_there(y), handle, **options))
 
     def shuffle(self, send: Any, receive: Any) -> None:
         there = _partners_there(receive)

@@ -84,7 +84,7 @@ def check_several_payloads(group: dist.ProcessGroup, setup: Setup) -> None:
             world = [payloads(rank) for rank in law.ranks]
             ids, weights = case.topk_idx(comm.rank), case.topk_weights(comm.rank)
             first = comm.dispatch(world[comm.rank], ids, weights, expert_alignment=4)
-            outputs = [first.rows, *first.more_rows]
+            outputs = list(first.payloads)
             for i, output in enumerate(outputs):
                 assert_same_bits(output, law.rows(comm.rank, [rows[i] for rows in world]), f"payload {i}")
             handle = first.handle
@@ -124,6 +124,6 @@ def check_weights(group: dist.ProcessGroup, setup: Setup) -> None:
             assert_same_bits(dispatched.weights, law.row_weights(comm.rank, weights), f"weights of {dtype}")
             y = world_rows(law, 3, torch.float32, seed)
             check_combine(comm, law, dispatched.handle, weights, y)
-            check_combine(comm, law, dispatched.handle.unweighted(), None, y)
+            check_combine(comm, law, dispatched.handle, None, y)
             unweighted: fusco.Handle = comm.dispatch(x, case.topk_idx(comm.rank), expert_alignment=5).handle
             check_combine(comm, law, unweighted, None, y)

@@ -93,8 +93,8 @@ def check_combine(
     y: Sequence[torch.Tensor],
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Combine ``y[r]`` of all ranks and compare with the law."""
-    out = comm.combine(y[comm.rank], handle)
+    """Combine ``y[r]`` of all ranks, weighted if ``weights`` are given, and compare with the law."""
+    out = comm.combine(y[comm.rank], handle, weights="topk" if weights else None)
     assert out.dtype == y[comm.rank].dtype
     # Where parts of a sum travel in the wire's dtype: between nodes, and on CUDA between ranks, too.
     is_on_cpu = isinstance(comm, fusco.Communicator)

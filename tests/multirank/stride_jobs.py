@@ -20,7 +20,7 @@ def dispatch_columns(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> l
         n = num_rows if comm.rank == 1 else 1
         ids, scales = torch.zeros(n, 1, dtype=torch.int64), column(n, comm.rank + 1.0)
         sent = comm.dispatch([torch.ones(n, 2), scales], ids)
-        return [sent.more_rows[0].tolist(), comm.dispatch_again(scales, sent.handle)[0].tolist()]
+        return [sent.payloads[1].tolist(), comm.dispatch_again(scales, sent.handle)[0].tolist()]
 
 
 def combine_with_gradients(group: dist.ProcessGroup, setup: Setup) -> list[float]:

@@ -70,6 +70,8 @@ BAD_INPUTS = [
     (jobs.y_of_wrong_dtype, jobs.combine, "TypeError", ["torch.int64"]),
     (jobs.y_too_wide, jobs.combine, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
     (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
+    (jobs.combine_with_a_tensor_of_weights, jobs.combine, "TypeError", ["must be 'topk' or None, got a tensor"]),
+    (jobs.combine_with_other_weights, jobs.combine, "ValueError", ["must be 'topk' or None, got 'softmax'"]),
     (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
     (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
     (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),

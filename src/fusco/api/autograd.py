@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusco.api.handle import Handle
+from fusco.api.handle import Handle, without_weights
 from fusco.api.weight_gradients import weight_gradients
 
 
@@ -23,9 +23,16 @@ class Verbs:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Rows that a verb has made already, wrapped so that autograd takes them for a new tensor, not for an input."""
+    """Results of a verb that has run already. Wrapped, so that autograd sees new tensors and not views of an input.
+
+    Attributes:
+        rows: what the verb returns.
+        weights: of a dispatch, the weight of each row (num_rows,), if requested.
+
+    """
 
     rows: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 class DispatchRows(torch.autograd.Function):
@@ -41,12 +48,11 @@ class DispatchRows(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Record the rows of a dispatch, and their weights unless ``topk_weights`` is ``None``."""
-        ctx.handle, ctx.verbs, ctx.shape = handle.unweighted(), verbs, x.shape
+        ctx.handle, ctx.verbs, ctx.shape = without_weights(handle), verbs, x.shape
         ctx.set_materialize_grads(False)  # unused outputs are not communicated
         weights = None
         if topk_weights is not None:
-            ctx.dtype = topk_weights.dtype
-            weights = handle.plan.slot_weights.to(topk_weights.dtype, copy=True)  # padding rows have weight zero
+            ctx.dtype, weights = topk_weights.dtype, made.weights
         needs_rows, needs_weights, *_ = ctx.needs_input_grad
         constant = [] if needs_rows else [made.rows]
         if weights is not None and not needs_weights:
@@ -119,7 +125,7 @@ def gradients_of_combine(
     dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
     if dots is None:
         return grad_y, None
-    grad_weights = _weights_of_tokens(dots, handle.unweighted(), verbs)
+    grad_weights = _weights_of_tokens(dots, without_weights(handle), verbs)
     return grad_y, grad_weights.to(handle.topk_weights.dtype)
 
 

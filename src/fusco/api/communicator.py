@@ -1,4 +1,4 @@
-"""The public verbs: dispatch, combine, shuffle, all_to_all, gather_send, scatter_recv, close."""
+"""Public verbs: dispatch, combine, shuffle, all_to_all, gather_send, scatter_recv, close."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
-from fusco.api.handle import Dispatched, Handle
+from fusco.api.handle import Dispatched, Handle, without_weights
 from fusco.api.validation import DispatchOptions
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.keeping import leak
@@ -33,29 +33,29 @@ from fusco.engine.base import Engine
 from fusco.planner.balancer import Balancer, balance_send_and_receive
 from fusco.schedule.schedule import ScheduleMode
 
-_GIVING_BACK_S = 2.0  # how long a thread that drops a communicator waits for it to be given back
+_RELEASE_LIMIT_S = 2.0  # limit of the wait of a thread that drops a communicator, until its resources are released
 
 
 class Communicator:
-    """One rank's end of expert-parallel communication among the ranks of a process group.
+    """One rank's endpoint of expert-parallel communication among the ranks of a process group.
 
-    Making one is a collective, and so is every verb but ``gather_send`` and ``scatter_recv``: all ranks call the same
-    ones in the same order. Gradients flow through ``dispatch``, ``combine`` and ``all_to_all``; whether an input
-    requires them must be the same on all ranks, as the backward pass communicates too.
+    The constructor is a collective, and so is every verb but ``gather_send`` and ``scatter_recv``: all ranks call the
+    same ones in the same order. Gradients flow through ``dispatch``, ``combine`` and ``all_to_all``. An input requires
+    them on all ranks or on none, as the backward pass communicates, too.
 
-    Every collective that takes input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and on all other
-    ranks ``RejectedInputError``; ``MismatchError`` on all ranks where inputs do not go together; and
-    ``PeerFailureError`` if a rank fails or does not come within ``settings.timeout_s``, after which the communicator
-    can only be closed. Use it in a ``with`` block, or call ``close``. One that is dropped unclosed is given back, too,
-    with a ``ResourceWarning``; the other ranks learn that this one has left.
+    Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
+    ``RejectedInputError`` on all other ranks; ``MismatchError`` on all ranks if inputs do not go together; and
+    ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``, after which the communicator
+    can only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases
+    its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
 
-    It belongs to one thread: the first that calls a verb, whichever made it. Another thread gets a ``ThreadError`` at
-    once, unless that one has ended or has called ``hand_over``. A backward pass may call verbs in autograd's own
-    threads; ``close``, ``abort`` and the end of a ``with`` block may come from any thread while no call is under way.
-    In a process forked from the one that made it verbs raise ``ClosedError``, and its end does nothing.
+    A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
+    a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
+    autograd's threads. ``close``, ``abort`` and the end of a ``with`` block may come from any thread while no call is
+    under way. In a forked process, verbs raise ``ClosedError``, and the end of the process does nothing.
     """
 
-    def __init__(  # noqa: PLR0913  what a communicator is made for, all by name
+    def __init__(  # noqa: PLR0913  all by name
         self,
         group: dist.ProcessGroup | None = None,
         *,
@@ -73,26 +73,25 @@ class Communicator:
 
         Args:
             group: the process group, of any backend; ``None`` means the default one.
-            num_experts: experts of all ranks together.
-            num_topk: most experts of a token (top-k); on CUDA 32 at most.
-            max_tokens_per_rank: most tokens that a rank dispatches in one call.
-            max_bytes_per_token: most bytes of a token's row, in ``dispatch`` (all payloads together) and in ``combine``
-                (in ``settings.wire_dtype``, where that is wider than the rows' dtype).
+            num_experts: number of experts of all ranks together.
+            num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
+            max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
+            max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
+                ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
-            ranks_per_node: how many consecutive ranks make a node; ``None`` finds out from the ranks' hosts.
-            balancer: chooses who forwards for whom, a pure function of the traffic; the same one on all ranks. Between
-                nodes every dispatch compares the groups that it gives, in another exchange between ranks, unless it is
-                one of ``fusco.BALANCERS``; ``MismatchError`` if they differ.
+            ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
+            balancer: a pure function of the traffic that chooses the forwarders, the same one on all ranks. After a
+                balancer that is not one of ``fusco.BALANCERS``, every dispatch between nodes compares the groups of all
+                ranks in a second exchange of records, and raises ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
-                On CUDA each rank has a device of its own; ranks of a node reach each other over NVLink, nodes each
-                other through NCCL.
+                On CUDA each rank needs its own device. Ranks of a node communicate over NVLink, nodes over NCCL.
 
         Raises:
             ValueError: for sizes, a placement, a topology or a device that do not fit together.
-            MismatchError: if ranks give different values; RejectedInputError: if another rank's were refused.
-            SharedMemoryError: if there is no room; see ``memory_size_hint``.
-            PeerFailureError: if a rank does not come within ``settings.timeout_s``.
+            MismatchError: if ranks give different values; RejectedInputError: if another rank's were rejected.
+            SharedMemoryError: if there is not enough memory; see ``memory_size_hint``.
+            PeerFailureError: if a rank does not arrive within ``settings.timeout_s``.
 
         """
         config = CommunicatorConfig(
@@ -110,7 +109,7 @@ class Communicator:
 
     @classmethod
     def of_parts(cls, parts: CommunicatorParts) -> Communicator:
-        """A communicator of parts that were made already, whether connected to other ranks or stand-ins."""
+        """Return a communicator of existing parts, connected to other ranks or simulated."""
         communicator = cls.__new__(cls)
         communicator._join(parts)  # noqa: SLF001  of this class
         return communicator
@@ -120,22 +119,22 @@ class Communicator:
         self._is_closed = False
         num_experts, device = parts.validator.placement.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
-        # Not through this object, which it must not keep alive.
-        self._forgotten = weakref.finalize(self, _give_back, self._session, self._engine, name)
+        # It does not refer to this object, which it would keep alive.
+        self._finalizer = weakref.finalize(self, _release_dropped, self._session, self._engine, name)
 
     @property
     def rank(self) -> int:
-        """This rank in the group."""
+        """Rank of this process in the group."""
         return self._validator.rank
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """The node of each rank."""
         return self._engine.topology
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Which rank owns which expert."""
+        """The rank of each expert."""
         return self._validator.placement
 
     @property
@@ -154,30 +153,31 @@ class Communicator:
         static: StaticRows | None = None,
         launch: Launch | None = None,
     ) -> Dispatched:
-        """Send every token to the experts it is routed to; rows land expert-major on the ranks that own them.
+        """Send every token to its experts; rows arrive expert-major on the ranks that own them.
 
         Args:
-            x: rows (num_tokens, ...) of any dtype, at most 6 dimensions; or up to 8 payloads that share the routing,
-                such as FP8 values and their scales, without gradients then.
+            x: rows (num_tokens, ...) of any dtype, at most 6 dimensions; or up to 8 payloads with the same routing,
+                such as FP8 values and their scales. Several payloads have no gradients.
             topk_idx: int32 or int64 (num_tokens, num_topk); -1 means no expert.
             topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk), the weights that ``combine``
                 applies. They travel as float32, float64 as float64.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this. Ranks may differ.
             with_weights: return the weight of every row, too.
-            static: a fixed size for the output. ``None`` means exactly as large as needed, for which CUDA needs to
-                wait, on the host, until the plan is made; with a fixed size it waits for nothing on the device, and
-                the call can be captured in a CUDA graph (by all ranks, and replayed by all in the same order).
-                Between nodes the host waits for the counts of rows in any case, and nothing can be captured. What is
-                launched is in one order whichever streams it is called on, but a graph's replays are not in it: they,
-                and calls on other streams beside them, must be put in order by the caller.
-            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
+            static: a fixed size for the output. ``None`` means exactly as large as needed; on CUDA the host then waits
+                until the plan is made. With a fixed size the host does not wait for the device, and the call can be
+                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes the host
+                waits for the counts of rows in any case, and nothing can be captured. All calls run in the order in
+                which they are launched, on all streams. Replays of graphs are outside this order: the caller must order
+                them, and calls on other streams at the same time.
+            launch: device settings. Gradients use as many multiprocessors, on the caller's stream.
 
         Returns:
-            Rows, counts, weights if asked for, and the handle.
+            Rows, counts, weights if requested, and the handle. With ``Launch(own_stream=True)``, call its ``wait``
+            before a stream reads it.
 
         Raises:
-            RowOverflowError: on a rank whose static output is too small: here on the CPU; on CUDA from
-                ``synchronize``, ``close``, or the next collective, which is then called off on all ranks.
+            RowOverflowError: on a rank whose static output is too small. The CPU raises it here, CUDA from
+                ``synchronize``, ``close``, or the next collective, which all ranks then call off.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
         """
@@ -193,11 +193,9 @@ class Communicator:
             self._engine.prepare_dispatch,
         )
         handle, rows = Handle(output.plan, topk_weights, self._session.sequence_number), output.rows
-        if with_weights and launch and launch.own_stream:
-            self._engine.wait()  # weights are made on the caller's stream
-        given_weights, verbs = topk_weights if with_weights else None, self._verbs(launch)
-        weights, (first, *more) = self._in_graph(payloads, given_weights, rows, handle, verbs)
-        return Dispatched(first, handle.plan.num_rows_per_expert, weights, handle, tuple(more))
+        made, given_weights = Precomputed(rows[0], output.weights), topk_weights if with_weights else None
+        first, weights = self._with_gradients(payloads[0], given_weights, made, handle, launch)
+        return Dispatched((first, *rows[1:]), handle.plan.num_rows_per_expert, weights, handle, output.event)
 
     def dispatch_again(
         self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
@@ -206,8 +204,9 @@ class Communicator:
 
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
-            handle: from a ``dispatch`` of this communicator, of the same one on all ranks.
-            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use as many
+                multiprocessors, on the caller's stream.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
@@ -215,39 +214,49 @@ class Communicator:
         """
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
-        _, rows = self._in_graph(payloads, None, rows, handle, self._verbs(launch))
-        return tuple(rows)
+        first, _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
+        return first, *rows[1:]
 
-    def combine(self, y: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
-        """Bring expert-major rows home: ``out[t]`` is the sum over k of ``topk_weights[t, k] * y[row of (t, k)]``.
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: Literal["topk"] | None = "topk",
+        launch: Launch | None = None,
+    ) -> torch.Tensor:
+        """Return expert-major rows to their tokens: ``out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]``.
 
         Sums are accumulated in float32 (float64 for float64 rows). Between nodes, and on CUDA between ranks, partial
         sums travel in ``settings.wire_dtype``, by default the dtype of ``y``, so that each part of a 16-bit row is
         rounded once more.
 
         Args:
-            y: float16, bfloat16, float32 or float64 (num_rows, hidden), laid out as the rows of ``dispatch``; padding
-                rows are ignored.
-            handle: from the ``dispatch``. With ``handle.unweighted()``, or if no weights were given, rows are added
-                up as they are.
-            launch: how to use the device; gradients take as many multiprocessors, on the caller's stream.
+            y: float16, bfloat16, float32 or float64 (num_rows, hidden), in the layout of the rows of ``dispatch``;
+                padding rows are ignored.
+            handle: from the ``dispatch``.
+            weights: ``"topk"`` applies the ``topk_weights`` of the dispatch, if it had any. ``None`` adds rows up as
+                they are, for experts that have applied the weights. The same on all ranks.
+            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use as many
+                multiprocessors, on the caller's stream.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
 
         """
-        out = self._sum(y, handle, launch)
-        if wants_grad(y) or wants_grad(handle.topk_weights):
-            out = CombineRows.apply(y, handle.topk_weights, Precomputed(out), handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+        out = self._sum(y, handle, weights, launch)
+        summed = handle if weights else without_weights(handle)
+        if wants_grad(y) or wants_grad(summed.topk_weights):
+            out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.
 
         Args:
-            send: what goes to each rank; ranks left out get nothing.
-            receive: where what comes from each rank is written, as many bytes as that rank sends. Segments must overlap
-                neither each other nor what is sent, which is not checked: what is written and sent then is undefined.
+            send: segments to send to each rank; ranks left out get nothing.
+            receive: segments to write the bytes of each rank to, as many as that rank sends. Segments must overlap
+                neither each other nor those to send. That is not checked, and the bytes are undefined then.
 
         """
         run_collective(
@@ -269,27 +278,27 @@ class Communicator:
     ) -> torch.Tensor:
         """Exchange rows among all ranks, as ``torch.distributed.all_to_all_single``; skew between nodes is evened out.
 
-        Ranks of a node first even out what they send to each other node, then nodes exchange in one-to-one stages, and
-        what came to another rank of the node is handed on while the next stage is under way. Beside the rings, a call
-        takes memory for what this rank carries for others of its node, at most about its share of what the node sends
-        and receives; none where nodes have one rank, or with one node. Returns when the output is complete and the
-        input may change; on CUDA both hold for what is launched afterwards. There is no ``async_op``, as the calling
-        thread moves the rows itself: to overlap on CUDA, call it on a stream of its own; on the CPU, from a thread of
-        its own, on a communicator that no other thread uses. The first call compiles the scheduler: seconds, once on
+        Ranks of a node first even out the bytes for each other node. Then nodes exchange in one-to-one stages. Ranks
+        redistribute what arrived within the node while the next stage runs. In addition to the rings, a call takes
+        memory for the bytes that this rank carries for others of its node: at most about its share of the bytes that
+        the node sends and receives; none if nodes have one rank, or with one node. It returns when the output is
+        complete and the input may change; on CUDA both hold for later launches. There is no ``async_op``, as the
+        calling thread moves the rows itself. To overlap on CUDA, call it on another stream; on the CPU, from another
+        thread, on a communicator that only this thread uses. The first call compiles the scheduler: seconds, once on
         each machine, or beforehand by ``fusco.schedule.warm_up``.
 
-        With ``output=None`` the result is a new tensor through which gradients flow, of any order: the backward pass is
-        an exchange the other way, by the same kind of schedule, in which all ranks take part.
+        With ``output=None`` the result is a new tensor through which gradients of any order flow. The backward pass is
+        an exchange in the other direction, by the same kind of schedule, in which all ranks take part.
 
         Args:
-            output: contiguous rows (num_rows, ...) of any dtype, written here by source rank. It must not overlap
-                ``input``, and no gradients flow through it. ``None`` makes a new one, of as many rows as
-                ``output_split_sizes`` say, or as ``input`` has.
-            input: rows of the same dtype and shape, by destination rank; copied first unless contiguous. Both have at
-                most 6 dimensions.
-            output_split_sizes: rows that come from each rank; ``None`` means equally many.
-            input_split_sizes: rows that go to each rank; ``None`` means equally many.
-            schedule: how stages between nodes are made (see ``fusco.schedule.make_schedule``), the same on all ranks;
+            output: contiguous rows (num_rows, ...) of any dtype, to be written in order of source rank. It must not
+                overlap ``input``, and no gradients flow through it. ``None`` makes a new one with the rows that
+                ``output_split_sizes`` add up to, or with as many as ``input`` has.
+            input: rows of the same dtype and shape, in order of destination rank; copied first unless contiguous. Both
+                have at most 6 dimensions.
+            output_split_sizes: number of rows from each rank; ``None`` means an equal number.
+            input_split_sizes: number of rows to each rank; ``None`` means an equal number.
+            schedule: mode of the schedule between nodes (see ``fusco.schedule.make_schedule``), the same on all ranks;
                 ``None`` chooses between ``"exact"`` and ``"few"`` by ``fusco.schedule.choose_mode``.
 
         Returns:
@@ -298,8 +307,8 @@ class Communicator:
         Raises:
             TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
             MismatchError: on all ranks, before anything is sent, if a rank expects other numbers of rows than are sent
-                to it, or rows, schedule or whether the input requires gradients differ.
-            PeerFailureError: as every collective; the output is undefined then.
+                to it, or if ranks differ in row, schedule, or in requiring gradients of the input.
+            PeerFailureError: as in every collective; the output is undefined then.
 
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
 
@@ -323,8 +332,9 @@ class Communicator:
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
 
-        Returns when ``dst`` has everything. Raises ``ValueError`` for a rank that is no other rank of the group,
-        ``MismatchError`` (there too) if it expects another number of bytes, ``PeerFailureError`` if it does not come.
+        It returns when ``dst`` has received everything. Raises ``ValueError`` unless ``dst`` is another rank of the
+        group, ``MismatchError`` on both ranks if ``dst`` expects another number of bytes, and ``PeerFailureError`` if
+        ``dst`` does not arrive within the limit.
         """
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
@@ -332,9 +342,9 @@ class Communicator:
                 self._engine.gather_send(segments, dst)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
-        """Receive from rank ``src``, which calls ``gather_send``, and write each segment to its own place.
+        """Receive from rank ``src``, which calls ``gather_send``, and write to scattered segments, in order.
 
-        Raises as ``gather_send``.
+        Raises the errors of ``gather_send``.
         """
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
@@ -342,14 +352,14 @@ class Communicator:
                 self._engine.scatter_recv(segments, src)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that peers can read: rows that stand in it leave from there, without being copied first.
+        """Return an uninitialised tensor in peer-visible memory; peers read its rows without staging.
 
-        A collective; ranks give the same dtype and the same shape, that of the rank that needs most. The memory lives
-        until the communicator is closed. On the CPU it is plain memory, since there rows are copied in any case.
+        A collective: all ranks pass the same dtype and the same shape, that of the rank with the largest one. The
+        memory lives until the communicator is closed. On the CPU it is plain memory, since rows are always copied.
 
         Args:
-            shape: of the tensor, at most 6 dimensions; for ``dispatch``, (num_tokens, ...). A slice of its first tokens
-                is in place, too.
+            shape: of the tensor, at most 6 dimensions; for ``dispatch``, (num_tokens, ...). A slice of the first tokens
+                is read in place, too.
             dtype: of the tensor.
 
         Raises:
@@ -365,16 +375,19 @@ class Communicator:
         )
 
     def wait(self) -> None:
-        """Have the current CUDA stream wait for everything that this communicator has launched; not a collective."""
+        """Make the current CUDA stream wait for all calls launched so far; not a collective.
+
+        ``Dispatched.wait`` and ``Launch.event`` wait for one call.
+        """
         with self._session.access.using("wait"):
             self._engine.wait()
 
     def synchronize(self) -> None:
-        """Wait until everything that this communicator has launched is done; not a collective.
+        """Wait on the host until all calls launched so far are done; not a collective.
 
         Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile,
-        ``ClosedError`` if the communicator cannot be used any more, since its latest results may be garbage then, and
-        ``RowOverflowError`` if an earlier dispatch into static rows needed more of them.
+        ``ClosedError`` if the communicator is broken or closed, since its latest results may be garbage then, and
+        ``RowOverflowError`` if an earlier dispatch needed more than its static rows.
         """
         with self._session.access.using("synchronize"):
             self._validator.require_not_capturing("synchronize")
@@ -383,14 +396,14 @@ class Communicator:
                 raise error
 
     def hand_over(self) -> None:
-        """Let another thread use the communicator from now on: the next one that calls a verb."""
+        """Let another thread own the communicator: the next one that calls a verb."""
         self._session.access.hand_over()
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
-        """Record when what is launched inside ran on the device; a collective, for CUDA only.
+        """Record the times at which calls made inside run on the device; a collective, for CUDA only.
 
-        All ranks' times have about the same origin. On the CPU, ``profile`` says where the time went.
+        The times of all ranks have about the same origin. On the CPU, ``profile`` has the times of a call.
         """
         if self._validator.device.type != "cuda":
             raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._validator.device}")
@@ -406,11 +419,11 @@ class Communicator:
             self._engine.record(NO_TIMELINE)
 
     def close(self) -> None:
-        """Wait until every rank closes, then give everything back; a second call does nothing.
+        """Wait until every rank closes, then release all resources; a second call does nothing.
 
-        Raises ``PeerFailureError`` if a rank does not come within the limit. Ranks that have died or left are not
-        waited for, and no error if all that was launched here is complete without them. Raises ``RowOverflowError`` as
-        ``synchronize`` does.
+        Raises ``PeerFailureError`` if a rank does not arrive within the limit. It does not wait for ranks that have
+        died or left, and raises no error for them if this rank's calls are complete without them. Raises
+        ``RowOverflowError`` as ``synchronize`` does.
         """
         if self._is_closed or not self._session.access.is_own_process:
             return
@@ -420,9 +433,9 @@ class Communicator:
                 self._end_together()
                 pending = self._engine.pending_error()
             except ClosedError:
-                pass  # it broke before, so there is nobody to wait for
+                pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
-                with beside(error, "the communicator could not be given back"):
+                with beside(error, "the communicator's resources could not be released"):
                     self._end()
                 raise
             self._end()
@@ -430,9 +443,9 @@ class Communicator:
             raise pending
 
     def abort(self) -> None:
-        """Give everything back without waiting for anybody, as at the end of a process; a second call does nothing.
+        """Release all resources without waiting for other ranks; a second call does nothing.
 
-        Where all ranks can, ``close`` is better: a rank that still waits for this one, or does so later, raises
+        Prefer ``close`` if all ranks can call it: a rank that waits for this one, now or later, raises
         ``PeerFailureError``.
         """
         if self._is_closed or not self._session.access.is_own_process:
@@ -452,18 +465,18 @@ class Communicator:
         if not self._session.access.is_own_process:
             return
         if error is not None:
-            with beside(error, "the other ranks could not be told"):
+            with beside(error, "the other ranks could not be notified"):
                 self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
         with beside(error, "the communicator could not be closed"):
             self.close()
 
     def _end(self) -> None:
         self._is_closed = True
-        self._forgotten.detach()
+        self._finalizer.detach()
         _close(self._session, self._engine)
 
     def _end_together(self) -> None:
-        """Wait until all ranks have come to the end, and their devices, too."""
+        """Wait until all ranks close and their devices have finished."""
         try:
             with self._session.collective("close"):
                 self._session.agree(CollectiveFingerprint("close"))
@@ -478,7 +491,7 @@ class Communicator:
             self._engine.synchronize()
 
     def _settle(self) -> None:
-        """This rank's device is done: wait for all others, so that none takes away what another still needs."""
+        """Wait for the devices of all ranks, so that no rank releases memory that another still reads."""
         if self._engine.is_asynchronous:
             with self._session.collective("settle"):
                 self._session.agree(CollectiveFingerprint("settle"))
@@ -496,51 +509,53 @@ class Communicator:
             self._engine.prepare_redispatch,
         )
 
-    def _sum(self, y: torch.Tensor, handle: Handle, launch: Launch | None) -> torch.Tensor:
+    def _sum(
+        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
+    ) -> torch.Tensor:
         """``combine`` without gradients."""
         return run_collective(
             self._session,
             self._engine,
             "combine",
-            lambda: self._validator.validate_combine(y, handle, launch),
+            lambda: self._validator.validate_combine(y, handle, weights, launch),
             self._engine.prepare_combine,
         )
 
-    def _in_graph(
+    def _with_gradients(
         self,
-        payloads: Sequence[torch.Tensor],
+        x: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        rows: list[torch.Tensor],
+        made: Precomputed,
         handle: Handle,
-        verbs: Verbs,
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The weights of rows, if ``topk_weights`` are given, and the rows."""
-        if topk_weights is None and not wants_grad(payloads[0]):
-            return None, rows
-        first, weights = DispatchRows.apply(payloads[0], topk_weights, Precomputed(rows[0]), handle, verbs)  # type: ignore[no-untyped-call]
-        return weights, [first, *rows[1:]]
+        launch: Launch | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rows made of ``x``, and their weights if ``topk_weights`` are given, as nodes of the graph."""
+        if topk_weights is None and not wants_grad(x):
+            return made.rows, None
+        rows, weights = DispatchRows.apply(x, topk_weights, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+        return rows, weights
 
     def _verbs(self, launch: Launch | None) -> Verbs:
-        """What the gradients of a call move by: launched as the call itself was, on the stream of the graph."""
+        """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""
         mirrored = (launch or Launch()).on_callers_stream()
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],
-            lambda y, handle: self._sum(y, handle, mirrored),
+            lambda y, handle: self._sum(y, handle, "topk", mirrored),
         )
 
 
 def _close(session: Session, engine: Engine[Any]) -> None:
-    """Give everything back, without waiting for anybody: the engine's connections go over the session's memory."""
+    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory."""
     with ExitStack() as resources:
         resources.callback(session.close)
         resources.callback(engine.close)
         session.end("it is closed")
 
 
-def _give_back(session: Session, engine: Engine[Any], name: str) -> None:
-    """Give back what a communicator has that is dropped, or is there when the process ends; nobody closed it."""
+def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
+    """Release the resources of a communicator that is dropped unclosed, or is unclosed when the process ends."""
     if not session.access.is_own_process:
-        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for threads of its own
+        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for its threads
         return
 
     def leave() -> None:
@@ -549,8 +564,8 @@ def _give_back(session: Session, engine: Engine[Any], name: str) -> None:
         finally:
             _close(session, engine)
 
-    # In a thread, as the garbage collector may have stopped this one anywhere, with any lock.
-    within(_GIVING_BACK_S, leave)
+    # In a thread, as the garbage collector may have interrupted this one anywhere, with any lock held.
+    within(_RELEASE_LIMIT_S, leave)
     warnings.warn(f"{name} was dropped without being closed", ResourceWarning, stacklevel=2)
 
 

@@ -1,4 +1,4 @@
-"""What ``dispatch`` gives, and what it remembers for ``combine``, for gradients, and for dispatching again."""
+"""Result of ``dispatch``, and the handle that ``combine``, gradients and ``dispatch_again`` need."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from fusco.engine.base import Plan
 
 @dataclass(frozen=True)
 class Handle:
-    """A routing, planned. It belongs to the communicator that made it and is good for any number of calls.
+    """A planned routing. It belongs to the communicator that made it and serves any number of calls.
 
     Attributes:
         plan: both levels of descriptors, as this rank executes them.
-        topk_weights: the caller's weights (num_tokens, num_topk), to which gradients flow; ``None`` if none were given,
-            or after ``unweighted()``.
-        number: the collective that planned it; ranks that use a handle together compare it.
+        topk_weights: the caller's weights (num_tokens, num_topk), to which gradients flow; ``None`` if none were given.
+        number: sequence number of the collective that planned it; ranks compare it when they use a handle together.
 
     """
 
@@ -25,53 +24,68 @@ class Handle:
     topk_weights: torch.Tensor | None
     number: int
 
-    def unweighted(self) -> Handle:
-        """The same routing for a ``combine`` that adds rows up as they are: their experts applied the weights."""
-        return replace(self, topk_weights=None)
-
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
         return self.plan.num_tokens
 
     @property
     def num_topk(self) -> int:
-        """Expert slots of a token."""
+        """Experts per token (top-k)."""
         return self.plan.num_topk
 
     @property
     def num_rows(self) -> int:
-        """Expert-major rows of this rank, padding counted."""
+        """Number of expert-major rows of this rank, including padding."""
         return self.plan.num_slots
 
     @property
     def is_weighted(self) -> bool:
-        """Whether ``combine`` applies weights."""
+        """True if the dispatch had weights, which ``combine`` applies unless its ``weights`` are ``None``."""
         return self.topk_weights is not None
 
-    @property
-    def weights(self) -> torch.Tensor | None:
-        """The weights that ``combine`` applies, in the plan's order."""
-        return self.plan.weights if self.is_weighted else None
+
+def without_weights(handle: Handle) -> Handle:
+    """Return a handle of the same routing whose ``combine`` adds rows up as they are, as gradients need."""
+    return replace(handle, topk_weights=None)
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What ``dispatch`` gives.
+    """Result of ``dispatch``.
 
     Attributes:
-        rows: expert-major rows (num_rows, ...), of the payload's dtype. Blocks stand in order of local expert, rows
-            inside in order of (source rank, token, k). Padding inside the blocks is zero; rows of static output behind
-            the last block are uninitialised.
-        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, padding not counted.
-        weights: the weight of each row (num_rows,), if asked for.
+        payloads: expert-major rows (num_rows, ...) of each payload, in its dtype. Blocks are in order of local expert,
+            rows of a block in order of (source rank, token, k). Padding inside the blocks is zero. With static rows,
+            those behind the last block are uninitialised.
+        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding.
+        weights: the weight of each row (num_rows,), if requested.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
-        more_rows: likewise the rows of the second payload and of those after it.
+        event: recorded after the dispatch, if it runs on the communicator's stream; see ``wait``.
 
     """
 
-    rows: torch.Tensor
+    payloads: tuple[torch.Tensor, ...]
     num_rows_per_expert: torch.Tensor
     weights: torch.Tensor | None
     handle: Handle
-    more_rows: tuple[torch.Tensor, ...] = ()
+    event: torch.cuda.Event | None = None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows of the first payload, or of the only one."""
+        return self.payloads[0]
+
+    def wait(self) -> None:
+        """Make the current CUDA stream wait for this dispatch, but for no call launched after it.
+
+        Needed only with ``Launch(own_stream=True)``; otherwise, and on the CPU, it does nothing. The host does not
+        wait. The results may be read on the current stream afterwards, and are kept in memory until it has read them.
+        """
+        if self.event is None:
+            return
+        stream = torch.cuda.current_stream(self.rows.device)
+        stream.wait_event(self.event)
+        for tensor in (*self.payloads, self.num_rows_per_expert, self.weights):
+            if tensor is not None:
+                tensor.record_stream(stream)

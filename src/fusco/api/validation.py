@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,7 +87,7 @@ class Validator:
             expert_alignment=options.expert_alignment,
             with_weights=options.with_weights,
             static=options.static,
-            launch=options.launch or Launch(),
+            launch=self.require_launch(options.launch),
         )
 
     def validate_redispatch(
@@ -97,18 +97,22 @@ class Validator:
         self.require_capturable("dispatch_again")
         self.require_handle(handle)
         self.require_payloads(payloads, handle.num_tokens)
-        return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch or Launch())
+        launch = self.require_launch(launch)
+        return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch)
 
-    def validate_combine(self, y: torch.Tensor, handle: Handle, launch: Launch | None = None) -> CombineRequest[Any]:
+    def validate_combine(
+        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
+    ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
         self.require_capturable("combine")
         self.require_expert_rows(y, handle)
+        self.require_combine_weights(weights)
         return CombineRequest(
             rows=y,
             plan=handle.plan,
-            topk_weights=handle.topk_weights,
+            topk_weights=None if weights is None else handle.topk_weights,
             handle=handle.number,
-            launch=launch or Launch(),
+            launch=self.require_launch(launch),
         )
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
@@ -239,6 +243,24 @@ class Validator:
         if y.ndim != 2 or len(y) != handle.num_rows:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+
+    def require_launch(self, launch: Launch | None) -> Launch:
+        """The device settings of a call; ``None`` means the defaults."""
+        if launch is None:
+            return Launch()
+        if not isinstance(launch, Launch):
+            raise TypeError(f"launch must be a Launch, got {launch!r}")
+        event_device = None if launch.event is None else launch.event.device  # None until it is first recorded
+        if self.device.type == "cuda" and event_device not in (None, self.device):
+            raise ValueError(f"the launch's event is of {event_device}, the communicator on {self.device}")
+        return launch
+
+    def require_combine_weights(self, weights: object) -> None:
+        """The choice of weights of a combine."""
+        if isinstance(weights, torch.Tensor):
+            raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
+        if weights not in ("topk", None):
+            raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
 
     def require_handle(self, handle: Handle) -> None:
         """Raise unless ``handle`` comes from this communicator."""

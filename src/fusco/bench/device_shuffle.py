@@ -197,7 +197,7 @@ def _fp8(
     sent = comm.dispatch(payloads, ids, weights, static=static, launch=launch)
     experts = workload.placement.rank_to_experts[comm.rank]
     errors = []
-    for name, seen, rows in (("values", sent.rows, values), ("scales", sent.more_rows[0], scales)):
+    for name, seen, rows in zip(("values", "scales"), sent.payloads, (values, scales), strict=True):
         as_bytes = [part.view(torch.uint8) for part in rows]
         expected, _ = expected_rows(WorldInput(as_bytes, world.topk_idx, world.topk_weights), experts)
         if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):

@@ -97,10 +97,28 @@ class EngineConfig:
 class Launch:
     """Launch options of a call. They may differ between ranks. On the CPU they have no effect.
 
+    Two micro-batches, each of whose experts overlap with communication of the other::
+
+        first, second = (comm.dispatch(x, ids, weights, launch=Launch(own_stream=True)) for x, ids, weights in batches)
+        events = torch.cuda.Event(), torch.cuda.Event()
+        first.wait()  # for the first dispatch only: the second overlaps with the experts
+        y = experts(first.rows, first.num_rows_per_expert)
+        first_out = comm.combine(y, first.handle, launch=Launch(own_stream=True, event=events[0]))
+        second.wait()
+        y = experts(second.rows, second.num_rows_per_expert)  # overlaps with the first combine
+        second_out = comm.combine(y, second.handle, launch=Launch(own_stream=True, event=events[1]))
+        events[0].wait()  # the current stream may read first_out now
+        events[1].wait()
+
     Attributes:
         num_sms: maximum number of multiprocessors that a kernel uses; ``None`` means a default for the call.
-        own_stream: run on the communicator's stream instead of the caller's current one. The call's result must then
-            not be used before ``Communicator.wait``.
+        own_stream: run on the communicator's stream instead of the caller's current one. The call waits for the
+            caller's stream first. A stream that reads the result must wait for the call: with ``Dispatched.wait``,
+            with ``event``, or with ``Communicator.wait``, which waits for every call launched so far.
+        event: recorded on the stream of the call, after its last kernel. ``event.wait()`` makes the current stream
+            wait for the call alone. Calls that overlap need an event each. Results belong to the stream that is current
+            at the call; for a result that another stream reads, call ``record_stream``, as everywhere in PyTorch. In a
+            CUDA graph, wait within the capture, or pass ``torch.cuda.Event(external=True)``.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
@@ -109,14 +127,17 @@ class Launch:
 
     num_sms: int | None = None
     own_stream: bool = False
+    event: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:
         if self.num_sms is not None:
             check_integer("num_sms", self.num_sms, least=1)
+        if self.event is not None and not isinstance(self.event, torch.cuda.Event):
+            raise TypeError(f"event must be a torch.cuda.Event, got {self.event!r}")
 
     def on_callers_stream(self) -> Launch:
-        """Return the same options on the caller's stream, as the result of a backward pass has no ``wait``."""
-        return replace(self, own_stream=False)
+        """Return the launch of the backward pass: on the caller's stream, as autograd reads gradients at once."""
+        return replace(self, own_stream=False, event=None)
 
 
 @dataclass(frozen=True)

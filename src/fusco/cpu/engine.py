@@ -39,6 +39,7 @@ from fusco.engine.base import (
     Pending,
     RedispatchRequest,
     ShuffleRequest,
+    weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
@@ -95,7 +96,7 @@ class CpuEngine:
             static, needed = request.static, plan.distribution.num_slots_needed
             if static and static.on_overflow == "raise" and needed > static.num_rows:
                 raise LateRejection(RowOverflowError(self._rank, static.num_rows, needed))
-            return DispatchOutput(plan, rows)
+            return DispatchOutput(plan, rows, weights_of_rows(plan, request))
 
         return Pending(published.pack(), run)
 

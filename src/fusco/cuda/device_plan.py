@@ -30,10 +30,10 @@ class DevicePlan(PlannedRows):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that it holds on the device."""
-        optional = [] if self.weights is None else [self.weights]
+        """All tensors of the plan on the device, including those made so far for weights and gradients."""
+        optional = [self.weights, vars(self).get("slot_weights"), vars(self).get("slot_to_k")]
         always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
-        return always + optional
+        return always + [tensor for tensor in optional if tensor is not None]
 
     def num_rows_of(self, source: int) -> int:
         """Return the number of rows of a source."""

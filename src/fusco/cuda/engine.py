@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +49,7 @@ from fusco.engine.base import (
     Pending,
     RedispatchRequest,
     ShuffleRequest,
+    weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
@@ -159,8 +161,9 @@ class CudaEngine:
         def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DevicePlan]:
             with self._order.resumed(stream):
                 output = pending.run(counts)
-            self._order.hand_over([*output.rows, *output.plan.tensors], launch)
-            return output
+                weights = weights_of_rows(output.plan, request)
+            outputs = [*output.rows, *output.plan.tensors, *([] if weights is None else [weights])]
+            return replace(output, weights=weights, event=self._order.hand_over(outputs, launch, stream))
 
         return Pending(pending.counts, run)
 
@@ -173,7 +176,7 @@ class CudaEngine:
         def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
             with self._order.resumed(stream):
                 rows = pending.run(counts)
-            self._order.hand_over(rows, launch)
+            self._order.hand_over(rows, launch, stream)
             return rows
 
         return Pending(pending.counts, run)
@@ -186,7 +189,7 @@ class CudaEngine:
             on_stream = self._order.on_stream(launch, request.rows, held=request.plan.tensors)
             with on_stream as stream, call.profile.spend("wire"):
                 out = self._shuffle.combine(request, call, stream)
-            self._order.hand_over([out], launch)
+            self._order.hand_over([out], launch, stream)
             return out
 
         return Pending((), run)

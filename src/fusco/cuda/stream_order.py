@@ -65,11 +65,24 @@ class StreamOrder:
         with torch.cuda.stream(stream):
             yield
 
-    def hand_over(self, outputs: Sequence[torch.Tensor], launch: Launch) -> None:
-        """Record that tensors made on the communicator's stream will be used on the caller's."""
-        if launch.own_stream:
-            for output in outputs:
-                output.record_stream(torch.cuda.current_stream(self._device))
+    def hand_over(
+        self, outputs: Sequence[torch.Tensor], launch: Launch, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event | None:
+        """Record the end of a call that was launched on ``stream``, and that the caller's stream will use its outputs.
+
+        Returns:
+            An event of this call alone; ``None`` on the caller's stream, whose later work comes after the call.
+
+        """
+        if launch.event is not None:
+            launch.event.record(stream)
+        if not launch.own_stream:
+            return None
+        for output in outputs:
+            output.record_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""

@@ -110,10 +110,28 @@ class DispatchRequest:
 
 @dataclass(frozen=True)
 class DispatchOutput(Generic[PlanT]):
-    """Result of a dispatch: the plan, for combine and for other payloads, and the expert-major rows of each payload."""
+    """Result of a dispatch.
+
+    Attributes:
+        plan: for combine and for other payloads.
+        rows: expert-major rows of each payload.
+        weights: the weight of each row (num_rows,), if requested.
+        event: recorded after the dispatch's work, if the caller's stream does not wait for it.
+
+    """
 
     plan: PlanT
     rows: list[torch.Tensor]
+    weights: torch.Tensor | None = None
+    event: torch.cuda.Event | None = None
+
+
+def weights_of_rows(plan: Plan, request: DispatchRequest) -> torch.Tensor | None:
+    """Return the weight of each row (num_rows,) in the dtype of the caller's weights, or ``None`` unless requested."""
+    if not request.with_weights:
+        return None
+    assert request.topk_weights is not None
+    return plan.slot_weights.to(request.topk_weights.dtype, copy=True)  # padding rows have weight zero
 
 
 @dataclass(frozen=True, kw_only=True)

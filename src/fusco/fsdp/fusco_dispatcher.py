@@ -51,14 +51,15 @@ class FuscoDispatcher:
             settings: of the communicators.
             launch: how dispatch and combine, forward and backward, use the device. ``None`` means
                 ``Launch(num_sms=32)``, since FSDP gathers and reduces parameters on other streams at the same time:
-                all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` is not allowed.
+                all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` and ``event`` are not
+                allowed.
 
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
         self.launch = launch or Launch(num_sms=FSDP_SMS)
-        if self.launch.own_stream:
-            raise ValueError("a dispatcher's launch must not have own_stream: results are used at once")
+        if self.launch.own_stream or self.launch.event is not None:
+            raise ValueError("a dispatcher's launch must have neither own_stream nor event: results are used at once")
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self._num_ranks = group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings

@@ -16,7 +16,7 @@ import torch
 
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
-from fusco.api.handle import Handle
+from fusco.api.handle import Handle, without_weights
 from fusco.core.config import Launch
 
 
@@ -117,7 +117,7 @@ def dispatch_backward(grad_rows: torch.Tensor, ticket: torch.Tensor, num_tokens:
     held = _held_by(ticket)
     assert held.handle.num_tokens == num_tokens
     with torch.no_grad():
-        return held.verbs.combine(grad_rows.detach(), held.handle.unweighted())
+        return held.verbs.combine(grad_rows.detach(), without_weights(held.handle))
 
 
 @torch.library.custom_op("fusco::combine_backward", mutates_args=())

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import socket
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,20 @@ def test_multiprocessors_are_counted(num_sms):
         Launch(num_sms=num_sms)
     with pytest.raises(ValueError, match="num_sms must be positive, got 0"):
         Launch(num_sms=0)
+
+
+def test_an_event_is_an_event():
+    with pytest.raises(TypeError, match=r"event must be a torch\.cuda\.Event, got 'done'"):
+        Launch(event="done")
+
+
+def test_the_backward_pass_is_on_the_callers_stream_and_records_no_event():
+    class Event:
+        pass
+
+    with mock.patch.object(torch.cuda, "Event", Event):
+        launch = Launch(num_sms=3, own_stream=True, event=Event())
+        assert launch.on_callers_stream() == Launch(num_sms=3)
 
 
 @pytest.mark.parametrize(("num_rows", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])

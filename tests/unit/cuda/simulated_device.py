@@ -38,12 +38,17 @@ class Over(BaseException):
 class Event:
     """Stands in for ``torch.cuda.Event``."""
 
+    device: torch.device | None = None
+
     def __init__(self) -> None:
         self._is_reached: list[bool] = [True]
 
     def record(self, stream: Stream) -> None:
         reached = self._is_reached = [False]
         stream.launch("an event", lambda: reached.__setitem__(0, True))
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self)
 
     def query(self) -> bool:
         return self._is_reached[0]

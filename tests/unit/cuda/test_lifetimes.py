@@ -156,6 +156,15 @@ def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, 
             assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
+@VERBS
+def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentChannels, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    requested = [plan.slot_weights, plan.slot_to_k]
+    verb(engine, plan, rows, Launch(own_stream=True))
+    for tensor in requested:
+        assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
+
+
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
     plan = plan_of_rank_0()
     num_before = len(plan.tensors)

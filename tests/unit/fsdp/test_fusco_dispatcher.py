@@ -1,6 +1,9 @@
 """Checks of dispatchers that need no ranks."""
 
+from unittest import mock
+
 import pytest
+import torch
 
 from fusco import Launch, TransportError
 from fusco.fsdp import FuscoDispatcher
@@ -27,8 +30,10 @@ class Communicating:
 
 def test_results_are_used_at_once_so_that_the_stream_must_be_the_callers():
     assert FuscoDispatcher(Group(), 1, launch=Launch(num_sms=7)).launch == Launch(num_sms=7)
-    with pytest.raises(ValueError, match="must not have own_stream"):
-        FuscoDispatcher(Group(), 1, launch=Launch(own_stream=True))
+    with mock.patch.object(torch.cuda, "Event", mock.Mock):
+        for launch in (Launch(own_stream=True), Launch(event=mock.Mock())):
+            with pytest.raises(ValueError, match="neither own_stream nor event"):
+                FuscoDispatcher(Group(), 1, launch=launch)
 
 
 def test_synchronize_waits_for_all_communicators_and_raises_what_went_wrong():

@@ -1,0 +1,72 @@
+"""Results of dispatch and combine on one rank: payloads, waiting, and the choice of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusco
+
+IDS = torch.tensor([[1, 0], [1, -1]])
+WEIGHTS = torch.tensor([[2.0, 3.0], [0.5, 9.0]])
+
+
+@pytest.fixture
+def comm():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with fusco.Communicator(num_experts=2, num_topk=2, max_tokens_per_rank=4, max_bytes_per_token=64) as comm:
+        yield comm
+    dist.destroy_process_group()
+
+
+def test_payloads_are_one_tuple_and_rows_are_the_first(comm):
+    values, scales = torch.tensor([[1.0], [2.0]]), torch.tensor([7, 8])
+    sent = comm.dispatch([values, scales], IDS)
+    assert [payload.tolist() for payload in sent.payloads] == [[[1.0], [1.0], [2.0]], [7, 7, 8]]
+    assert sent.rows is sent.payloads[0]
+    assert [payload.tolist() for payload in comm.dispatch(values, IDS).payloads] == [[[1.0], [1.0], [2.0]]]
+
+
+def test_on_the_cpu_there_is_nothing_to_wait_for(comm):
+    sent = comm.dispatch(torch.ones(2, 1), IDS, WEIGHTS, with_weights=True, launch=fusco.Launch(own_stream=True))
+    assert sent.event is None
+    sent.wait()
+    assert sent.weights.tolist() == [3.0, 2.0, 0.5]
+
+
+def test_combine_applies_the_weights_of_the_dispatch_or_none(comm):
+    sent = comm.dispatch(torch.zeros(2, 1), IDS, WEIGHTS)
+    y = torch.tensor([[1.0], [10.0], [100.0]])
+    assert comm.combine(y, sent.handle).tolist() == [[23.0], [50.0]]
+    assert comm.combine(y, sent.handle, weights="topk").tolist() == [[23.0], [50.0]]
+    assert comm.combine(y, sent.handle, weights=None).tolist() == [[11.0], [100.0]]
+    unweighted = comm.dispatch(torch.zeros(2, 1), IDS)
+    assert comm.combine(y, unweighted.handle).tolist() == [[11.0], [100.0]]
+
+
+def test_gradients_of_a_combine_without_weights_are_not_weighted(comm):
+    weights = WEIGHTS.clone().requires_grad_()
+    sent = comm.dispatch(torch.zeros(2, 1), IDS, weights)
+    y = torch.ones(3, 1, requires_grad=True)
+    comm.combine(y, sent.handle, weights=None).sum().backward()
+    assert y.grad.tolist() == [[1.0]] * 3
+    assert weights.grad is None
+    comm.combine(y, sent.handle).sum().backward()
+    assert y.grad.tolist() == [[4.0], [3.0], [1.5]]
+    assert weights.grad.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "words"),
+    [
+        ("softmax", ValueError, "must be 'topk' or None, got 'softmax'"),
+        (True, ValueError, "must be 'topk' or None, got True"),
+        (torch.ones(3), TypeError, "must be 'topk' or None, got a tensor; multiply y by it, and pass None"),
+    ],
+)
+def test_other_weights_are_refused(comm, weights, error, words):
+    sent = comm.dispatch(torch.zeros(2, 1), IDS, WEIGHTS)
+    with pytest.raises(error, match=words):
+        comm.combine(torch.ones(3, 1), sent.handle, weights=weights)
+    assert comm.combine(torch.ones(3, 1), sent.handle).tolist() == [[5.0], [0.5]]
