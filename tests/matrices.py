@@ -1,4 +1,4 @@
-"""Families of node-to-node matrices: what schedules are tested on."""
+"""Families of node-to-node matrices, to test schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def _equal_sums(weights):
-    """Scaled until all row and column sums are nearly the same: no node has time to spare."""
+    """Scale the weights until all row and column sums are nearly equal: no node is idle at any time."""
     weights = weights.astype(float)
     for _ in range(200):
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)
@@ -22,13 +22,13 @@ def _permutations(num_nodes, sizes, random):
 
 
 def _geometric_then_even(num_nodes, random):
-    """A few huge permutations over many small ones: hard for any fixed quantum."""
+    """A few large permutations and many small ones: hard for any fixed quantum."""
     huge = _permutations(num_nodes, [int(1e7 * 0.8**i) + 1 for i in range(2 * num_nodes)], random)
     return huge + random.integers(0, 1000, (num_nodes, num_nodes))
 
 
 def families(num_nodes: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """One int64 matrix (num_nodes, num_nodes) of each family, zero on the diagonal."""
+    """Return one int64 matrix (num_nodes, num_nodes) of each family, zero on the diagonal."""
     random = np.random.default_rng([num_nodes, seed])
     shape = (num_nodes, num_nodes)
     ranks = 1 + random.permutation(num_nodes**2).reshape(shape)
