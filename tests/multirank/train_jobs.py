@@ -21,7 +21,7 @@ class RowsDidNotArriveError(Exception):
 
 
 def train_until_rows_do_not_arrive(group, job, num_good):
-    """What was done in which order, if synchronizing fails after ``num_good`` times."""
+    """Return the order of operations if synchronizing fails after ``num_good`` times."""
     done, synchronize = [], Communicator.synchronize
 
     def synchronize_or_fail(comm):
