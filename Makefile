@@ -21,8 +21,10 @@ demo: setup
 	mkdir -p out
 	$(BIN)/fusco bench shuffle --nodes 2 --ranks-per-node 2 --traffic trace --json out/demo.jsonl
 
+# Unit tests in two processes; tests of several ranks one by one, since many of them compare times with timeouts.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
+	$(BIN)/pytest tests/multirank tests/cuda
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
 test-minimum: .venv-minimum/.installed
@@ -41,7 +43,7 @@ test-gpu: setup
 	$(BIN)/pytest tests/multirank --device cuda
 	$(BIN)/pytest tests/multirank --device cuda-nodes
 
-# Minutes of random work, faults and unauthenticated connections; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
+# Minutes of random work, faults and foreign clients; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
 attack: setup
 	PYTHONPATH=tests:tests/multirank $(BIN)/python -m attack $(ATTACK)
 

@@ -1,4 +1,4 @@
-"""Comparisons of outputs with what they must be, and rows to be summed."""
+"""Comparisons of outputs with expected values, and rows to be summed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from law import Law
 
 
 def assert_same_bits(seen: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Same dtype, shape and bits: NaNs equal themselves."""
+    """Assert equal dtype, shape and bits; a NaN equals itself."""
     assert seen.dtype == expected.dtype, f"{what}: {seen.dtype}, expected {expected.dtype}"
     assert seen.shape == expected.shape, f"{what}: shape {tuple(seen.shape)}, expected {tuple(expected.shape)}"
     seen_bytes, expected_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (seen, expected))
@@ -19,7 +19,7 @@ def assert_same_bits(seen: torch.Tensor, expected: torch.Tensor, what: str) -> N
 
 
 def assert_within(seen: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor, what: str) -> None:
-    """Each element no further from the expected one than its bound."""
+    """Assert that each element differs from the expected one by at most its bound."""
     assert seen.shape == expected.shape, f"{what}: shape {tuple(seen.shape)}, expected {tuple(expected.shape)}"
     error = (seen.double() - expected).abs()
     is_wrong = ~(error <= bound)  # a NaN is wrong, too
@@ -30,7 +30,7 @@ def assert_within(seen: torch.Tensor, expected: torch.Tensor, bound: torch.Tenso
 
 
 def world_rows(law: Law, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Expert-major rows of every rank, as experts might give them. Padding is NaN: combine must not look at it."""
+    """Expert-major rows of every rank, as experts might return them. Padding is NaN: combine must not read it."""
     world = []
     for rank in law.ranks:
         slots = law.slots(rank)

@@ -1,4 +1,4 @@
-"""What all tests share: reproducible hypothesis, one compute thread, helper modules that rank processes can import."""
+"""Settings of all tests: reproducible hypothesis, one compute thread, and the option ``--device``."""
 
 import signal
 
@@ -10,10 +10,10 @@ hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As shells start what runs in the background; processes of tests would inherit it and never hear of Ctrl-C.
+    # Shells start background jobs this way; the processes of tests would inherit it and ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Not looked through for doctests: as modules conftests all have the same name, and attacks are no tests.
+# Not searched for doctests: all conftests have the same module name, and attacks are no tests.
 collect_ignore_glob = ["*/conftest.py", "attack/*"]
 
 
@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     device = config.getoption("--device").removesuffix("-nodes")
     wrong, why = {
-        "cuda": ("cpu_only", "not for --device cuda: it looks inside the CPU engine, or runs on the CPU anyway"),
+        "cuda": ("cpu_only", "not for --device cuda: it inspects the CPU engine, or runs on the CPU in any case"),
         "cpu": ("cuda_only", "only for --device cuda, which needs GPUs"),
     }[device]
     for item in items:

@@ -1,4 +1,4 @@
-"""The one grid of routings, edge cases among them: every input of a test is rebuilt on any rank from (seed, rank)."""
+"""The grid of routings, including edge cases. Any rank can rebuild every input of a test from (seed, rank)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Case:
 
     @property
     def chosen_rank(self) -> int:
-        """The rank that a kind treats unlike the others."""
+        """The rank that a kind treats differently from the others."""
         return self.seed % self.world_size
 
     def num_tokens(self, rank: int) -> int:
@@ -34,7 +34,7 @@ class Case:
         return _ROUTERS[_KIND_TO_PARTS[self.kind][1]](self, self.num_tokens(rank), random_of(self.seed, "ids", rank))
 
     def topk_weights(self, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Weights of both signs, every seventh or so zero, (num_tokens, num_topk)."""
+        """Weights of both signs, about every seventh zero, (num_tokens, num_topk)."""
         shape = (self.num_tokens(rank), self.num_topk)
         random = random_of(self.seed, "weights", rank)
         weights = torch.rand(shape, generator=random, dtype=torch.float64) * 2 - 0.5
@@ -51,12 +51,12 @@ class Case:
 
 
 def random_of(*what: int | str) -> torch.Generator:
-    """A random stream of its own for each name: the same on every rank, and unlike that of any other name."""
+    """Return a random generator seeded by a name: the same on every rank, and different for every name."""
     return torch.Generator().manual_seed(zlib.crc32(repr(what).encode()))
 
 
 def number_of(low: int, high: int, *what: int | str) -> int:
-    """A random integer from ``low`` to ``high``, both included."""
+    """Return a random integer from ``low`` to ``high``, both included."""
     return int(torch.randint(low, high + 1, (), generator=random_of(*what)))
 
 
@@ -66,7 +66,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, *what: int | str) -> torc
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype, *what: int | str) -> torch.Tensor:
-    """Any bits at all, NaNs of every kind included, for rows that are only moved."""
+    """Random bits, including NaNs of every kind, for rows that are only moved."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=random_of(*what)).bool()
     num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -1,4 +1,7 @@
-"""The law that dispatch and combine must keep, spelled out slowly: what any output must be, from everybody's input."""
+"""The specification of dispatch and combine, in slow and simple code: each output, from the input of all ranks.
+
+It shares no code with the planner or the engines.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """What combine must give one rank, in float64 (num_tokens, hidden).
+    """Expected output of combine on one rank, in float64 (num_tokens, hidden).
 
     Attributes:
         exact: the sums.
@@ -34,11 +37,11 @@ class Sums:
 
 
 class Law:
-    """The law for one routing of all ranks.
+    """The specification applied to one routing of all ranks.
 
     Args:
         topk_idx: ``topk_idx[r]`` are the expert ids of rank ``r``, (num_tokens, num_topk).
-        expert_to_rank: who owns which expert.
+        expert_to_rank: the rank that owns each expert.
         alignment: each expert's block is padded to a multiple of this.
 
     """
@@ -50,7 +53,7 @@ class Law:
         self._num_topk = topk_idx[0].shape[1]
         self._alignment = alignment
         self._blocks: list[list[Pair]] = [[] for _ in expert_to_rank]
-        for src in self.ranks:  # this order of the loops is the law's order inside a block
+        for src in self.ranks:  # the order of these loops defines the order inside a block
             for token, experts in enumerate(self.topk_idx[src]):
                 for k, expert in enumerate(experts):
                     if expert >= 0:
@@ -61,7 +64,7 @@ class Law:
         return [block for block, owner in zip(self._blocks, self.expert_to_rank, strict=True) if owner == rank]
 
     def slots(self, rank: int) -> list[Pair | None]:
-        """What stands in each expert-major row of a rank; ``None`` is padding."""
+        """The token and expert of each expert-major row of a rank; ``None`` is padding."""
         slots: list[Pair | None] = []
         for block in self.blocks(rank):
             slots += block
@@ -93,7 +96,7 @@ class Law:
         weights: Sequence[torch.Tensor] | None,
         rank_to_node: Sequence[int],
     ) -> Sums:
-        """What combine must give a rank, from the expert-major rows of all ranks."""
+        """Expected output of combine on a rank, from the expert-major rows of all ranks."""
         shape = (len(self.topk_idx[rank]), y[0].shape[1])
         exact, size, remote_size = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
         for owner in self.ranks:
@@ -109,11 +112,11 @@ class Law:
         return Sums(exact, size, remote_size)
 
     def nodes_of(self, src: int, token: int, rank_to_node: Sequence[int]) -> set[int]:
-        """The nodes on which some expert wants a token."""
+        """The nodes that have an expert of a token."""
         return {rank_to_node[self.expert_to_rank[expert]] for expert in self.topk_idx[src][token] if expert >= 0}
 
-    def num_crossings(self, rank_to_node: Sequence[int]) -> int:
-        """Distinct (token, remote node) pairs: how many rows have to cross between nodes."""
+    def num_internode_rows(self, rank_to_node: Sequence[int]) -> int:
+        """Number of distinct (token, remote node) pairs: the rows that must be sent between nodes."""
         return sum(
             len(self.nodes_of(src, token, rank_to_node) - {rank_to_node[src]})
             for src in self.ranks
@@ -121,22 +124,22 @@ class Law:
         )
 
     def error_bound(
-        self, sums: Sums, dtype: torch.dtype, wire_dtype: torch.dtype | None, num_journeys: int = 1
+        self, sums: Sums, dtype: torch.dtype, wire_dtype: torch.dtype | None, num_hops: int = 1
     ) -> torch.Tensor:
-        """How far combine may be from the exact sums.
+        """Largest permitted difference of combine from the exact sums.
 
         All terms are weighted and added in float32 (float64 for float64 rows): at most one rounding for each product
-        and one for each of fewer than ``num_topk`` + 2 * world size additions. What comes from another node is rounded
-        once more to the dtype of the rows, or the wire's if that is wider, for each of its journeys, and the result to
-        the dtype of the rows.
+        and one for each of fewer than ``num_topk`` + 2 * world size additions. Partial sums of another node are
+        rounded once more for each hop, to the dtype of the rows or, if it is wider, the wire dtype. The result is
+        rounded to the dtype of the rows.
         """
         wire_dtype = torch.promote_types(dtype, wire_dtype or dtype)
         accumulation = torch.float64 if dtype == torch.float64 else torch.float32
         num_roundings = self._num_topk + 2 * len(self.ranks) + 1
         if accumulation == torch.float64:
-            num_roundings *= 2  # the sums given as exact are in float64 themselves
+            num_roundings *= 2  # the exact sums are in float64, too
         bound = num_roundings * _half_ulp(accumulation, sums.size)
-        for _ in range(num_journeys if wire_dtype != accumulation else 0):
+        for _ in range(num_hops if wire_dtype != accumulation else 0):
             # Each of at most num_topk partial sums may fall below the smallest normal value.
             bound = bound + _half_ulp(wire_dtype, sums.remote_size + bound) + self._num_topk * _least(wire_dtype)
         if dtype != accumulation:

@@ -1,4 +1,4 @@
-"""Attacks on fusco: random work held against the law, long work, ranks that die or stop, strangers on its listeners.
+"""Stress tests: random work compared with the specification, long runs, ranks that die or stop, foreign TCP clients.
 
-``make attack``, or ``python -m attack --help``. Not a part of the tests that pytest finds: it goes on for minutes.
+Run ``make attack`` or ``python -m attack --help``. pytest does not collect them, since they run for minutes.
 """

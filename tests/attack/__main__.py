@@ -1,4 +1,4 @@
-"""``python -m attack``: attacks in turn until time is up or one succeeds; the last line says how to repeat that."""
+"""``python -m attack``: run attacks until the time is up or one finds a fault; the last line says how to repeat it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.table import Table
 
 from attack.kinds import Attacks
 
-# What part of the time each kind gets.
-_SHARES = {"random": 0.45, "soak": 0.15, "faults": 0.3, "strangers": 0.1}
+# Share of the time that each kind gets.
+_SHARES = {"random": 0.45, "soak": 0.15, "faults": 0.3, "clients": 0.1}
 
 
 def main() -> int:
-    """Attack; the exit code is 1 if an attack succeeded."""
+    """Run attacks; the exit code is 1 if one found a fault."""
     options = _options()
     console = Console(highlight=False, soft_wrap=True)
     attacks = Attacks(options.seed)
@@ -47,22 +47,24 @@ def main() -> int:
 
 
 def _attack(console: Console, attacks: Attacks, kind: str, number: int, began: float, seed: int) -> str:
-    """One attack; returns its name if it succeeded, which is a failure of fusco's."""
+    """Run one attack; return its name if it found a fault, and ``""`` otherwise."""
     try:
-        told = attacks.kinds[kind](number)
-    except Exception as error:  # noqa: BLE001  whatever it is, it is what attacks are for
+        summary = attacks.kinds[kind](number)
+    except Exception as error:  # noqa: BLE001  any error is a finding
         console.print(f"{time.monotonic() - began:6.1f} s  {kind} {number} FAILED: {type(error).__name__}: {error}")
         return f"{kind} {number}"
-    console.print(f"{time.monotonic() - began:6.1f} s  {kind} {number}: {told}")
+    console.print(f"{time.monotonic() - began:6.1f} s  {kind} {number}: {summary}")
     return ""
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m attack", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300.0, help="no attack begins later (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="what all random numbers follow from (default: 0)")
-    parser.add_argument("--only", type=_kinds, default=list(_SHARES), help=f"kinds, with commas: {', '.join(_SHARES)}")
-    parser.add_argument("--index", type=int, help="only the attack of this number, of each kind")
+    parser.add_argument("--seconds", type=float, default=300.0, help="start no attack after this time (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: 0)")
+    parser.add_argument(
+        "--only", type=_kinds, default=list(_SHARES), help=f"kinds, separated by commas: {', '.join(_SHARES)}"
+    )
+    parser.add_argument("--index", type=int, help="run only the attack with this number, of each kind")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Random communicators: everything about one follows from a seed and a number, on any rank."""
+"""Random communicators. A seed and a number determine all arguments of one, on every rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rank_setup import Setup
 
 import fusco
 
-# Ranks, and ranks of each node.
+# (number of ranks, ranks per node)
 WORLDS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 2), (4, 4), (6, 2), (6, 3))
 LARGEST_WORLD = max(num_ranks for num_ranks, _ in WORLDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A communicator, and how many rounds of work it is given."""
+    """Arguments of a communicator, and the number of rounds of work on it."""
 
     num_ranks: int
     setup: Setup
@@ -33,7 +33,7 @@ class Configuration:
 
 
 def draw(random: Random, worlds: tuple[tuple[int, int], ...] = WORLDS, timeout_s: float = 60.0) -> Configuration:
-    """A configuration for one of ``worlds``."""
+    """Draw a configuration for one of ``worlds``."""
     num_ranks, ranks_per_node = random.choice(worlds)
     num_experts = random.choice((1, 2, 5, 8, 12, 24, 33))
     settings = fusco.Settings(

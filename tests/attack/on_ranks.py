@@ -1,7 +1,8 @@
-"""What attacks have ranks do."""
+"""Functions that attacks run on ranks."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -21,19 +22,28 @@ from attack.configuration import Configuration
 from attack.rounds import work
 
 
-def arrive(group: dist.ProcessGroup) -> None:
-    """Import all of this, so that faults strike no rank at that."""
+def no_op(group: dist.ProcessGroup) -> None:
+    """Do nothing. Importing this module before an attack keeps faults out of the import."""
 
 
 def do_rounds(group: dist.ProcessGroup, configuration: Configuration, *name: int | str) -> list[str]:
-    """Make a communicator and work with it; returns the kinds of rounds."""
+    """Create a communicator and use it; return the kinds of rounds."""
     with configuration.setup.open(group) as comm:
         return [work(comm, configuration.setup, *name, number) for number in range(configuration.num_rounds)]
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds."""
+    """Resources of a process.
+
+    Attributes:
+        private_mib: anonymous resident memory that is in use. The memory that glibc keeps after ``free`` is returned
+            first: it varies by 25 MiB from round to round and would hide any leak.
+        descriptors: open files.
+        threads: threads.
+        mappings: mappings of shared memory.
+
+    """
 
     private_mib: float
     descriptors: int
@@ -43,6 +53,7 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text().splitlines()
         private = next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
         return cls(
@@ -53,10 +64,8 @@ class Holdings:
         )
 
 
-def keep_on(
-    group: dist.ProcessGroup, setup: Setup, num_rounds: int, *name: int | str
-) -> tuple[list[Holdings], Holdings]:
-    """Many rounds on one communicator; what is held after each third of them, and when it is closed."""
+def soak(group: dist.ProcessGroup, setup: Setup, num_rounds: int, *name: int | str) -> tuple[list[Holdings], Holdings]:
+    """Run many rounds on one communicator; return the resources held after each third of them, and after closing it."""
     holdings = []
     with setup.open(group) as comm:
         for third in range(3):
@@ -66,8 +75,10 @@ def keep_on(
     return holdings, Holdings.now()
 
 
-def labour(group: dist.ProcessGroup, configuration: Configuration, longest_s: float, *name: int | str) -> Fate:
-    """Make communicators, work with them and close them, over and over, until a rank fails; then close the last."""
+def work_until_failure(
+    group: dist.ProcessGroup, configuration: Configuration, longest_s: float, *name: int | str
+) -> Fate:
+    """Create, use and close communicators until a rank fails; then close the last one."""
     fate, random, ends_at = Fate(), Random(repr(name)), time.monotonic() + longest_s
     for number in itertools.count():
         if fate.text or time.monotonic() > ends_at:
@@ -88,18 +99,18 @@ def labour(group: dist.ProcessGroup, configuration: Configuration, longest_s: fl
     return fate
 
 
-def do_rounds_beside_strangers(
+def do_rounds_with_foreign_clients(
     group: dist.ProcessGroup, configuration: Configuration, ports: Path, *name: int | str
 ) -> list[str]:
-    """The same with every listening port of Python's sockets left in a folder, for strangers to find."""
+    """``do_rounds``, with every listening port of a Python socket recorded as a file name in a folder, for clients."""
     listen = socket.socket.listen
 
-    def listen_and_tell(self: socket.socket, *backlog: int) -> None:
+    def listen_and_record(self: socket.socket, *backlog: int) -> None:
         listen(self, *backlog)
         if self.family == socket.AF_INET:
             (ports / str(self.getsockname()[1])).touch()
 
-    socket.socket.listen = listen_and_tell
+    socket.socket.listen = listen_and_record
     try:
         return do_rounds(group, configuration, *name)
     finally:

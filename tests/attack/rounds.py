@@ -1,4 +1,4 @@
-"""Rounds of random work on a communicator, each compared with what the law says; they need nothing but fusco."""
+"""Rounds of random work on a communicator, each compared with the specification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Round:
-    """What a round works with. ``random`` gives the same on all ranks; ``seed`` names the round's tensors."""
+    """Inputs of a round. ``random`` is in the same state on all ranks; ``seed`` determines the round's tensors."""
 
     comm: fusco.Communicator
     setup: Setup
@@ -51,7 +51,7 @@ class Round:
 
 
 def work(comm: fusco.Communicator, setup: Setup, *name: int | str) -> str:
-    """One round of the given name, which is the same on all ranks; returns its kind."""
+    """Run one round; ``name`` is the same on all ranks and seeds it. Return its kind."""
     random = Random(repr(name))
     kinds, weights = zip(*_KINDS.items(), strict=True)
     kind = random.choices(kinds, weights)[0]
@@ -63,7 +63,7 @@ def work(comm: fusco.Communicator, setup: Setup, *name: int | str) -> str:
 
 
 def shuffle_tokens(at: Round) -> None:
-    """Dispatch one or several payloads, again along the handle, and combine."""
+    """Dispatch one or several payloads, dispatch again with the handle, and combine."""
     case, alignment = at.case(), at.alignment()
     law = law_of(at.comm, case, alignment)
     weights = _weights(at, case)
@@ -96,7 +96,7 @@ def shuffle_tokens(at: Round) -> None:
 
 
 def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tensor] | None, behind: int) -> None:
-    """Weighted and not; sums of small integers must be right to the last bit, others within their rounding."""
+    """Combine with and without weights: sums of small integers must be exact, others within their rounding error."""
     wire_dtype = at.setup.settings.wire_dtype
     dtype = at.random.choice(_SUMMED)
     hidden = at.setup.max_bytes_per_token // torch.promote_types(dtype, wire_dtype or dtype).itemsize
@@ -116,7 +116,7 @@ def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tens
 
 
 def drop_rows(at: Round) -> None:
-    """A static output that is too small: what fits is there, and only that is in the sums."""
+    """Dispatch into a static output that is too small: the rows that fit arrive, and sums contain only those."""
     case, alignment = at.case(), at.alignment()
     law = law_of(at.comm, case, alignment)
     share = at.random.random()
@@ -142,7 +142,7 @@ def drop_rows(at: Round) -> None:
 
 
 def differentiate(at: Round) -> None:
-    """Gradients of rows, of weights and of weights of rows, all of small integers: right to the last bit."""
+    """Gradients of rows, of weights and of row weights, all of small integers: they must be exact."""
     case, alignment = at.case(), at.alignment()
     law, hidden = law_of(at.comm, case, alignment), max(1, at.setup.max_bytes_per_token // 32)
     shape = {rank: (case.num_tokens(rank), hidden) for rank in law.ranks}
@@ -172,7 +172,7 @@ def differentiate(at: Round) -> None:
 
 
 def exchange(at: Round) -> None:
-    """An all-to-all of uneven, empty and equal splits; sometimes with gradients."""
+    """All-to-all with uneven, empty and equal splits; sometimes with gradients."""
     share = at.random.random()
     splits = [[at.random.choice((0, at.random.randint(0, 40))) for _ in at.everyone] for _ in at.everyone]
     if share < 0.2:
@@ -202,7 +202,7 @@ def exchange(at: Round) -> None:
 
 
 def shuffle_segments(at: Round) -> None:
-    """Scattered segments among all ranks."""
+    """Shuffle scattered segments among all ranks."""
     sizes, largest = at.random.choice((((0, 1, 50), 20), ((0, 3000), 700), ((1, 2, 3), 1)))
     totals = {(s, d): at.random.choice(sizes) for s in at.everyone for d in at.everyone}
     dtype = at.random.choice((torch.uint8, torch.float32, torch.int16))
@@ -223,7 +223,7 @@ def shuffle_segments(at: Round) -> None:
 
 
 def pass_on(at: Round) -> None:
-    """Segments from one rank to another."""
+    """Send segments from one rank to another."""
     if len(at.everyone) == 1:
         return
     src, dst = at.random.sample(at.everyone, 2)
@@ -238,8 +238,8 @@ def pass_on(at: Round) -> None:
         check_arrival(received, before, sent.stream, f"from rank {src}")
 
 
-def be_mistaken(at: Round) -> None:
-    """One rank's input is bad: it raises what is wrong, and all others that it did."""
+def reject_input(at: Round) -> None:
+    """Invalid input on one rank: it raises the error, and all others raise ``RejectedInputError``."""
     mistaken = at.random.choice(at.everyone)
     ids = torch.zeros(1, 1, dtype=torch.int64)
     error, text = fusco.RejectedInputError, f"rank {mistaken} rejected its input"
@@ -257,7 +257,7 @@ _KINDS: dict[Callable[[Round], None], int] = {
     exchange: 4,
     shuffle_segments: 2,
     pass_on: 2,
-    be_mistaken: 1,
+    reject_input: 1,
 }
 
 
@@ -267,7 +267,7 @@ def _weights(at: Round, case: Case) -> list[torch.Tensor] | None:
 
 
 def _payloads(at: Round, case: Case, name: str) -> list[list[torch.Tensor]]:
-    """Of each rank, as many as fit into a token's bytes, three at most."""
+    """Draw one to three payloads of each rank that fit into the bytes of a token."""
     room, kinds = at.setup.max_bytes_per_token, []
     for _ in range(at.random.randint(1, 3)):
         dtype = at.random.choice([dtype for dtype in _DTYPES if dtype.itemsize <= room] or [None])
@@ -295,7 +295,7 @@ def _check_rows(at: Round, law: Law, outputs: Any, world: list[list[torch.Tensor
 
 
 def _integers(shape: tuple[int, ...], dtype: torch.dtype, *name: int | str) -> torch.Tensor:
-    """From -4 to 4: any sum of what a token's experts give is exact in every dtype."""
+    """Return random integers from -4 to 4: any sum over the experts of a token is exact in every dtype."""
     return torch.randint(-4, 5, shape, generator=random_of(*name)).to(dtype)
 
 

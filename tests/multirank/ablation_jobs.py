@@ -1,4 +1,4 @@
-"""Functions on ranks: the benchmark's ways to shuffle without fusco's engine or planner, against the law."""
+"""Functions on ranks: the benchmark's variants without fusco's engine or planner, compared with the specification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN = 3
 
 @dataclasses.dataclass(frozen=True)
 class OneNodeCase:
-    """All experts of a token are on one node, of all nodes in turn; as ``Case`` otherwise."""
+    """``Case`` whose tokens have all their experts on one node, with nodes in turn."""
 
     case: Case
     num_nodes: int
@@ -50,26 +50,26 @@ def cases_of(setup: Setup, world_size: int):
 
 
 def check_no_engine(group: dist.ProcessGroup, setup: Setup) -> None:
-    """Dispatch and combine of every kind; what is counted between nodes is what must cross."""
+    """Dispatch and combine every kind; the bytes counted between nodes are those that the specification requires."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     topology = fusco.Topology.of_equal_nodes(world_size, setup.ranks_per_node)
     placement = fusco.ExpertPlacement.of(setup.num_experts, setup.expert_placement, world_size)
-    way = NoEngineShuffle(group, placement, topology, fusco.BALANCERS[setup.balancer])
+    shuffle = NoEngineShuffle(group, placement, topology, fusco.BALANCERS[setup.balancer])
     for case in cases_of(setup, world_size):
         law = Law(case.world_topk_idx, placement.expert_to_rank)
 
         def dispatch(x, case=case):
-            return way.dispatch(x, case.topk_idx(rank), case.topk_weights(rank))
+            return shuffle.dispatch(x, case.topk_idx(rank), case.topk_weights(rank))
 
-        sent_bytes = check_way(rank, law, case, dispatch, way.combine, lambda: way.profile)
+        sent_bytes = check_variant(rank, law, case, dispatch, shuffle.combine, lambda: shuffle.profile)
         per_rank = [None] * world_size
         dist.all_gather_object(per_rank, sent_bytes, group=group)
-        crossing = law.num_crossings(topology.rank_to_node) * HIDDEN * 4
-        assert [sum(ways) for ways in zip(*per_rank, strict=True)] == [crossing, crossing]
+        required_bytes = law.num_internode_rows(topology.rank_to_node) * HIDDEN * 4
+        assert [sum(sent) for sent in zip(*per_rank, strict=True)] == [required_bytes, required_bytes]
 
 
 def check_no_planner(group: dist.ProcessGroup, setup: Setup) -> None:
-    """The same through a communicator that is given a token for each (token, rank)."""
+    """``check_no_engine`` with a communicator that gets one token for each (token, rank)."""
     roomy = dataclasses.replace(setup, max_tokens=setup.max_tokens * dist.get_world_size(group))
     with roomy.open(group) as comm:
 
@@ -82,19 +82,19 @@ def check_no_planner(group: dist.ProcessGroup, setup: Setup) -> None:
             expanded = expand(Routing(case.topk_idx(comm.rank), case.topk_weights(comm.rank)), comm.placement)
 
             def dispatch(x, expanded=expanded):
-                way = NoPlannerShuffle(send, comm.combine, x, expanded)
-                rows, counts, handle = way.dispatch()
-                return rows, counts, (way, handle)
+                shuffle = NoPlannerShuffle(send, comm.combine, x, expanded)
+                rows, counts, handle = shuffle.dispatch()
+                return rows, counts, (shuffle, handle)
 
             def combine(y, state):
-                way, handle = state
-                return way.combine(y, handle)
+                shuffle, handle = state
+                return shuffle.combine(y, handle)
 
-            check_way(comm.rank, law, case, dispatch, combine, lambda: comm.profile)
+            check_variant(comm.rank, law, case, dispatch, combine, lambda: comm.profile)
 
 
-def check_way(rank, law, case, dispatch, combine, profile) -> tuple[int, int]:
-    """One dispatch and combine; gives the bytes of rows that this rank sent to other nodes in each."""
+def check_variant(rank, law, case, dispatch, combine, profile) -> tuple[int, int]:
+    """Run one dispatch and combine; return the bytes of rows that this rank sent to other nodes in each."""
     x = [any_bits((case.num_tokens(src), HIDDEN), torch.float32, case.seed, "x", src) for src in law.ranks]
     rows, counts, handle = dispatch(x[rank])
     dispatched = profile().internode_row_bytes
@@ -108,12 +108,15 @@ def check_way(rank, law, case, dispatch, combine, profile) -> tuple[int, int]:
 
 
 def differ_from_plan(group: dist.ProcessGroup, workload: Workload, balancer: str) -> list[int]:
-    """Bytes that this rank's dispatch and combine send between nodes, less what is computed from all ranks' routing."""
+    """Bytes that this rank's dispatch and combine send between nodes, minus those computed from all ranks' routing."""
     rank = dist.get_rank(group)
     routing = workload.routing(rank)
-    way = NoEngineShuffle(group, workload.placement, workload.topology, fusco.BALANCERS[balancer])
-    rows, _, handle = way.dispatch(workload.rows(rank), routing.topk_idx, routing.topk_weights)
-    dispatched = way.profile.internode_row_bytes
-    way.combine(rows, handle)
-    crossing = crossing_rows("no-engine", workload, balancer) * workload.bytes_per_token
-    return [dispatched - int(crossing[rank].sum()), way.profile.internode_row_bytes - int(crossing[:, rank].sum())]
+    shuffle = NoEngineShuffle(group, workload.placement, workload.topology, fusco.BALANCERS[balancer])
+    rows, _, handle = shuffle.dispatch(workload.rows(rank), routing.topk_idx, routing.topk_weights)
+    dispatched = shuffle.profile.internode_row_bytes
+    shuffle.combine(rows, handle)
+    row_bytes = crossing_rows("no-engine", workload, balancer) * workload.bytes_per_token
+    return [
+        dispatched - int(row_bytes[rank].sum()),
+        shuffle.profile.internode_row_bytes - int(row_bytes[:, rank].sum()),
+    ]

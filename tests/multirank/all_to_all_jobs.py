@@ -1,4 +1,4 @@
-"""Functions on ranks: all-to-alls of every shape beside ``all_to_all_single``, and ranks that get it wrong."""
+"""Functions on ranks: all-to-alls of every shape, compared with ``all_to_all_single``, and invalid calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fault_jobs import held
 from mistake_jobs import Outcome, attempt, check_that_it_works
-from rank_setup import Setup, dawdle
+from rank_setup import Setup, pause_randomly
 
 import fusco
 from comparison import assert_same_bits
@@ -34,7 +34,7 @@ SCHEDULES = (None, "exact", "few", "spread-out")
 
 
 def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
-    """Rows that ranks have for each other, by name."""
+    """Matrices of rows that each rank sends to each other rank, by name."""
     shape, random = (num_ranks, num_ranks), np.random.default_rng(num_ranks)
     one_sender, one_receiver = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     one_sender[num_ranks // 2] = random.integers(1, 60, num_ranks)
@@ -64,14 +64,14 @@ def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
 
 
 def check_exchanges(group: dist.ProcessGroup, setup: Setup, longest_pause_ms: int = 0) -> int:
-    """All matrices by all schedules, compared with torch; returns how many exchanges that made."""
+    """Compare all matrices and schedules with torch; return the number of exchanges."""
     count = 0
     with setup.open(group) as comm:
         ranks_per_node = comm.topology.ranks_per_node
         for name, matrix in matrices(comm.topology.world_size, ranks_per_node).items():
             for schedule in SCHEDULES:
                 dtype, shape = ROWS[count % len(ROWS)]
-                dawdle(comm.rank, count, longest_pause_ms)
+                pause_randomly(comm.rank, count, longest_pause_ms)
                 check_exchange(comm, group, matrix, dtype, shape, schedule)
                 count += 1
             assert name
@@ -86,7 +86,7 @@ def check_exchange(
     shape: tuple[int, ...],
     schedule: Any,
 ) -> None:
-    """One exchange, compared bit for bit; the input must stay as it is, and the bytes between nodes be as few."""
+    """Compare one exchange bit for bit; the input must not change, and nodes exchange no byte more than needed."""
     send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
     sent = any_bits((sum(send), *shape), dtype, "exchange", comm.rank)
     before = sent.clone()
@@ -106,7 +106,7 @@ def check_exchange(
 
 
 def exchange_equally(group: dist.ProcessGroup, setup: Setup) -> None:
-    """Without splits, and from an input that is not contiguous."""
+    """Exchange without splits, and from an input that is not contiguous."""
     with setup.open(group) as comm:
         world_size = comm.topology.world_size
         wide = any_bits((3 * world_size, 4), torch.int32, "equal", comm.rank)
@@ -117,7 +117,7 @@ def exchange_equally(group: dist.ProcessGroup, setup: Setup) -> None:
 
 
 def exchange_much(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> None:
-    """Messages of many slices, then other verbs on the same rings."""
+    """Exchange messages of many slices, then run other collectives on the same rings."""
     with setup.open(group) as comm:
         matrix = make_matrix(MatrixKind.ZIPF, comm.topology.world_size, largest=num_rows, skew=0.8, seed=2)
         for schedule in SCHEDULES:
@@ -126,7 +126,7 @@ def exchange_much(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> None
 
 
 def check_gradients(group: dist.ProcessGroup, setup: Setup) -> None:
-    """Outputs and gradients of every matrix, as torch's exchange gives them, by all schedules."""
+    """Compare outputs and gradients of every matrix and schedule with those of torch."""
     with setup.open(group) as comm:
         world_size = comm.topology.world_size
         for count, matrix in enumerate(matrices(world_size, comm.topology.ranks_per_node).values()):
@@ -144,7 +144,7 @@ def check_gradients(group: dist.ProcessGroup, setup: Setup) -> None:
 
 
 def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
-    """No graph where none is wanted; gradients of gradients; splits of equal size, and those that change meanwhile."""
+    """No graph without gradients; gradients of gradients; equal splits; splits that the caller changes later."""
     with setup.open(group) as comm:
         num_ranks = comm.topology.world_size
         rows = values((2 * num_ranks, 2), torch.float64, "rows", comm.rank).requires_grad_()
@@ -154,10 +154,10 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
         output = torch.empty(2 * num_ranks, 2, dtype=torch.float64)
         assert comm.all_to_all(output, rows.detach()) is output
 
-        sent, came = [2] * num_ranks, [2] * num_ranks
-        moved = comm.all_to_all(None, rows, came, sent)
+        sent, received = [2] * num_ranks, [2] * num_ranks
+        moved = comm.all_to_all(None, rows, received, sent)
         assert_same_bits(moved, output, "with a graph")
-        sent[0] = came[0] = 3
+        sent[0] = received[0] = 3
         (slope,) = torch.autograd.grad(moved.pow(3).sum(), rows, create_graph=True)
         torch.testing.assert_close(slope, 3 * rows.pow(2))
         (bend,) = torch.autograd.grad(slope.sum(), rows)
@@ -169,7 +169,7 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
         torch.testing.assert_close(rows.grad, factors[:, None].expand_as(rows))
 
 
-# One rank's mistakes. Each is given (comm, output, input, splits) that are right for four ranks with two rows for each.
+# One rank's mistakes. Each gets a valid (comm, output, input, splits) of four ranks with two rows for each peer.
 
 Call = Callable[[fusco.Communicator, torch.Tensor, torch.Tensor, list[int]], Any]
 
@@ -263,7 +263,7 @@ def splits_of_other_sum(comm, output, rows, splits):
 
 
 def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistake: Call) -> Outcome:
-    """One rank makes a mistake; afterwards everything works for all, and nothing was written."""
+    """One rank makes a mistake: nothing is written, and afterwards all collectives work."""
     with setup.open(group) as comm:
         rows, output = torch.ones(8, 3), torch.zeros(8, 3)
         call = mistake if comm.rank == mistaken_rank else good
@@ -276,7 +276,7 @@ def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mis
 
 
 def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
-    """The function without a communicator, twice, and with one; returns what comes of both."""
+    """Call the function without a communicator, twice, and with one; return the outcome of giving both."""
     rows = any_bits((2 * dist.get_world_size(group), 3), torch.int32, "by group", dist.get_rank(group))
     expected, output = torch.empty_like(rows), torch.empty_like(rows)
     dist.all_to_all_single(expected, rows, group=group)
@@ -294,13 +294,13 @@ def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
         return attempt(lambda: fusco.all_to_all(output, rows, group=group, comm=comm))
 
 
-def exchange_by_a_group_that_goes(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
-    """Shared memory and watched processes held while a group of its own lives, and once it is destroyed."""
-    own_group = dist.new_group(list(range(dist.get_world_size(group))))
+def exchange_by_a_destroyed_group(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """Shared memory and watched processes held while a new group exists, and after it is destroyed."""
+    new_group = dist.new_group(list(range(dist.get_world_size(group))))
     rows = torch.arange(4)
-    fusco.all_to_all(torch.empty_like(rows), rows, group=own_group)
-    while_it_lives = held()
-    dist.destroy_process_group(own_group)
-    del own_group
+    fusco.all_to_all(torch.empty_like(rows), rows, group=new_group)
+    while_open = held()
+    dist.destroy_process_group(new_group)
+    del new_group
     gc.collect()
-    return while_it_lives, held()
+    return while_open, held()

@@ -1,4 +1,4 @@
-"""Functions on ranks: what a communicator says that it moved and takes, next to what it must."""
+"""Functions on ranks: bytes moved and memory used as a communicator reports them, and the expected values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusco.planner.cost import plan_cost
 
 @dataclass(frozen=True)
 class Bytes:
-    """Sums over a rank's cases: rows and metadata between nodes and rows within them, as measured and as planned."""
+    """Sums over a rank's cases: rows and metadata between nodes, and rows within nodes, as measured and as planned."""
 
     dispatched: int
     combined: int
@@ -22,7 +22,7 @@ class Bytes:
     planned: int
     intranode: int
     planned_intranode: int
-    crossings: int  # of all ranks: distinct (token, remote node) pairs
+    internode_rows: int  # of all ranks: distinct (token, remote node) pairs
 
 
 def count_bytes(
@@ -44,12 +44,12 @@ def count_bytes(
             comm.combine(dispatched.rows, dispatched.handle)
             totals["combined"] += comm.profile.internode_row_bytes
             assert comm.profile.rearranging_s == 0.0
-            totals["crossings"] += law_of(comm, case).num_crossings(comm.topology.rank_to_node)
+            totals["internode_rows"] += law_of(comm, case).num_internode_rows(comm.topology.rank_to_node)
     return Bytes(**totals)
 
 
 def memory_taken(group: dist.ProcessGroup, setup: Setup) -> tuple[int, int, fusco.MemorySize]:
-    """Shared and private bytes that a communicator has, and what was foretold."""
+    """Shared and private bytes of a communicator, and the ``memory_size_hint`` for it."""
     capacity = fusco.Capacity(
         max_tokens_per_rank=setup.max_tokens, max_bytes_per_token=setup.max_bytes_per_token, num_topk=setup.num_topk
     )

@@ -1,20 +1,20 @@
-"""One world of rank processes for all tests: starting them costs seconds."""
+"""One world of rank processes for all tests, since starting one takes seconds."""
 
 import importlib.util
 
 import pytest
 import torch
 from limited_world import LimitedWorld
-from on_device import DeviceWorld, talk_over_network
-from rank_setup import meet
+from on_device import DeviceWorld, use_network_only
+from rank_setup import no_op
 
 from fusco.core.shared_gpus import may_share_gpus
 from fusco.ranks.local_world import PRELOADED, LocalWorld
 
-# Not looked through for doctests without what they import; their tests are skipped, and say so.
+# Not searched for doctests if their imports are missing; their tests are skipped with a message.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
 
-# Imported once, before any rank is forked; what is not installed is left out.
+# Imported once, before any rank is forked; modules that are not installed are left out.
 PRELOADED.append("fsdp_jobs")
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
@@ -31,17 +31,17 @@ def world(world_of):
     device = world_of.removesuffix("-nodes")
     num_ranks = SIZES[0] if device == "cpu" or may_share_gpus() else min(SIZES[0], torch.cuda.device_count())
     with LocalWorld(num_ranks, device) as world:
-        # The largest group first: PyTorch names groups by how many each process knows already (pytorch issue 173608).
+        # The largest group first: PyTorch names a group by the number of groups in the process (pytorch issue 173608).
         for size in SIZES:
             if size <= num_ranks:
-                world.run(meet, size)
+                world.run(no_op, size)
         if world_of == "cuda-nodes":
-            world.run(talk_over_network, num_ranks)
+            world.run(use_network_only, num_ranks)
         yield world if device == "cpu" else DeviceWorld(world, in_nodes=world_of == "cuda-nodes")
 
 
 def limited_world(world_of, num_ranks):
-    """Ranks that are all of their default group, which meshes are made of."""
+    """A world whose default group has exactly ``num_ranks`` ranks, as device meshes require."""
     from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
 
     device = world_of.removesuffix("-nodes")

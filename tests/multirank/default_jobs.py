@@ -1,4 +1,4 @@
-"""Functions on ranks: every verb while PyTorch's defaults for new tensors are others than usual."""
+"""Functions on ranks: every collective while PyTorch's defaults for new tensors are changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_CPU = torch.device("cpu")
 
 @contextmanager
 def defaults(device: str | None, dtype: torch.dtype) -> Iterator[None]:
-    """Other defaults for new tensors."""
+    """Change the defaults for new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
@@ -28,7 +28,7 @@ def defaults(device: str | None, dtype: torch.dtype) -> Iterator[None]:
 
 
 def run_moe_layer(group: dist.ProcessGroup, device: str | None, dtype: torch.dtype) -> list[str]:
-    """The layer of ``examples/moe_layer.py``, with gradients of weights, too; fingerprints of what it gives."""
+    """Run the layer of ``examples/moe_layer.py`` with gradients of weights; return digests of its outputs."""
     with defaults(device, dtype):
         generator = torch.Generator(ON_CPU).manual_seed(dist.get_rank(group))
         x = torch.randn(48, 24, dtype=torch.bfloat16, device=ON_CPU, generator=generator).requires_grad_()
@@ -47,12 +47,12 @@ def run_moe_layer(group: dist.ProcessGroup, device: str | None, dtype: torch.dty
         return [digest(value) for value in (sent.rows, sent.weights, out, *again, x.grad, topk_weights.grad)]
 
 
-def run_byte_verbs(group: dist.ProcessGroup, device: str | None, dtype: torch.dtype) -> list[str]:
-    """``all_to_all``, ``shuffle``, a pair of streams, and memory from ``empty``; fingerprints of what they give."""
+def run_byte_collectives(group: dist.ProcessGroup, device: str | None, dtype: torch.dtype) -> list[str]:
+    """Run ``all_to_all``, ``shuffle``, ``gather_send``, ``scatter_recv`` and ``empty``; return digests of outputs."""
     with defaults(device, dtype):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         source = torch.arange(6 * size, dtype=torch.int32, device=ON_CPU) + 1000 * rank
-        output, words, streamed = (torch.zeros_like(source) for _ in range(3))
+        output, shuffled, streamed = (torch.zeros_like(source) for _ in range(3))
         offsets = torch.tensor([0, 16], dtype=torch.int64, device=ON_CPU)
         sizes = torch.tensor([8, 3], dtype=torch.int64, device=ON_CPU)
         with fusco.Communicator(
@@ -61,7 +61,7 @@ def run_byte_verbs(group: dist.ProcessGroup, device: str | None, dtype: torch.dt
             comm.all_to_all(output, source)
             following, leading = (rank + 1) % size, (rank - 1) % size
             comm.shuffle(
-                {following: fusco.Segments(source, offsets, sizes)}, {leading: fusco.Segments(words, offsets, sizes)}
+                {following: fusco.Segments(source, offsets, sizes)}, {leading: fusco.Segments(shuffled, offsets, sizes)}
             )
             if rank % 2:
                 comm.gather_send(fusco.Segments(source, offsets, sizes), following)
@@ -71,4 +71,4 @@ def run_byte_verbs(group: dist.ProcessGroup, device: str | None, dtype: torch.dt
             assert rows.device == ON_CPU
             rows.fill_(rank)
             moved = comm.dispatch(rows, torch.full((4, 1), following, device=ON_CPU)).rows
-        return [digest(value) for value in (output, words, streamed, moved)]
+        return [digest(value) for value in (output, shuffled, streamed, moved)]

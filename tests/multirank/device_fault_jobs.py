@@ -1,4 +1,4 @@
-"""Functions on ranks: a fault befalls one of them, with kernels of the others under way."""
+"""Functions on ranks: a fault hits one rank while kernels of the others run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_TOKENS, _HIDDEN, _NUM_ROUNDS = 96, 64, 3
 
 @dataclass(frozen=True)
 class DeviceFate:
-    """How a rank fared: its error (``""`` if none), who is blamed, when, and how long closing took."""
+    """Outcome of a rank: its error (``""`` if none), the ranks named, the time, and how long closing took."""
 
     kind: str
     peers: tuple[int, ...]
@@ -26,17 +26,17 @@ class DeviceFate:
     does_device_work: bool
 
 
-def endure(
+def run_until_failure(
     group: dist.ProcessGroup,
     fault: Fault,
     static: fusco.StaticRows | None,
     is_host_blind: bool,
     ranks_per_node: int | None,
 ) -> DeviceFate:
-    """Rounds of dispatch and combine until something fails.
+    """Run rounds of dispatch and combine until one fails.
 
-    With ``is_host_blind`` the host waits for its device by torch's means, so that the device's own limit must end it,
-    or the network's guard.
+    With ``is_host_blind`` the host waits in ``torch.cuda.synchronize``, so that the device's timeout or the NCCL
+    watchdog must end the wait.
     """
     rank = dist.get_rank(group)
     comm = fusco.Communicator(

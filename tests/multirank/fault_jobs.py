@@ -1,4 +1,4 @@
-"""Functions on ranks: a fault befalls some of them at a chosen point, and the others tell how they fared."""
+"""Functions on ranks: a fault hits some of them at a chosen point, and the others report what they observed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import fusco
 
-_ENDING_S = 15.0  # threads that were stuck end sooner, but on a loaded machine not at once
+_ENDING_S = 15.0  # blocked threads end sooner, but not at once on a loaded machine
 TIMEOUT_S = 4.0
-_MAX_ROUNDS = 3  # a fault is noticed in the round that it strikes, or in the next if it strikes the last step
+_MAX_ROUNDS = 3  # a fault is detected in its round, or in the next one if it hits the last step
 _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
 _SHUFFLED_BYTES = 5000
 _EXCHANGED_BYTES = 3000
@@ -49,15 +49,15 @@ def fail() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What befalls the victims, and where.
+    """A fault of some ranks.
 
     Attributes:
-        how: one of the functions above.
-        victims: the ranks that it befalls.
-        where: ``module:Class.method``, at whose call it strikes, before the method does anything.
-        num_calls_before: calls that go well, counted from the moment that ``when`` says.
-        when: ``"making"`` the communicator, ``"working"`` with it after a round that went well, or ``"closing"`` it.
-        times: a folder where victims leave the time at which it struck.
+        how: one of the functions above; it causes the fault.
+        victims: the ranks with the fault.
+        where: ``module:Class.method``; the fault strikes when it is called, before it does anything.
+        num_calls_before: successful calls before it, counted from the time given by ``when``.
+        when: ``"making"`` the communicator, ``"working"`` with it after one successful round, or ``"closing"`` it.
+        times: a folder in which victims store the time at which it struck.
 
     """
 
@@ -69,7 +69,7 @@ class Fault:
     when: str = "working"
 
     def plant(self, rank: int) -> None:
-        """Let it strike this process, if the rank is a victim."""
+        """Patch ``where`` in this process if the rank is a victim."""
         if rank not in self.victims:
             return
         holder, _, name = self.where.rpartition("." if "." in self.where.partition(":")[2] else ":")
@@ -89,13 +89,13 @@ class Fault:
 
     @property
     def struck_at(self) -> float:
-        """When it struck the last victim, by the machine's monotonic clock."""
+        """Time at which it struck the last victim, by the machine's monotonic clock."""
         return max(float((self.times / str(victim)).read_text()) for victim in self.victims)
 
 
 @dataclass(kw_only=True)
 class Fate:
-    """How a rank fared: its error, if it had one, and what came after."""
+    """Outcome of a rank: its error, if any, the next error, the duration of closing, and resources still held."""
 
     peers: tuple[int, ...] = ()
     text: str = ""
@@ -105,25 +105,25 @@ class Fate:
     still_held: list[str] = field(default_factory=list)
 
     def note(self, error: fusco.PeerFailureError) -> None:
-        """Take down an error that was just caught."""
+        """Record an error that was just caught."""
         self.peers, self.text, self.raised_at = error.peers, str(error), time.monotonic()
 
 
 def between_calls() -> None:
-    """Where a rank computes, outside any call: a place for faults."""
+    """Marker for the computation of a rank outside any call: a place for faults."""
 
 
-def arrive(group: dist.ProcessGroup) -> None:
-    """Do nothing: whoever waits for it knows that all processes have started."""
+def no_op(group: dist.ProcessGroup) -> None:
+    """Do nothing: a caller that waits for it knows that all processes have started."""
 
 
-def live_through(
+def run_with_fault(
     group: dist.ProcessGroup,
     ranks_per_node: int,
     fault: Fault,
     work: Callable[[fusco.Communicator], None] | None = None,
 ) -> Fate:
-    """Make a communicator, work with it (every other collective in turn, unless told) until a rank fails, close it."""
+    """Create a communicator, run ``work`` (default: every collective in turn) until a rank fails, and close it."""
     fate, rank = Fate(), dist.get_rank(group)
     if fault.when == "making":
         fault.plant(rank)
@@ -143,17 +143,17 @@ def live_through(
 
 
 def _held_in_the_end() -> list[str]:
-    """What is still held once threads that were stuck on the network have had time to end."""
+    """Return the resources still held after threads blocked on the network had time to end."""
     deadline = time.monotonic() + _ENDING_S
     while True:
-        gc.collect()  # the error's traceback held tensors in shared memory
+        gc.collect()  # the error's traceback references tensors in shared memory
         if not (still := held()) or time.monotonic() > deadline:
             return still
         time.sleep(0.05)
 
 
 def hold_open(group: dist.ProcessGroup, ranks_per_node: int, signs: Path) -> list[str]:
-    """Keep a communicator open for others to look at, from our sign on to theirs; returns what it held."""
+    """Keep a communicator open until the file ``seen`` exists in ``signs``; return the resources it held."""
     with _open(group, ranks_per_node):
         (signs / f"open on {group.rank()}").touch()
         while not (signs / "seen").exists():
@@ -185,7 +185,7 @@ def _work(communicator: fusco.Communicator, fault: Fault, work: Callable[[fusco.
 
 
 def exchange(communicator: fusco.Communicator) -> None:
-    """An all-to-all in which ranks of a node hand each other bytes before and after they cross."""
+    """Run an all-to-all in which ranks of a node exchange bytes before and after they are sent between nodes."""
     rank, num_ranks = communicator.rank, communicator.topology.world_size
     send = [_EXCHANGED_BYTES * (1 + (rank + 2 * peer) % 4) for peer in range(num_ranks)]
     receive = [_EXCHANGED_BYTES * (1 + (peer + 2 * rank) % 4) for peer in range(num_ranks)]
@@ -194,7 +194,7 @@ def exchange(communicator: fusco.Communicator) -> None:
 
 
 def _round(communicator: fusco.Communicator) -> None:
-    """Every collective once: dispatch, combine, the same backward, shuffle."""
+    """Run every collective once: dispatch, combine, their backward passes, shuffle."""
     x = torch.ones(_NUM_TOKENS, _HIDDEN, requires_grad=True)
     topk_idx = (torch.arange(_NUM_TOKENS)[:, None] + torch.arange(_NUM_TOPK)) % _NUM_EXPERTS
     dispatched = communicator.dispatch(x, topk_idx, torch.ones(_NUM_TOKENS, _NUM_TOPK))
@@ -217,14 +217,14 @@ def _error_of(call: Callable[[], None]) -> str:
 
 
 def held() -> list[str]:
-    """Shared memory that this process has mapped or open, and processes that it watches."""
+    """Shared memory that this process has mapped or open, and pidfds of the processes that it monitors."""
     links = [name for _, name in open_files()]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return [name for name in links + maps if name.startswith("/dev/shm/") or "pidfd" in name]
 
 
 def open_files(pid: int | str = "self") -> list[tuple[Path, str]]:
-    """A process's descriptors in /proc and what they name; those that it closes while we look are left out."""
+    """Descriptors of a process in /proc and their targets, except those closed in the meantime."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Functions on ranks: a layer of experts, its gradients, and the same layer without any communication."""
+"""Functions on ranks: a layer of experts, its gradients, and the same layer without communication."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Layer:
     """A layer to differentiate.
 
     Attributes:
-        who_weights: ``"combine"``, the ``"experts"`` (which are given the weights of their rows), or ``"nobody"``.
-        wants: which inputs require gradients, of ``"x"`` and ``"weights"``.
+        weighted_by: ``"combine"``, ``"experts"`` (which get the weights of their rows), or ``"none"``.
+        wants: the inputs that require gradients, of ``"x"`` and ``"weights"``.
         alignment: padding of each expert's block.
         dtype: of rows.
         weights_dtype: of weights; ``None`` means that of rows.
 
     """
 
-    who_weights: str = "combine"
+    weighted_by: str = "combine"
     wants: tuple[str, ...] = ("x", "weights")
     alignment: int = 1
     dtype: torch.dtype = torch.float64
@@ -39,7 +39,7 @@ class Layer:
 
 
 def expert_function(expert: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """What experts do to rows, differently each: nothing linear, and no two columns alike."""
+    """Apply experts to rows: nonlinear, and different for each expert and column."""
     slope = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype)
     return torch.tanh(rows * slope + 0.1 * expert[:, None].to(rows.dtype)) + rows.flip(1) * 0.3
 
@@ -54,36 +54,36 @@ def inputs_of(case: Case, layer: Layer, rank: int) -> dict[str, torch.Tensor]:
 
 
 def cotangent_of(case: Case, layer: Layer, rank: int) -> torch.Tensor:
-    """What a rank multiplies its outputs with to get its loss."""
+    """Factors of a rank's outputs in its loss."""
     return values((case.num_tokens(rank), HIDDEN), layer.dtype, case.seed, "cotangent", rank)
 
 
 def forward(comm: fusco.Communicator, case: Case, layer: Layer, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """This rank's outputs of the layer."""
-    is_given = layer.who_weights != "nobody"
+    is_given = layer.weighted_by != "none"
     dispatched = comm.dispatch(
         inputs["x"],
         case.topk_idx(comm.rank),
         inputs["weights"] if is_given else None,
         expert_alignment=layer.alignment,
-        with_weights=layer.who_weights == "experts",
+        with_weights=layer.weighted_by == "experts",
     )
     rows_of_each = dispatched.num_rows_per_expert + (-dispatched.num_rows_per_expert % layer.alignment)
     experts = torch.tensor(comm.placement.rank_to_experts[comm.rank], dtype=torch.int64)
     y = expert_function(experts.repeat_interleave(rows_of_each), dispatched.rows)
-    if layer.who_weights != "experts":
+    if layer.weighted_by != "experts":
         return comm.combine(y, dispatched.handle)
     assert dispatched.weights is not None
     return comm.combine((y * dispatched.weights[:, None]).to(y.dtype), dispatched.handle, weights=None)
 
 
 def forward_alone(case: Case, layer: Layer, rank: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The same without fusco: every token meets its experts where it is."""
+    """Return the same outputs without fusco: each rank applies all experts to its tokens."""
     out = torch.zeros(case.num_tokens(rank), HIDDEN, dtype=layer.dtype)
     ids = case.topk_idx(rank)
     for k in range(case.num_topk):
         has_expert = (ids[:, k] >= 0).to(layer.dtype)[:, None]
-        weight = 1.0 if layer.who_weights == "nobody" else inputs["weights"][:, k, None]
+        weight = 1.0 if layer.weighted_by == "none" else inputs["weights"][:, k, None]
         out = out + (has_expert * weight * expert_function(ids[:, k], inputs["x"])).to(layer.dtype)
     return out
 
@@ -162,7 +162,7 @@ def differences_from_a_layer_alone(
 
 
 def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
-    """No graph where none is wanted; two layers in a row; a backward pass twice; rows of several dimensions."""
+    """No graph without gradients; two layers in a row; a backward pass twice; rows of several dimensions."""
     with setup.open(group) as comm:
         case, layer = setup.case("ragged", 3, comm.topology.world_size), Layer()
 
@@ -191,7 +191,7 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
 
 @contextlib.contextmanager
 def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
-    """How each collective that moves rows is launched, in turn."""
+    """Record the launch options of each collective that moves rows, in order."""
     seen: list[tuple[str, fusco.Launch | None]] = []
     dispatch, again, combine = Validator.validate_dispatch, Validator.validate_redispatch, Validator.validate_combine
 
@@ -214,7 +214,7 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
 
 
 def launches_of_gradients(group: dist.ProcessGroup, setup: Setup) -> list[tuple[str, fusco.Launch | None]]:
-    """How the backward pass is launched of a dispatch, a combine, and a dispatch again, each launched its own way."""
+    """Launch options of the backward pass of a dispatch, a combine and a dispatch again, each with different ones."""
     with setup.open(group) as comm:
         inputs = inputs_of(setup.case("ragged", 3, comm.topology.world_size), Layer(), comm.rank)
         topk_idx = setup.case("ragged", 3, comm.topology.world_size).topk_idx(comm.rank)

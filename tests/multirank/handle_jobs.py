@@ -6,14 +6,14 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from rank_setup import Setup, check_combine, dawdle, law_of, poison, poison_recycler
+from rank_setup import Setup, check_combine, law_of, pause_randomly, poison, poison_recycler
 
 from comparison import assert_same_bits, world_rows
 from generator import KINDS, any_bits, values
 
 
 def check_reuse(group: dist.ProcessGroup, setup: Setup) -> None:
-    """One handle for several dispatches and combines, before and after other routings came by."""
+    """Use one handle for several dispatches and combines, before and after other routings."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
         kept = []
@@ -66,7 +66,7 @@ def check_two_communicators(group: dist.ProcessGroup, setups: list[Setup]) -> No
                 x = [any_bits((case.num_tokens(rank), 3), torch.float32, seed, "x", rank) for rank in law.ranks]
                 dispatched = comm.dispatch(x[comm.rank], case.topk_idx(comm.rank), case.topk_weights(comm.rank))
                 under_way.append((comm, law, case, x, dispatched))
-            dawdle(comms[0].rank, seed, 5)
+            pause_randomly(comms[0].rank, seed, 5)
             for comm, law, case, x, dispatched in under_way:
                 assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch")
                 y = world_rows(law, 3, torch.float32, seed)
@@ -76,7 +76,7 @@ def check_two_communicators(group: dist.ProcessGroup, setups: list[Setup]) -> No
 
 
 def outputs_after_close(group: dist.ProcessGroup, setup: Setup) -> tuple[bool, bool]:
-    """Whether outputs outlive their communicator, and whether its memory was poisoned at all."""
+    """Return True if outputs outlive their communicator, and True if their memory had been poisoned before."""
     case = setup.case("balanced", 1, dist.get_world_size(group))
     with setup.open(group) as comm:
         x = torch.ones(case.num_tokens(comm.rank), 4)

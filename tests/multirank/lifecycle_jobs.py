@@ -1,4 +1,4 @@
-"""Functions on ranks: communicators that somebody drops, leaves or forks with while others use them."""
+"""Functions on ranks: one rank drops or aborts its communicator, or forks, while others use theirs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
 
 
 def _use(comm: fusco.Communicator, value: float = 1.0) -> float:
-    """A dispatch and a combine, whose result is twice what all ranks gave."""
+    """Run a dispatch and a combine; the result is twice the value of all ranks."""
     handle = (out := comm.dispatch(torch.full((8, 4), value), torch.arange(16).view(8, 2) % 4)).handle
     return float(comm.combine(out.rows, handle)[0, 0])
 
 
 def drop(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> tuple[str, tuple[int, ...], float]:
-    """Rank 1 goes without closing, rank 0 calls once more: its error, whom it names, and the seconds that it took."""
+    """Rank 1 drops or aborts, rank 0 calls once more: return its error, the ranks it names, and its seconds."""
     comm = _open(group, ranks_per_node)
     _use(comm)
     if group.rank() == 1:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if how == "leave":
+            if how == "abort":
                 comm.abort()
             del comm
         return "", (), 0.0
@@ -58,7 +58,7 @@ def drop(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> tuple[str, 
 
 
 def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> float:
-    """How long rank 0 takes to close, when rank 1 forgets to."""
+    """Return the seconds that rank 0 takes to close while rank 1 does not close."""
     comm = _open(group, ranks_per_node)
     _use(comm)
     began = time.monotonic()
@@ -71,7 +71,7 @@ def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> fl
 
 
 def share_between_threads(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[int, int, list[str]]:
-    """Two threads of each rank use one communicator: how many rounds were right, wrong, and what the others raised."""
+    """Use one communicator in two threads of each rank; return the numbers of right and wrong rounds, and errors."""
     right, wrong, errors = [], [], []
     barrier = threading.Barrier(2)
 
@@ -83,7 +83,7 @@ def share_between_threads(group: dist.ProcessGroup, ranks_per_node: int) -> tupl
             except fusco.ThreadError as error:
                 errors.append(str(error))
                 break
-        barrier.wait()  # a thread that has ended could be followed by the other
+        barrier.wait()  # the other thread may take over from a thread that has ended
 
     with _open(group, ranks_per_node) as comm:
         _use(comm)
@@ -97,7 +97,7 @@ def share_between_threads(group: dist.ProcessGroup, ranks_per_node: int) -> tupl
 
 
 def fork_inside(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[int, float]:
-    """A child of rank 0 leaves the block by an exception and without; then the ranks go on."""
+    """Leave the block in a child of rank 0, with an exception and without; then the ranks continue."""
     with _open(group, ranks_per_node) as comm:
         _use(comm)
         codes = []

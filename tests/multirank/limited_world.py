@@ -1,19 +1,19 @@
 """A world whose ranks are replaced if they hang or fail."""
 
 import torch
-from on_device import skip_without_gpus, talk_over_network
+from on_device import skip_without_gpus, use_network_only
 
 from fusco.ranks.local_world import LocalWorld
 
 
 class LimitedWorld:
-    """A ``LocalWorld`` where whatever takes too long has failed. Ranks that failed are replaced for the next test.
+    """A ``LocalWorld`` with a time limit for each function. Ranks that failed are replaced for the next test.
 
-    On CUDA each rank has a GPU of its own, or shares one if it may; tests are skipped otherwise.
+    On CUDA each rank has one GPU, or shares one if that is permitted; tests are skipped otherwise.
     """
 
-    def __init__(self, world_size, meet, limit_s, device="cpu"):
-        self._world_size, self._meet, self._limit_s, self.device = world_size, meet, limit_s, device
+    def __init__(self, world_size, first, limit_s, device="cpu"):
+        self._world_size, self._first, self._limit_s, self.device = world_size, first, limit_s, device
         self._world = None
 
     def run(self, function, *args, **kwargs):
@@ -22,8 +22,8 @@ class LimitedWorld:
         if self._world is None:
             self._world = LocalWorld(self._world_size, self.device)
             if self.device == "cuda" and torch.cuda.device_count() < self._world_size:
-                self._world.run(talk_over_network, self._world_size)
-            self._world.run(self._meet, self._world_size)
+                self._world.run(use_network_only, self._world_size)
+            self._world.run(self._first, self._world_size)
         self._world.start(function, self._world_size, *args, **kwargs)
         try:
             outcomes = self._world.collect(range(self._world_size), timeout_s=self._limit_s)
@@ -35,7 +35,7 @@ class LimitedWorld:
 
     def close(self):
         if self._world:
-            # They have nothing to put away, and interpreters that have loaded so much take seconds to leave.
+            # They have nothing to clean up, and interpreters with so many modules take seconds to exit.
             self._world.kill()
             self._world.close()
         self._world = None

@@ -1,4 +1,4 @@
-"""Functions on ranks: one rank makes a mistake, the others do not; then all go on."""
+"""Functions on ranks: one rank makes an invalid call, the others do not; then all continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HIDDEN = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call came to on a rank: the error's type and text (``""`` for none), and how long it took."""
+    """Outcome of a call on a rank: type and text of the error (``""`` for none), and the duration."""
 
     kind: str
     text: str
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass
 class Scene:
-    """A communicator with a dispatch behind it, and good arguments for the next calls."""
+    """A communicator after one dispatch, and valid arguments for the next calls."""
 
     comm: fusco.Communicator
     x: torch.Tensor
@@ -51,7 +51,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     start = time.monotonic()
     try:
         call()
-    except Exception as error:  # noqa: BLE001  whatever it is, the test compares it
+    except Exception as error:  # noqa: BLE001  the test compares it
         return Outcome(type(error).__name__, str(error), time.monotonic() - start)
     return Outcome("", "", time.monotonic() - start)
 
@@ -63,7 +63,7 @@ def make_mistake(
     mistake: Callable[[Scene], Any],
     good_call: Callable[[Scene], Any],
 ) -> Outcome:
-    """The mistaken rank calls one function, all others another; afterwards everything works for all of them."""
+    """Call ``mistake`` on one rank and ``good_call`` on all others; afterwards all collectives work."""
     with setup.open(group) as comm:
         case = setup.case("ragged", 5, comm.topology.world_size, setup.num_topk)
         ids, weights = case.topk_idx(comm.rank), case.topk_weights(comm.rank)
@@ -135,7 +135,7 @@ def ids_on_another_device(scene: Scene) -> None:
     scene.comm.dispatch(scene.x, scene.ids.to("meta"))
 
 
-def too_many_slots(scene: Scene) -> None:
+def too_many_experts(scene: Scene) -> None:
     scene.comm.dispatch(scene.x, scene.ids.repeat(1, 2))
 
 
@@ -209,7 +209,7 @@ def weights_that_cannot_be_read(scene: Scene) -> None:
         scene.comm.dispatch(scene.x, scene.ids, scene.weights)
 
 
-def too_few_slots(scene: Scene) -> None:
+def too_few_static_rows(scene: Scene) -> None:
     scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticRows(1))
 
 
@@ -217,7 +217,7 @@ def gradients_of_two_payloads(scene: Scene) -> None:
     scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
 
 
-# Tensors whose memory cannot be moved as it is.
+# Tensors without plain memory.
 
 
 def quantised_rows(scene: Scene) -> None:
@@ -241,7 +241,7 @@ def freed_rows(scene: Scene) -> None:
 
 def rows_of_a_mesh(scene: Scene) -> None:
     class OfMesh(TwoTensor):
-        """Has its values elsewhere, as DTensor does."""
+        """A tensor subclass whose values are in other tensors, as in DTensor."""
 
     scene.comm.dispatch(OfMesh(scene.x, scene.x), scene.ids, scene.weights)
 
@@ -338,7 +338,7 @@ def combine_with_other_weights(scene: Scene) -> None:
 # Mistakes in shuffle.
 
 
-def shuffle_with_a_stranger(scene: Scene) -> None:
+def shuffle_with_an_unknown_rank(scene: Scene) -> None:
     scene.comm.shuffle({17: whole(torch.zeros(2))}, {})
 
 
@@ -350,11 +350,11 @@ def shuffle_of_no_mapping(scene: Scene) -> None:
     scene.comm.shuffle(None, {})  # type: ignore[arg-type]
 
 
-def shuffle_from_nowhere(scene: Scene) -> None:
+def shuffle_without_receive(scene: Scene) -> None:
     scene.comm.shuffle({}, None)  # type: ignore[arg-type]
 
 
-def shuffle_with_a_name(scene: Scene) -> None:
+def shuffle_with_a_string(scene: Scene) -> None:
     scene.comm.shuffle({"a": whole(torch.zeros(2))}, {})  # type: ignore[dict-item]
 
 
@@ -397,7 +397,7 @@ def whole(base: torch.Tensor) -> fusco.Segments:
     return fusco.Segments(base, torch.tensor([0]), torch.tensor([base.nbytes]))
 
 
-# Calls that do not go together.
+# Calls that do not match those of the other ranks.
 
 
 def dispatch_other_width(scene: Scene) -> None:
@@ -441,25 +441,25 @@ def shuffle_to_all(scene: Scene) -> None:
     scene.comm.shuffle({rank: whole(torch.zeros(2)) for rank in everyone}, {})
 
 
-# Communicators that are closed, another, or cannot be made.
+# Communicators that are closed, foreign, or cannot be created.
 
 
 def use_foreign_handle(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
-    """All ranks use a handle of one communicator with another one of the same kind."""
-    with setup.open(group) as comm, setup.open(group) as stranger:
+    """Use a handle of one communicator with another one of the same kind, on all ranks."""
+    with setup.open(group) as comm, setup.open(group) as other:
         case = setup.case("ragged", 5, comm.topology.world_size)
         x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
         dispatched = comm.dispatch(x, case.topk_idx(comm.rank))
         outcomes = [
-            attempt(lambda: stranger.combine(dispatched.rows, dispatched.handle)),
-            attempt(lambda: stranger.dispatch_again(x, dispatched.handle)),
+            attempt(lambda: other.combine(dispatched.rows, dispatched.handle)),
+            attempt(lambda: other.dispatch_again(x, dispatched.handle)),
         ]
-        check_that_it_works(stranger, setup)
+        check_that_it_works(other, setup)
         return outcomes
 
 
 def use_after_close(group: dist.ProcessGroup, setup: Setup) -> dict[str, Outcome]:
-    """Every verb on a communicator that is closed."""
+    """Call every collective on a closed communicator."""
     comm = setup.open(group)
     case = setup.case("ragged", 5, comm.topology.world_size)
     x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
@@ -478,28 +478,28 @@ def use_after_close(group: dist.ProcessGroup, setup: Setup) -> dict[str, Outcome
 
 
 def dispatch_without_memory(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int) -> list[Outcome]:
-    """One rank has no memory for its output."""
+    """Dispatch while one rank has no memory for its output."""
     comm = setup.open(group)
     no_memory = OSError(errno.ENOMEM, "Cannot allocate memory")
     has_none = mock.patch.object(OutputRecycler, "_take", side_effect=no_memory)
     with has_none if comm.rank == mistaken_rank else contextlib.nullcontext():
-        return _dispatch_and_go_on(comm, setup)
+        return _dispatch_twice_and_close(comm, setup)
 
 
 def dispatch_balanced_badly(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
-    """All ranks have a balancer that gives no groups."""
+    """Dispatch with a balancer that does not return groups, on all ranks."""
 
     def balance_badly(_: fusco.Traffic) -> Any:
         return "static"
 
     with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balance_badly}):
         comm = setup.open(group)
-    return _dispatch_and_go_on(comm, setup)
+    return _dispatch_twice_and_close(comm, setup)
 
 
 @contextlib.contextmanager
 def balanced_by(balancer: Any, setup: Setup, group: dist.ProcessGroup) -> Iterator[fusco.Communicator]:
-    """A communicator with a balancer of the caller's."""
+    """Open a communicator with the given balancer."""
     with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balancer}):
         comm = setup.open(group)
     with comm:
@@ -507,7 +507,7 @@ def balanced_by(balancer: Any, setup: Setup, group: dist.ProcessGroup) -> Iterat
 
 
 def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistaken_ranks: list[int]) -> Outcome:
-    """Balancers of one name give other groups on some ranks, once; afterwards everything works for all of them."""
+    """Dispatch with balancers of one name that return different groups once; afterwards all collectives work."""
     num_calls = itertools.count()
 
     def balance(traffic: fusco.Traffic) -> fusco.Groups:
@@ -527,15 +527,15 @@ def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistak
     return outcome
 
 
-def _dispatch_and_go_on(comm: fusco.Communicator, setup: Setup) -> list[Outcome]:
-    """What a dispatch comes to, another one after it, and closing."""
+def _dispatch_twice_and_close(comm: fusco.Communicator, setup: Setup) -> list[Outcome]:
+    """Return the outcomes of a dispatch, of another one after it, and of closing."""
     case = setup.case("ragged", 5, comm.topology.world_size)
     x, ids = torch.ones(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
     return [attempt(lambda: comm.dispatch(x, ids)), attempt(lambda: comm.dispatch(x, ids)), attempt(comm.close)]
 
 
 def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: dict[str, Any]) -> Outcome:
-    """One rank makes its communicator with other arguments; afterwards all make one together."""
+    """Create a communicator with different arguments on one rank; afterwards all create a valid one."""
     arguments = {
         "num_experts": setup.num_experts,
         "num_topk": setup.num_topk,

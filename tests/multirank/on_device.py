@@ -1,6 +1,6 @@
-"""The tests' functions on ranks, written for the CPU, run on CUDA: what goes in and out is copied to and fro.
+"""Run the tests' functions on ranks, which are written for the CPU, on CUDA: inputs and outputs are copied.
 
-Every output is poisoned on the device once it has been copied, so that nothing can pass on what an earlier call left.
+Every output is poisoned on the device after it is copied, so that no stale rows of an earlier call can pass a test.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fusco.ranks.local_world import LocalWorld
 
 
 def skip_without_gpus(num_ranks: int) -> None:
-    """Skip a test that needs more GPUs than there are, unless ranks may share them."""
+    """Skip a test that needs more GPUs than the machine has, unless ranks may share them."""
     num_gpus = torch.cuda.device_count()
     if num_ranks > num_gpus and not (num_gpus and may_share_gpus()):
         pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {num_gpus}; with {SHARE_GPUS}=1 they share them")
 
 
 class DeviceWorld:
-    """A ``LocalWorld`` where every ``Setup`` that a test passes is for CUDA: all ranks on one node, or on nodes."""
+    """A ``LocalWorld`` that changes every ``Setup`` argument to CUDA, on one node or on the nodes of the test."""
 
     def __init__(self, world: LocalWorld, *, in_nodes: bool) -> None:
         self._world, self._in_nodes = world, in_nodes
@@ -46,13 +46,13 @@ class DeviceWorld:
         return value
 
 
-def talk_over_network(group: dist.ProcessGroup) -> None:
-    """Have NCCL, which has not begun yet, take every rank to be on a host of its own: then it takes any GPU, too."""
+def use_network_only(group: dist.ProcessGroup) -> None:
+    """Make NCCL, before its first use, treat every rank as a separate host: then ranks may also share a GPU."""
     os.environ.update(NCCL_HOSTID=f"rank {dist.get_rank(group)}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 class OnDevice:
-    """A CUDA communicator that takes and gives CPU tensors; everything else passes through."""
+    """A CUDA communicator that takes and returns CPU tensors; other attributes are those of the communicator."""
 
     def __init__(self, comm: fusco.Communicator) -> None:
         self._comm = comm
@@ -105,7 +105,7 @@ def _there(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return value.cuda()
     if isinstance(value, (list, tuple)):
-        # Lists that are no payloads are somebody's mistake, and stay as they are.
+        # Lists that are no payloads are invalid input of a test; they are passed on unchanged.
         return type(value)(map(_there, value)) if all(isinstance(v, torch.Tensor) for v in value) else value
     return value
 
@@ -119,7 +119,7 @@ def _back(value: torch.Tensor) -> torch.Tensor:
 
 def _partners_there(partners: Any) -> Any:
     if not isinstance(partners, dict):
-        return partners  # somebody's mistake
+        return partners  # invalid input of a test
     return {rank: _segments_there(segments) for rank, segments in partners.items()}
 
 

@@ -30,7 +30,7 @@ def with_gaps(x: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(x: torch.Tensor) -> torch.Tensor:
-    """All tokens the same row, of stride zero."""
+    """Return rows of stride zero: all tokens have the same row."""
     return (x[:1] if len(x) else x.new_zeros(1, *x.shape[1:])).expand(x.shape)
 
 
@@ -49,7 +49,7 @@ def check_payload(
     dtypes: list[torch.dtype],
     layout: Callable[[torch.Tensor], torch.Tensor] = as_given,
 ) -> None:
-    """Dispatch rows of each shape and dtype, memory laid out in some way."""
+    """Dispatch rows of each shape and dtype with a given memory layout."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
         for seed, (shape, dtype) in enumerate((shape, dtype) for shape in shapes for dtype in dtypes):
@@ -66,7 +66,7 @@ def check_payload(
 
 
 def check_several_payloads(group: dist.ProcessGroup, setup: Setup) -> None:
-    """FP8 values with their scales and a mask, in one dispatch and again along its handle."""
+    """Dispatch FP8 values with their scales and a mask, and dispatch them again with the handle."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
         for seed in range(6):
@@ -110,7 +110,7 @@ def check_combine_layouts(group: dist.ProcessGroup, setup: Setup, hidden: list[i
 
 
 def check_weights(group: dist.ProcessGroup, setup: Setup) -> None:
-    """Every dtype of weights: the weight of each row, and sums that use it."""
+    """Check the weight of each row, and sums that use it, for every dtype of weights."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
         dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -1,4 +1,4 @@
-"""What the tests' functions on ranks share: communicators of all kinds, poisoned memory, comparisons bit for bit."""
+"""Helpers of the tests' functions on ranks: communicators, poisoned memory, comparisons bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from law import Law
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A communicator to be made on every rank."""
+    """Arguments of a communicator, the same on every rank."""
 
     ranks_per_node: int | None
     num_experts: int = 24
@@ -32,7 +32,7 @@ class Setup:
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 
     def open(self, group: dist.ProcessGroup) -> fusco.Communicator:
-        """Make it."""
+        """Create the communicator."""
         comm = fusco.Communicator(
             group,
             num_experts=self.num_experts,
@@ -48,7 +48,7 @@ class Setup:
         return comm if self.device == "cpu" else OnDevice(comm)  # type: ignore[return-value]
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
-        """A routing that fits; of one to ``num_topk`` slots a token, unless told."""
+        """A routing within the capacity; by default of one to ``num_topk`` experts per token."""
         return Case(
             kind=kind,
             seed=seed,
@@ -59,24 +59,24 @@ class Setup:
         )
 
 
-def meet(group: dist.ProcessGroup) -> int:
-    """Do nothing but be there."""
+def no_op(group: dist.ProcessGroup) -> int:
+    """Return the rank: a caller that waits for it knows that the group works."""
     return dist.get_rank(group)
 
 
 def law_of(comm: fusco.Communicator, case: Case, alignment: int = 1) -> Law:
-    """The law for a case on this communicator."""
+    """Return the specification applied to a case on this communicator."""
     return Law(case.world_topk_idx, comm.placement.expert_to_rank, alignment)
 
 
 def poison(*outputs: torch.Tensor) -> None:
-    """Fill outputs with bytes that are NaN in every floating dtype: whoever gets their memory next must write it."""
+    """Fill outputs with bytes that are NaN in every floating dtype: the next owner of the memory must overwrite it."""
     for output in outputs:
         output.detach().view(-1).view(torch.uint8).fill_(0xFF)
 
 
 def poison_recycler(comm: fusco.Communicator, setup: Setup) -> None:
-    """Poison as many outputs at once as the communicator keeps spares."""
+    """Poison as many outputs at once as the communicator recycles."""
     case = setup.case("one expert takes all", 0, comm.topology.world_size)
     x = torch.zeros(case.num_tokens(comm.rank), setup.max_bytes_per_token, dtype=torch.uint8)
     taken = [comm.dispatch(x, case.topk_idx(comm.rank)).rows for _ in range(4)]
@@ -93,25 +93,25 @@ def check_combine(
     y: Sequence[torch.Tensor],
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Combine ``y[r]`` of all ranks, weighted if ``weights`` are given, and compare with the law."""
+    """Combine ``y[r]`` of all ranks, weighted if ``weights`` are given, and compare with the specification."""
     out = comm.combine(y[comm.rank], handle, weights="topk" if weights else None)
     assert out.dtype == y[comm.rank].dtype
-    # Where parts of a sum travel in the wire's dtype: between nodes, and on CUDA between ranks, too.
+    # Partial sums are sent in the wire dtype between nodes, and on CUDA between ranks, too.
     is_on_cpu = isinstance(comm, fusco.Communicator)
     sums = law.sums(comm.rank, y, weights, comm.topology.rank_to_node if is_on_cpu else law.ranks)
-    num_journeys = 2 if not is_on_cpu and comm.topology.num_nodes > 1 else 1
-    assert_within(out, sums.exact, law.error_bound(sums, out.dtype, wire_dtype, num_journeys), "combine")
+    num_hops = 2 if not is_on_cpu and comm.topology.num_nodes > 1 else 1
+    assert_within(out, sums.exact, law.error_bound(sums, out.dtype, wire_dtype, num_hops), "combine")
     return out
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    """A fingerprint of the bits of tensors."""
+    """Return a digest of the bits of tensors."""
     hashed = hashlib.sha256()
     for tensor in tensors:
         hashed.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
-def dawdle(rank: int, seed: int, longest_ms: int) -> None:
-    """Sleep a little, or not, each rank for another time."""
+def pause_randomly(rank: int, seed: int, longest_ms: int) -> None:
+    """Sleep for a random time, or not at all, different on each rank."""
     time.sleep(max(0, number_of(-longest_ms, longest_ms, seed, "pause", rank)) / 1000)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_setup import Setup, check_combine, dawdle, digest, law_of, poison, poison_recycler
+from rank_setup import Setup, check_combine, digest, law_of, pause_randomly, poison, poison_recycler
 
 from comparison import assert_same_bits, world_rows
 from generator import KINDS, any_bits
@@ -17,7 +17,7 @@ HIDDEN = 5
 def check_routings(
     group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, longest_pause_ms: int = 0
 ) -> list[tuple[str, str]]:
-    """Dispatch and combine a case for each seed, kinds in turn; returns fingerprints of both outputs of this rank."""
+    """Dispatch and combine a case for each seed, kinds in turn; return digests of both outputs of this rank."""
     digests = []
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
@@ -33,7 +33,7 @@ def check_routings(
 def check_routings_on_hosts(
     group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype, seeds: range, hosts: list[str]
 ) -> tuple[int, ...]:
-    """The same where each rank is told to be on a host of its own choice; returns the nodes that come of it."""
+    """``check_routings`` with the given host of each rank; return the resulting node of each rank."""
     with mock.patch("fusco.control.bootstrap.host_identity", return_value=hosts[dist.get_rank(group)]):
         check_routings(group, setup, dtype, seeds)
         with setup.open(group) as comm:
@@ -45,14 +45,14 @@ def _check_case(comm, setup, case, dtype, longest_pause_ms):
     x = [any_bits((case.num_tokens(rank), HIDDEN), dtype, case.seed, "x", rank) for rank in law.ranks]
     ids = case.topk_idx(comm.rank).to(torch.int32 if case.seed % 2 else torch.int64)
 
-    dawdle(comm.rank, case.seed, longest_pause_ms)
+    pause_randomly(comm.rank, case.seed, longest_pause_ms)
     dispatched = comm.dispatch(x[comm.rank], ids, case.topk_weights(comm.rank))
     assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch")
     assert dispatched.num_rows_per_expert.tolist() == law.counts(comm.rank)
     assert dispatched.weights is None
     assert len(dispatched.payloads) == 1
 
-    dawdle(comm.rank, -case.seed, longest_pause_ms)
+    pause_randomly(comm.rank, -case.seed, longest_pause_ms)
     y = world_rows(law, HIDDEN, dtype, case.seed)
     out = check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y, setup.settings.wire_dtype)
     fingerprints = digest(dispatched.rows), digest(out)

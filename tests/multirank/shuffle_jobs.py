@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from mistake_jobs import Outcome, attempt, check_that_it_works
-from rank_setup import Setup, dawdle
+from rank_setup import Setup, pause_randomly
 
 import fusco
 from comparison import assert_same_bits
 from generator import any_bits, number_of, random_of
 
-GUARD_BYTES = 3
+GAP_BYTES = 3
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Segments of random memory, and the bytes that they hold in order."""
+    """Segments of random memory, and the bytes in them in order."""
 
     segments: fusco.Segments
 
@@ -32,7 +32,7 @@ class Payload:
 
 
 def scattered(total_bytes: int, largest: int, dtype: torch.dtype, *what: int | str) -> Payload:
-    """``total_bytes`` in segments of unequal sizes, some of none, in any order and with gaps between."""
+    """Return ``total_bytes`` in segments of unequal sizes, some empty, in any order and with gaps between them."""
     sizes = []
     while sum(sizes) < total_bytes or not sizes:
         sizes.append(min(number_of(0, largest, *what, "size", len(sizes)), total_bytes - sum(sizes)))
@@ -40,27 +40,27 @@ def scattered(total_bytes: int, largest: int, dtype: torch.dtype, *what: int | s
             break
     order = torch.randperm(len(sizes), generator=random_of(*what, "order"))
     num_bytes = torch.tensor(sizes)
-    ends = (num_bytes[order] + GUARD_BYTES).cumsum(0)
+    ends = (num_bytes[order] + GAP_BYTES).cumsum(0)
     offsets = torch.empty_like(num_bytes)
     offsets[order] = ends - num_bytes[order]
-    num_elements = -(-(int(ends[-1]) + GUARD_BYTES) // dtype.itemsize)
+    num_elements = -(-(int(ends[-1]) + GAP_BYTES) // dtype.itemsize)
     return Payload(fusco.Segments(any_bits((num_elements,), dtype, *what, "memory"), offsets, num_bytes))
 
 
 def check_arrival(received: Payload, before: torch.Tensor, stream: torch.Tensor, what: str) -> None:
-    """The stream stands in the segments, and nothing else has changed."""
+    """Assert that the segments contain the stream, and that nothing else has changed."""
     assert_same_bits(received.stream, stream, what)
     offsets, sizes = received.segments.offset_bytes.tolist(), received.segments.num_bytes.tolist()
-    is_guard = torch.ones(len(before), dtype=torch.bool)
+    is_gap = torch.ones(len(before), dtype=torch.bool)
     for offset, size in zip(offsets, sizes, strict=True):
-        is_guard[offset : offset + size] = False
-    assert_same_bits(received.segments.memory[is_guard], before[is_guard], f"{what}, between the segments")
+        is_gap[offset : offset + size] = False
+    assert_same_bits(received.segments.memory[is_gap], before[is_gap], f"{what}, between the segments")
 
 
 def check_shuffles(
     group: dist.ProcessGroup, setup: Setup, sizes: Sequence[int], largest: int, longest_pause_ms: int = 0
 ) -> int:
-    """Shuffle three times, each pair of ranks with one of ``sizes``; returns bytes that left for other nodes."""
+    """Shuffle three times, each pair of ranks with one of ``sizes``; return the bytes sent to other nodes."""
     num_sent = 0
     with setup.open(group) as comm:
         nodes, rank, everyone = comm.topology.rank_to_node, comm.rank, range(comm.topology.world_size)
@@ -78,7 +78,7 @@ def check_shuffles(
                 if totals[src, rank] or src % 2
             }
             before = {src: payload.segments.memory.clone() for src, payload in receive.items()}
-            dawdle(rank, seed, longest_pause_ms)
+            pause_randomly(rank, seed, longest_pause_ms)
             comm.shuffle(*({peer: p.segments for peer, p in part.items()} for part in (send, receive)))
             for src, payload in receive.items():
                 check_arrival(payload, before[src], sent(src, rank).stream, f"from rank {src}")
@@ -89,7 +89,7 @@ def check_shuffles(
 
 
 def check_pairs(group: dist.ProcessGroup, setup: Setup, sizes: Sequence[int], largest: int) -> None:
-    """``gather_send`` and ``scatter_recv`` between every two ranks, both ways, with a dispatch now and then."""
+    """``gather_send`` and ``scatter_recv`` between every two ranks, in both directions, with some dispatches."""
     with setup.open(group) as comm:
         everyone = range(comm.topology.world_size)
         pairs = [(src, dst) for src in everyone for dst in everyone if src != dst]
@@ -107,7 +107,7 @@ def check_pairs(group: dist.ProcessGroup, setup: Setup, sizes: Sequence[int], la
 
 
 def send_mismatched(group: dist.ProcessGroup, setup: Setup, src: int, dst: int) -> Outcome:
-    """Two ranks disagree on a size; afterwards they send as they should, and all dispatch."""
+    """Send with different sizes on two ranks; afterwards they send correctly, and all dispatch."""
     with setup.open(group) as comm:
         payload = scattered(100 if comm.rank == src else 101, 40, torch.uint8, comm.rank)
         before = payload.segments.memory.clone()
@@ -128,7 +128,7 @@ def send_mismatched(group: dist.ProcessGroup, setup: Setup, src: int, dst: int) 
 
 
 def shuffle_mismatched(group: dist.ProcessGroup, setup: Setup) -> tuple[Outcome, bool]:
-    """Rank 0 sends a byte more than rank 1 expects; returns also whether all memory is as before."""
+    """Shuffle one byte more from rank 0 than rank 1 expects; also return True if no memory has changed."""
     with setup.open(group) as comm:
         everyone = range(comm.topology.world_size)
         send = {dst: scattered(10 + (comm.rank == 0 and dst == 1), 5, torch.uint8, dst).segments for dst in everyone}
@@ -141,7 +141,7 @@ def shuffle_mismatched(group: dist.ProcessGroup, setup: Setup) -> tuple[Outcome,
 
 
 def name_wrong_peers(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
-    """Peers that are no other rank, and payloads that are none; nobody waits for anybody."""
+    """Name peers that are no other rank, and payloads that are no segments; no rank waits."""
     with setup.open(group) as comm:
         payload = scattered(4, 4, torch.uint8, "payload").segments
         other = (comm.rank + 1) % comm.topology.world_size
@@ -160,7 +160,7 @@ def name_wrong_peers(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
 
 
 def overlap_senders(group: dist.ProcessGroup, setup: Setup) -> None:
-    """All ranks but 0 send to rank 0 at once, which takes them in the opposite order."""
+    """Send from all ranks to rank 0 at once, which receives in the opposite order."""
     with setup.open(group) as comm:
         senders = range(1, comm.topology.world_size)
         if comm.rank:

@@ -16,7 +16,7 @@ HIDDEN, ALIGNMENT = 5, 3
 
 
 def check_drops(group: dist.ProcessGroup, setup: Setup, seeds: range) -> None:
-    """Half of the slots needed: what fits stands where it should, and what does not is missing from the sums."""
+    """Dispatch into half of the rows needed: rows that fit are in place, and the others are missing from the sums."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
         for seed in seeds:

@@ -1,4 +1,4 @@
-"""Functions on ranks: tensors of no element or one, which are contiguous whatever their strides are."""
+"""Functions on ranks: tensors of no element or one, which are contiguous with any strides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def column(num_rows: int, value: float) -> torch.Tensor:
 
 
 def dispatch_columns(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> list[list[float]]:
-    """Rank 1 has ``num_rows`` tokens, for rank 0, and their scales are a column; the first rank has one of each."""
+    """Dispatch ``num_rows`` tokens from rank 1 to rank 0, with a column as scales; rank 0 has one token."""
     with setup.open(group) as comm:
         n = num_rows if comm.rank == 1 else 1
         ids, scales = torch.zeros(n, 1, dtype=torch.int64), column(n, comm.rank + 1.0)
@@ -24,7 +24,7 @@ def dispatch_columns(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> l
 
 
 def combine_with_gradients(group: dist.ProcessGroup, setup: Setup) -> list[float]:
-    """A token a rank, of one value; its gradients are one value expanded."""
+    """Combine one token per rank, of one value; its gradients are one expanded value."""
     with setup.open(group) as comm:
         x = torch.full((4, 3), 2.0)[:1, 1:2].requires_grad_()
         weights = torch.ones(3, 4)[:1, :1].requires_grad_()
@@ -37,7 +37,7 @@ def combine_with_gradients(group: dist.ProcessGroup, setup: Setup) -> list[float
 
 
 def move_bytes(group: dist.ProcessGroup, setup: Setup) -> list[list[float]]:
-    """One row from rank 0 to rank 1 by ``all_to_all``, one element by ``shuffle``, by a stream, and by the function."""
+    """Send a row from rank 0 to rank 1 by ``all_to_all``, and an element by ``shuffle`` and by ``gather_send``."""
     with setup.open(group) as comm:
         everything = torch.tensor([0]), torch.tensor([4])
         outputs = []

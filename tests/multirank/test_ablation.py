@@ -1,4 +1,4 @@
-"""What the benchmark measures fusco against obeys the same law: without the engine, without the planner."""
+"""The benchmark's variants without the engine or the planner satisfy the same specification."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_the_engine(world, ranks_per_node, balancer):
     world.run(check_no_engine, 4, Setup(ranks_per_node=ranks_per_node, balancer=balancer))
 
 
-def test_without_the_engine_wherever_experts_are(world):
+def test_without_the_engine_on_other_placements(world):
     world.run(check_no_engine, 4, Setup(ranks_per_node=2, expert_placement=(3, 0, 0, 1) * 6))  # none on rank 2
     world.run(check_no_engine, 4, Setup(ranks_per_node=4))  # one node
 

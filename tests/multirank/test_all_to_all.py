@@ -1,4 +1,4 @@
-"""``all_to_all`` gives what ``all_to_all_single`` gives, bit for bit, and says what is wrong when something is."""
+"""``all_to_all`` equals ``all_to_all_single`` bit for bit, and names invalid arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_that_come_late(world):
 
 
 @pytest.mark.parametrize(("slice_bytes", "num_rows"), [(1 << 12, 3000), (1 << 20, 30_000)])
-def test_messages_of_many_slices_and_then_other_verbs(world, slice_bytes, num_rows):
+def test_messages_of_many_slices_and_then_other_collectives(world, slice_bytes, num_rows):
     settings = Settings(timeout_s=60.0, slice_bytes=slice_bytes, ring_depth=3)
     world.run(jobs.exchange_much, 4, dataclasses.replace(SETUP, settings=settings), num_rows)
 
@@ -45,7 +45,7 @@ def test_equal_splits_and_rows_that_are_not_contiguous(world):
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (2, 2), (4, 2), (4, 1)])
-def test_gradients_go_back_as_torch_sends_them(world, num_ranks, ranks_per_node):
+def test_gradients_equal_those_of_torch(world, num_ranks, ranks_per_node):
     world.run(jobs.check_gradients, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 
 
@@ -54,7 +54,7 @@ def test_graphs(world, num_ranks):
     world.run(jobs.check_graphs, num_ranks, SETUP)
 
 
-# The mistake, the mistaken rank's error and that of all others, and what all texts must name.
+# The invalid call, the error of its rank and that of all others, and phrases of all texts.
 MISTAKES = [
     (jobs.sends_more, "MismatchError", "MismatchError", ["rank 2 sends 5 rows to rank 1, which expects 2"]),
     (jobs.other_dtype, "MismatchError", "MismatchError", ["float64[3] on rank 2", "float32[3] on ranks 0, 1, 3"]),
@@ -81,23 +81,25 @@ MISTAKES = [
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("mistake", "kind", "of_others", "words"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES])
-def test_a_mistake_is_named_on_all_ranks_and_all_go_on(world, mistake, kind, of_others, words):
+@pytest.mark.parametrize(
+    ("mistake", "kind", "of_others", "phrases"), MISTAKES, ids=[row[0].__name__ for row in MISTAKES]
+)
+def test_a_mistake_is_named_on_all_ranks_and_all_continue(world, mistake, kind, of_others, phrases):
     outcomes = world.run(jobs.make_mistake, 4, SETUP, MISTAKEN, mistake)
     assert [outcome.kind for outcome in outcomes] == [kind if rank == MISTAKEN else of_others for rank in range(4)]
-    assert all(word in outcome.text for outcome in outcomes for word in words), outcomes
+    assert all(phrase in outcome.text for outcome in outcomes for phrase in phrases), outcomes
     assert all(outcome.seconds < PROMPTLY_S for outcome in outcomes)
 
 
 @pytest.mark.cpu_only
-def test_without_a_communicator_and_ranks_that_just_leave():
-    with LocalWorld(4, start_method="spawn") as own_world:  # whose interpreters end as a user's do
-        for outcome in own_world.run(jobs.exchange_by_group, 4):
+def test_without_a_communicator_and_ranks_that_just_exit():
+    with LocalWorld(4, start_method="spawn") as new_world:  # interpreters end as those of a user
+        for outcome in new_world.run(jobs.exchange_by_group, 4):
             assert outcome.kind == "ValueError"
             assert "not both" in outcome.text
-        for while_it_lives, afterwards in own_world.run(jobs.exchange_by_a_group_that_goes, 4):
-            assert while_it_lives
-            assert len(afterwards) < len(while_it_lives)
+        for while_open, afterwards in new_world.run(jobs.exchange_by_a_destroyed_group, 4):
+            assert while_open
+            assert len(afterwards) < len(while_open)
         stopped = time.monotonic()
-    assert [process.exitcode for process in own_world.processes] == [0] * 4
+    assert [process.exitcode for process in new_world.processes] == [0] * 4
     assert time.monotonic() - stopped < 10.0

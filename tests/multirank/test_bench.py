@@ -67,7 +67,7 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
 
 
 @pytest.mark.multirank
-def test_ctrl_c_ends_a_benchmark_at_once_with_one_word():
+def test_ctrl_c_ends_a_benchmark_at_once():
     command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -89,7 +89,7 @@ def test_a_benchmark_that_is_terminated_leaves_no_process_behind():
         [*command, *shape], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         wait_for_ranks(process.pid, 2)
-        process.send_signal(signal.SIGTERM)  # as timeout and schedulers do: to this process alone
+        process.send_signal(signal.SIGTERM)  # as timeout and job schedulers do: to this process alone
         _, errors = process.communicate(timeout=30)  # the pipes are open as long as any process is left
     assert process.returncode == 143
     assert errors.strip() == "terminated"
@@ -122,21 +122,21 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--num-topk", "4"], "error: the trace has top-8, num_topk is 4"),  # before the ranks have joined
         (["--traffic", "single-node", "--num-experts", "8", "--num-topk", "8"], "8 experts of a token do not fit"),
     ],
 )
-def test_ranks_of_a_launched_job_tell_an_error_once(options, told):
+def test_ranks_of_a_launched_job_print_an_error_once(options, message):
     command = [*TORCHRUN, "bench", "shuffle", "--ranks-per-node", "1", *SHAPE, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    assert done.stderr.count(told) == 1, done.stderr
+    assert done.stderr.count(message) == 1, done.stderr
 
 
 def wait_for_ranks(session: int, num_ranks: int) -> None:
-    """Until so many processes of a session have computed for a while."""
+    """Wait until this number of processes of a session have computed for a while."""
     tick, deadline = os.sysconf("SC_CLK_TCK"), time.monotonic() + 90
     while time.monotonic() < deadline:
         busy = 0
@@ -146,7 +146,7 @@ def wait_for_ranks(session: int, num_ranks: int) -> None:
             except OSError:
                 continue  # it has ended
             busy += int(fields[3]) == session and int(fields[11]) + int(fields[12]) > tick
-        if busy >= num_ranks + 2:  # the parent, and who forks them
+        if busy >= num_ranks + 2:  # the parent, and the fork server
             return
         time.sleep(0.1)
     raise AssertionError(f"{num_ranks} ranks are not at work")

@@ -1,11 +1,11 @@
-"""A rank dies or stops while kernels of the others wait for it: they end, everybody says who it was, no GPU hangs."""
+"""A rank dies or stops while kernels of the others wait for it: they end, all ranks name it, no GPU hangs."""
 
 import os
 import signal
 
 import pytest
 import torch
-from device_fault_jobs import endure
+from device_fault_jobs import run_until_failure
 from fault_jobs import TIMEOUT_S, Fault, die, stop
 
 import fusco
@@ -32,7 +32,7 @@ def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):
     world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
     survivors = [rank for rank in range(num_ranks) if rank != VICTIM]
     try:
-        world.start(endure, num_ranks, fault, static, is_host_blind, ranks_per_node)
+        world.start(run_until_failure, num_ranks, fault, static, is_host_blind, ranks_per_node)
         outcomes = world.collect(survivors, timeout_s=60)
     finally:
         os.kill(world.processes[VICTIM].pid, signal.SIGKILL)
@@ -54,31 +54,31 @@ def assert_all_blame_the_victim(fates, fault, within_s):
 @pytest.mark.parametrize("static", [EXACT, STATIC], ids=["exact", "static"])
 @pytest.mark.parametrize("where", [PLANNING, STAGING, SUMMING], ids=["planning", "staging", "summing"])
 @pytest.mark.parametrize("how", [die, stop])
-def test_a_rank_fails_between_its_word_and_its_kernel(tmp_path, how, where, static):
+def test_a_rank_fails_between_its_record_and_its_kernel(tmp_path, how, where, static):
     fault = Fault(how=how, victims=(VICTIM,), where=where, times=tmp_path)
     fates = fates_of(fault, static)
     assert_all_blame_the_victim(fates, fault, TIMEOUT_S / 2 if how is die else TIMEOUT_S + SLACK_S)
 
 
-def test_a_device_gives_up_by_itself_where_the_host_does_not_look(tmp_path):
+def test_a_device_times_out_by_itself_while_the_host_synchronises(tmp_path):
     fault = Fault(how=stop, victims=(VICTIM,), where=PLANNING, times=tmp_path)
     fates = fates_of(fault, STATIC, is_host_blind=True)
-    # The device's limit, then the host's to ask around.
+    # The device's timeout, then the host's while it queries the status servers.
     assert_all_blame_the_victim(fates, fault, 2 * TIMEOUT_S + SLACK_S)
     assert any("on the device" in fate.text for fate in fates), fates
 
 
-@pytest.mark.parametrize("is_host_blind", [False, True], ids=["host looks", "host does not look"])
+@pytest.mark.parametrize("is_host_blind", [False, True], ids=["host polls", "host synchronises"])
 @pytest.mark.parametrize("how", [die, stop])
-def test_a_rank_fails_with_the_network_of_others_under_way(tmp_path, how, is_host_blind):
+def test_a_rank_fails_while_the_network_of_others_is_busy(tmp_path, how, is_host_blind):
     fault = Fault(how=how, victims=(VICTIM,), where=NETWORK, times=tmp_path)
     fates = fates_of(fault, STATIC, is_host_blind=is_host_blind, num_nodes=2)
-    # A host that does not look hears of it when the guard has ended the network, and asks around then.
+    # A host that synchronises notices once the NCCL watchdog has aborted; then it queries the status servers.
     assert_all_blame_the_victim(fates, fault, (1 + is_host_blind) * TIMEOUT_S + SLACK_S)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_rank_that_dies_when_all_devices_are_done_is_not_missed(tmp_path, num_nodes):
+def test_a_rank_that_dies_when_all_devices_are_done_is_no_error(tmp_path, num_nodes):
     fault = Fault(how=die, victims=(VICTIM,), where=SETTLING, times=tmp_path)
     for fate in fates_of(fault, EXACT, num_nodes=num_nodes):
         assert fate.kind == "", fate

@@ -1,4 +1,4 @@
-"""Ranks that die, stop, do not come or fail, at every step: all others say who and where, in time, and go on living."""
+"""Ranks that die, stop, are missing or raise, at every step: all others name them and the step in time, and survive."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from fault_jobs import (
     TIMEOUT_S,
     Fate,
     Fault,
-    arrive,
     die,
     exchange,
     fail,
     hold_open,
-    live_through,
     nap,
+    no_op,
     open_files,
     oversleep,
+    run_with_fault,
     stop,
 )
 
@@ -30,7 +30,7 @@ from fusco.schedule import warm_up
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(60)]
 
-SLACK_S = 1.5  # more than a loaded machine takes to schedule everybody
+SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
 CLOSING_S = 3.0
 
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
@@ -49,7 +49,7 @@ DISPATCHING = "fusco.cpu.engine:CpuEngine.prepare_redispatch"
 SHUFFLING = "fusco.engine.byte_stream:SegmentSender.step"
 OUTSIDE = "fault_jobs:between_calls"
 
-# What strikes where: ranks and ranks of each node, victims, the method, its calls that go well first.
+# Places of faults: (ranks, ranks per node), victims, the method, its successful calls before the fault.
 PLACES = {
     "between calls": (TWO_NODES, (0,), OUTSIDE, 0),
     "before its record": (ONE_NODE, (0,), RECORDS, 1),
@@ -84,12 +84,12 @@ STAGES = {
 
 
 @contextmanager
-def doomed_world(num_ranks, victims=(), start_method=None):
-    """A world whose victims are killed in the end, while all others must leave by themselves."""
+def world_with_victims(num_ranks, victims=(), start_method=None):
+    """A world whose victims are killed at the end, while all others must exit by themselves."""
     names_before = set(os.listdir("/dev/shm"))
     world = LocalWorld(num_ranks, start_method=start_method)
     try:
-        world.run(arrive, num_ranks)
+        world.run(no_op, num_ranks)
         yield world
     finally:
         for victim in victims:
@@ -111,7 +111,7 @@ def collect(world, ranks) -> dict[int, Fate]:
     return {rank: fate for rank, (_, fate) in outcomes.items()}
 
 
-def assert_all_blame_the_victims(fates, fault, within_s):
+def assert_all_name_the_victims(fates, fault, within_s):
     for rank, fate in fates.items():
         report = f"rank {rank}: {fate}, {fate.raised_at - fault.struck_at:.2f} s after the fault"
         assert fate.peers == fault.victims, report
@@ -133,53 +133,53 @@ def assert_broken(fates):
     [*PLACES.values(), *MORE_PLACES.values()],
     ids=[*PLACES, *MORE_PLACES],
 )
-def test_death_is_noticed_at_once(tmp_path, topology, victims, where, num_calls_before):
+def test_death_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
     fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with doomed_world(topology[0], victims) as world:
-        world.start(live_through, *topology, fault)
+    with world_with_victims(topology[0], victims) as world:
+        world.start(run_with_fault, *topology, fault)
         fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
     assert_broken(fates)
 
 
 @pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), PLACES.values(), ids=PLACES)
-def test_a_stopped_rank_is_noticed_within_the_limit(tmp_path, topology, victims, where, num_calls_before):
+def test_a_stopped_rank_is_detected_within_the_limit(tmp_path, topology, victims, where, num_calls_before):
     fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with doomed_world(topology[0], victims) as world:
-        world.start(live_through, *topology, fault)
+    with world_with_victims(topology[0], victims) as world:
+        world.start(run_with_fault, *topology, fault)
         fates = collect(world, survivors_of(fault, topology[0]))
         for victim in victims:
             os.kill(world.processes[victim].pid, signal.SIGCONT)
         continued_at = time.monotonic()
         continued = collect(world, list(victims))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
-    for fate in continued.values():  # it finds out too, in its next wait, as the others have told it
+    for fate in continued.values():  # its next wait fails, too, as the others have sent it their failure report
         assert fate.peers == victims
         assert fate.raised_at - continued_at < TIMEOUT_S / 2
         assert fate.still_held == []
 
 
 @pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), EXCHANGES.values(), ids=EXCHANGES)
-def test_death_in_an_all_to_all_is_noticed_at_once(tmp_path, topology, victims, where, num_calls_before):
+def test_death_in_an_all_to_all_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
     warm_up()  # compiling takes longer than the limit
     fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with doomed_world(topology[0], victims) as world:
-        world.start(live_through, *topology, fault, exchange)
+    with world_with_victims(topology[0], victims) as world:
+        world.start(run_with_fault, *topology, fault, exchange)
         fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
     assert all("gave up in all_to_all #" in fate.text for fate in fates.values())
     assert_broken(fates)
 
 
-def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(tmp_path):
+def test_a_rank_that_stops_in_an_all_to_all_is_detected_within_the_limit(tmp_path):
     warm_up()
     topology, victims, where, num_calls_before = EXCHANGES["sending stages"]
     fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with doomed_world(topology[0], victims) as world:
-        world.start(live_through, *topology, fault, exchange)
+    with world_with_victims(topology[0], victims) as world:
+        world.start(run_with_fault, *topology, fault, exchange)
         fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
 
 
@@ -187,16 +187,16 @@ def test_a_rank_that_stops_in_an_all_to_all_is_noticed_within_the_limit(tmp_path
 @pytest.mark.parametrize(("where", "num_calls_before"), STAGES.values(), ids=STAGES)
 def test_a_rank_fails_while_the_communicator_is_made(tmp_path, how, where, num_calls_before):
     fault = Fault(how=how, victims=(2,), where=where, num_calls_before=num_calls_before, when="making", times=tmp_path)
-    with doomed_world(4, fault.victims) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4, fault.victims) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, survivors_of(fault, 4))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
 def test_a_rank_that_dies_while_closing_is_not_waited_for(tmp_path):
     fault = Fault(how=die, victims=(0,), where=RECORDS, when="closing", times=tmp_path)
-    with doomed_world(4, fault.victims) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4, fault.victims) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, survivors_of(fault, 4))
     for fate in fates.values():
         assert not fate.text
@@ -206,57 +206,57 @@ def test_a_rank_that_dies_while_closing_is_not_waited_for(tmp_path):
 
 def test_a_rank_that_stops_while_closing_is_named(tmp_path):
     fault = Fault(how=stop, victims=(3,), where=RECORDS, when="closing", times=tmp_path)
-    with doomed_world(4, fault.victims) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4, fault.victims) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, survivors_of(fault, 4))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
-def test_a_rank_that_does_not_come_is_named_and_told(tmp_path):
+def test_a_missing_rank_is_named_and_gets_the_failure_report(tmp_path):
     fault = Fault(how=oversleep, victims=(1,), where=OUTSIDE, times=tmp_path)
-    with doomed_world(4) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, range(4))
-    assert_all_blame_the_victims({rank: fates[rank] for rank in (0, 2, 3)}, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims({rank: fates[rank] for rank in (0, 2, 3)}, fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
     assert all("rank 1 has been outside any fusco call" in fate.text for fate in fates.values())
 
 
-def test_a_rank_that_comes_late_but_within_the_limit_is_waited_for(tmp_path):
+def test_a_rank_that_is_late_but_within_the_timeout_is_waited_for(tmp_path):
     fault = Fault(how=nap, victims=(1,), where=OUTSIDE, times=tmp_path)
-    with doomed_world(4) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, range(4))
     assert [fate.text for fate in fates.values()] == [""] * 4
 
 
-def test_a_rank_that_raises_tells_the_others_at_once(tmp_path):
+def test_a_rank_that_raises_notifies_the_others_at_once(tmp_path):
     fault = Fault(how=fail, victims=(2,), where=OUTSIDE, times=tmp_path)
-    with doomed_world(4) as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4) as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         [(is_ok, failure)] = world.collect([2])
         fates = collect(world, survivors_of(fault, 4))
     assert not is_ok
     assert failure.sentence == "ZeroDivisionError: a bug of the caller"
     assert "fault_jobs.py" in failure.traceback
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
     assert_broken(fates)
     assert all("ZeroDivisionError: a bug of the caller" in fate.text for fate in fates.values())
 
 
 @pytest.mark.parametrize("how", [die, stop])
-def test_survivors_end_as_processes_should(tmp_path, how):
+def test_survivors_exit_normally(tmp_path, how):
     """Not forked: forked processes skip most of the interpreter's end."""
     fault = Fault(how=how, victims=(1,), where=SENDING, num_calls_before=3, times=tmp_path)
-    with doomed_world(4, fault.victims, start_method="spawn") as world:
-        world.start(live_through, *TWO_NODES, fault)
+    with world_with_victims(4, fault.victims, start_method="spawn") as world:
+        world.start(run_with_fault, *TWO_NODES, fault)
         fates = collect(world, survivors_of(fault, 4))
-    assert_all_blame_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
 
 
 def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
     names_before = set(os.listdir("/dev/shm"))
-    with doomed_world(2) as world:
+    with world_with_victims(2) as world:
         world.start(hold_open, 2, 2, tmp_path)
         while len(list(tmp_path.glob("open on *"))) < len(world.processes):
             time.sleep(0.05)
@@ -280,6 +280,6 @@ def shared_memory_of(pid) -> list[Path]:
 
 def can_another_user_read(path) -> bool:
     if os.getuid() != 0:
-        return False  # it takes root to become another user; the mode was compared anyway
+        return False  # only root can become another user; the mode is compared in any case
     read = subprocess.run(["head", "-c1", path], check=False, user=65534, group=65534, extra_groups=[])
     return read.returncode == 0

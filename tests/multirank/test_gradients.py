@@ -1,4 +1,4 @@
-"""Gradients through dispatch, experts and combine: as central differences give, and as a layer without fusco has."""
+"""Gradients through dispatch, experts and combine, compared with central differences and with a layer without fusco."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SETUP = Setup(
 )
 LAYERS = {
     "weights in combine": Layer(),
-    "weights at the experts": Layer(who_weights="experts", alignment=4),
-    "no weights": Layer(who_weights="nobody", wants=("x",)),
+    "weights at the experts": Layer(weighted_by="experts", alignment=4),
+    "no weights": Layer(weighted_by="none", wants=("x",)),
     "x only": Layer(wants=("x",), alignment=3),
-    "x only, weights at the experts": Layer(who_weights="experts", wants=("x",)),
+    "x only, weights at the experts": Layer(weighted_by="experts", wants=("x",)),
     "weights only": Layer(wants=("weights",)),
-    "weights only, at the experts": Layer(who_weights="experts", wants=("weights",), alignment=2),
+    "weights only, at the experts": Layer(weighted_by="experts", wants=("weights",), alignment=2),
 }
 
 

@@ -1,4 +1,4 @@
-"""Handles used again, padding, several communicators at once, outputs that outlive theirs."""
+"""Reuse of handles, padding, several communicators at once, outputs that outlive their communicator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETUP = Setup(ranks_per_node=2, num_experts=12, num_topk=4, settings=Settings(ti
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_a_handle_is_good_for_any_number_of_calls(world, ranks_per_node):
+def test_a_handle_is_valid_for_any_number_of_calls(world, ranks_per_node):
     world.run(jobs.check_reuse, 4, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 
 

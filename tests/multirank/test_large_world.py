@@ -1,4 +1,4 @@
-"""Four nodes of four ranks, in a world of its own."""
+"""Four nodes of four ranks, in a separate world."""
 
 import pytest
 import torch

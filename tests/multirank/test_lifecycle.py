@@ -1,4 +1,4 @@
-"""What other ranks learn of one that drops its communicator, forks, or has two threads use it."""
+"""A rank drops or aborts its communicator, forks, or uses it in two threads: errors on the other ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AT_ONCE_S = 5.0  # a loaded machine's milliseconds; a quarter of the limit
     ("how", "why"),
     [
         ("drop", "rank 1 left: its communicator was dropped without being closed"),
-        ("leave", "rank 1 left its communicator"),
+        ("abort", "rank 1 left its communicator"),
     ],
 )
-def test_who_waits_for_a_rank_that_has_gone_learns_so_at_once(world, ranks_per_node, how, why):
+def test_a_wait_for_a_rank_that_has_left_fails_at_once(world, ranks_per_node, how, why):
     (text, peers, took_s), _ = world.run(jobs.drop, 2, ranks_per_node, how)
     assert peers == (1,), text
     assert why in text
@@ -26,16 +26,16 @@ def test_who_waits_for_a_rank_that_has_gone_learns_so_at_once(world, ranks_per_n
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_who_closes_does_not_wait_for_a_rank_that_has_gone(world, ranks_per_node):
+def test_close_does_not_wait_for_a_rank_that_has_left(world, ranks_per_node):
     assert max(world.run(jobs.drop_while_others_close, 2, ranks_per_node)) < AT_ONCE_S
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_a_forked_process_tells_the_other_ranks_nothing(world, ranks_per_node):
+def test_a_forked_process_does_not_notify_the_other_ranks(world, ranks_per_node):
     assert world.run(jobs.fork_inside, 2, ranks_per_node) == [(0, 2.0), (0, 2.0)]
 
 
-def test_of_two_threads_one_is_refused_and_the_other_gets_its_rows(world):
+def test_of_two_threads_one_is_rejected_and_the_other_gets_its_rows(world):
     for num_right, num_wrong, errors in world.run(jobs.share_between_threads, 2, 2):
         assert (num_right, num_wrong, len(errors)) == (jobs.NUM_ROUNDS, 0, 1)
         assert "'thread 3'" in errors[0]

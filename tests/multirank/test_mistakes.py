@@ -1,4 +1,4 @@
-"""Mistakes of one rank: it learns what was wrong, all others that it was not them, at once, and everybody goes on."""
+"""Invalid calls of one rank: it raises the reason, all others name the rank, at once, and all continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(world, mistake, good_call, setup=SETUP) -> list[Outcome]:
     return world.run(jobs.make_mistake, 4, setup, MISTAKEN, mistake, good_call)
 
 
-# The mistake, what the others call, and the mistaken rank's error: its type and what its text must name.
+# The invalid call, the call of the others, and the error: its type and phrases of its text.
 BAD_INPUTS = [
     (jobs.ids_of_wrong_dtype, jobs.dispatch, "TypeError", ["int32 or int64", "torch.float32"]),
     (jobs.ids_of_wrong_shape, jobs.dispatch, "ValueError", ["topk_idx"]),
@@ -39,7 +39,7 @@ BAD_INPUTS = [
     (jobs.id_too_large, jobs.dispatch, "ValueError", ["topk_idx[0, 1] = 8", "0 to 7"]),
     (jobs.id_below_minus_one, jobs.dispatch, "ValueError", ["topk_idx[0, 0] = -2", "0 to 7"]),
     (jobs.ids_on_another_device, jobs.dispatch, "ValueError", ["topk_idx", "meta", "the communicator on"]),
-    (jobs.too_many_slots, jobs.dispatch, "ValueError", ["6 slots", "3"]),
+    (jobs.too_many_experts, jobs.dispatch, "ValueError", ["6 slots", "3"]),
     (jobs.too_many_tokens, jobs.dispatch, "ValueError", ["100 tokens", "max_tokens_per_rank=20"]),
     (jobs.rows_too_wide, jobs.dispatch, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
     (jobs.rows_too_wide_together, jobs.dispatch, "ValueError", ["264 bytes", "max_bytes_per_token=256"]),
@@ -72,11 +72,11 @@ BAD_INPUTS = [
     (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
     (jobs.combine_with_a_tensor_of_weights, jobs.combine, "TypeError", ["must be 'topk' or None, got a tensor"]),
     (jobs.combine_with_other_weights, jobs.combine, "ValueError", ["must be 'topk' or None, got 'softmax'"]),
-    (jobs.shuffle_with_a_stranger, jobs.shuffle, "ValueError", ["[17]", "4"]),
+    (jobs.shuffle_with_an_unknown_rank, jobs.shuffle, "ValueError", ["[17]", "4"]),
     (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
     (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
-    (jobs.shuffle_from_nowhere, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
-    (jobs.shuffle_with_a_name, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
+    (jobs.shuffle_without_receive, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
+    (jobs.shuffle_with_a_string, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
     (jobs.empty_of_no_sequence, jobs.empty, "TypeError", ["a sequence of integers, got 5"]),
     (jobs.empty_of_negative_size, jobs.empty, "ValueError", ["must be integers >= 0, got (-1,)"]),
     (jobs.empty_of_a_boolean, jobs.empty, "ValueError", ["must be integers >= 0, got (True,)"]),
@@ -87,7 +87,7 @@ BAD_INPUTS = [
 ]
 
 
-# Likewise, where the error is a TypeError: tensors whose memory cannot be moved as it is.
+# Likewise, with TypeError as the type: tensors without plain memory.
 NOT_MOVABLE = [
     (jobs.quantised_rows, jobs.dispatch, ["payload 0 is quantised (torch.qint8)"]),
     (jobs.nested_rows, jobs.dispatch, ["payload 0 is a nested tensor"]),
@@ -109,31 +109,31 @@ NOT_MOVABLE = [
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("mistake", "good_call", "words"), NOT_MOVABLE, ids=[mistake.__name__ for mistake, *_ in NOT_MOVABLE]
+    ("mistake", "good_call", "phrases"), NOT_MOVABLE, ids=[mistake.__name__ for mistake, *_ in NOT_MOVABLE]
 )
-def test_tensors_without_plain_memory_are_refused_before_anything_moves(world, mistake, good_call, words):
-    check_refusal(make(world, mistake, good_call), "TypeError", words)
+def test_tensors_without_plain_memory_are_rejected_before_any_transfer(world, mistake, good_call, phrases):
+    check_rejection(make(world, mistake, good_call), "TypeError", phrases)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "good_call", "kind", "words"), BAD_INPUTS, ids=[mistake.__name__ for mistake, *_ in BAD_INPUTS]
+    ("mistake", "good_call", "kind", "phrases"), BAD_INPUTS, ids=[mistake.__name__ for mistake, *_ in BAD_INPUTS]
 )
-def test_bad_input_is_refused_on_its_rank_and_calls_the_collective_off_on_all_others(
-    world, mistake, good_call, kind, words
+def test_bad_input_is_rejected_on_its_rank_and_cancels_the_collective_on_all_others(
+    world, mistake, good_call, kind, phrases
 ):
-    check_refusal(make(world, mistake, good_call), kind, words)
+    check_rejection(make(world, mistake, good_call), kind, phrases)
 
 
-def check_refusal(outcomes, kind, words):
+def check_rejection(outcomes, kind, phrases):
     assert kinds(outcomes) == [kind if rank == MISTAKEN else "RejectedInputError" for rank in range(4)], outcomes
-    assert all(word in outcomes[MISTAKEN].text for word in words), outcomes[MISTAKEN].text
+    assert all(phrase in outcomes[MISTAKEN].text for phrase in phrases), outcomes[MISTAKEN].text
     for rank in set(range(4)) - {MISTAKEN}:
         assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
 
 
 @pytest.mark.cpu_only
-def test_static_slots_that_do_not_suffice(world):
-    outcomes = make(world, jobs.too_few_slots, jobs.dispatch)
+def test_too_few_static_rows(world):
+    outcomes = make(world, jobs.too_few_static_rows, jobs.dispatch)
     assert kinds(outcomes) == ["RowOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
     assert "StaticRows(1)" in outcomes[MISTAKEN].text
 
@@ -165,24 +165,24 @@ def test_a_balancer_that_gives_no_groups(world):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("mistaken", "words"),
+    ("mistaken", "phrases"),
     [
         ([2], "((0, 0), (1, 1)) on ranks 0, 1, 3, ((0, 1), (1, 0)) on rank 2"),
         ([0, 1], "((0, 1), (1, 0)) on ranks 0, 1, ((0, 0), (1, 1)) on ranks 2, 3"),
     ],
 )
-def test_balancers_that_give_different_groups(world, mistaken, words):
+def test_balancers_that_give_different_groups(world, mistaken, phrases):
     outcomes = world.run(jobs.dispatch_balanced_differently, 4, SETUP, mistaken)
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert {outcome.text for outcome in outcomes} == {
-        f"ranks disagree in dispatch: the balancer's groups is {words}. "
+        f"ranks disagree in dispatch: the balancer's groups is {phrases}. "
         f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
     }
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node", "mistaken"), [(4, 2, [0, 1, 2, 3]), (4, 4, [2]), (4, 1, [2])])
-def test_balancers_of_the_callers_that_agree(world, num_ranks, ranks_per_node, mistaken):
+def test_balancers_of_the_caller_that_agree(world, num_ranks, ranks_per_node, mistaken):
     setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
     outcomes = world.run(jobs.dispatch_balanced_differently, num_ranks, setup, mistaken)
     assert kinds(outcomes) == [""] * num_ranks, outcomes
@@ -194,7 +194,7 @@ def test_a_handle_of_another_communicator(world):
         assert all("another communicator" in outcome.text for outcome in outcomes)
 
 
-# What does not go together, and what everybody's error must name.
+# Calls that do not match, and phrases of the error of all ranks.
 MISMATCHES = [
     (jobs.dispatch_other_width, jobs.dispatch, ["['float32[3]'] on ranks 0, 1, 3", "['float32[4]'] on rank 2"]),
     (jobs.dispatch_other_dtype, jobs.dispatch, ["float32[3]", "float16[3]"]),
@@ -214,22 +214,22 @@ MISMATCHES = [
 
 
 @pytest.mark.parametrize(
-    ("call", "others_call", "words"),
+    ("call", "others_call", "phrases"),
     MISMATCHES,
     ids=[f"{call.__name__}-{other.__name__}" for call, other, _ in MISMATCHES],
 )
-def test_calls_that_do_not_go_together_fail_on_all_ranks_alike(world, call, others_call, words):
+def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, call, others_call, phrases):
     outcomes = make(world, call, others_call)
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert len({outcome.text for outcome in outcomes}) == 1
-    assert all(word in outcomes[0].text for word in words), outcomes[0].text
+    assert all(phrase in outcomes[0].text for phrase in phrases), outcomes[0].text
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per_node):
     setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
-    refused = make(world, jobs.id_too_large, jobs.dispatch, setup)
-    assert kinds(refused) == ["RejectedInputError", "RejectedInputError", "ValueError", "RejectedInputError"]
+    rejected = make(world, jobs.id_too_large, jobs.dispatch, setup)
+    assert kinds(rejected) == ["RejectedInputError", "RejectedInputError", "ValueError", "RejectedInputError"]
     assert kinds(make(world, jobs.combine, jobs.dispatch, setup)) == ["MismatchError"] * 4
 
 
@@ -240,7 +240,7 @@ def test_a_closed_communicator_says_so(world):
         assert all(verb in outcome.text and "closed" in outcome.text for verb, outcome in outcomes.items())
 
 
-# What one rank gives differently, that rank's error, and a word that all texts contain.
+# The arguments that differ on one rank, its error, and a phrase of the text on all ranks.
 DIFFERENCES = [
     ({"settings": Settings(timeout_s=TIMEOUT_S, slice_bytes=65)}, "MismatchError", "slice_bytes"),
     ({"settings": Settings(timeout_s=TIMEOUT_S + 1, slice_bytes=64)}, "MismatchError", "timeout_s"),
@@ -270,16 +270,16 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "word"), DIFFERENCES, ids=[str(changes) for changes, *_ in DIFFERENCES])
-def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
+@pytest.mark.parametrize(("changes", "kind", "phrase"), DIFFERENCES, ids=[str(changes) for changes, *_ in DIFFERENCES])
+def test_communicators_with_different_arguments(world, changes, kind, phrase):
     outcomes = world.run(jobs.make_differently, 4, SETUP, MISTAKEN, changes)
     others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"
     assert kinds(outcomes) == [kind if rank == MISTAKEN else others for rank in range(4)], outcomes
-    assert all(word in outcome.text for outcome in outcomes), outcomes
+    assert all(phrase in outcome.text for outcome in outcomes), outcomes
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "word"),
+    ("changes", "kind", "phrase"),
     [
         ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
         ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
@@ -289,10 +289,10 @@ def test_communicators_that_cannot_be_made_together(world, changes, kind, word):
     ],
     ids=str,
 )
-def test_what_all_ranks_get_wrong_they_all_learn(world, changes, kind, word):
+def test_invalid_arguments_of_all_ranks_raise_on_all_ranks(world, changes, kind, phrase):
     outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
     assert kinds(outcomes) == [kind] * 4, outcomes
-    assert all(word in outcome.text for outcome in outcomes), outcomes
+    assert all(phrase in outcome.text for outcome in outcomes), outcomes
 
 
 def test_a_placement_may_be_any_sequence(world):

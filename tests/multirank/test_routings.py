@@ -1,4 +1,4 @@
-"""Routings of all kinds on all topologies: what arrives is the law, whoever forwards and however it is sliced."""
+"""Routings of all kinds on all topologies follow the specification, for every balancer and slice size."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def setup_of(ranks_per_node, balancer="send-and-receive", slice_bytes=MEDIUM, ri
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), TOPOLOGIES)
-def test_every_kind_of_routing_whatever_the_balancer_the_slices_and_the_rings(
-    world, world_of, num_nodes, ranks_per_node
-):
+def test_every_kind_of_routing_with_every_balancer_slice_and_ring_size(world, world_of, num_nodes, ranks_per_node):
     num_ranks = num_nodes * ranks_per_node
     setups = [setup_of(ranks_per_node, balancer, TINY, 2) for balancer in BALANCERS]
     setups += [setup_of(ranks_per_node, ring_depth=7), setup_of(ranks_per_node, slice_bytes=HUGE)]
@@ -36,7 +34,7 @@ def test_every_kind_of_routing_whatever_the_balancer_the_slices_and_the_rings(
     seeds = range(2 * len(KINDS) if num_ranks <= 4 else len(KINDS))
     outputs = [world.run(check_routings, num_ranks, setup, torch.float32, seeds) for setup in setups]
     if world_of == "cuda-nodes":
-        # A forwarder's own part of a sum does not travel, and so is added one by one: bits depend on who forwards.
+        # A forwarder adds its local terms of a sum one by one: the bits depend on which rank forwards.
         rows = [[[rows for rows, _ in of_rank] for of_rank in output] for output in outputs]
         assert all(output == rows[0] for output in rows[1:])
         assert outputs[-1] == outputs[0]  # the same balancer
@@ -84,7 +82,7 @@ def test_uneven_placements(world, expert_placement, ranks_per_node):
     ("hosts", "rank_to_node"),
     [("aaaa", (0, 0, 0, 0)), ("abab", (0, 1, 0, 1)), ("zaaz", (0, 1, 1, 0)), ("abcacb", (0, 1, 2, 0, 2, 1))],
 )
-def test_nodes_are_found_from_hosts_in_any_order(world, hosts, rank_to_node):
+def test_nodes_are_derived_from_hosts_in_any_order(world, hosts, rank_to_node):
     setup = setup_of(None, slice_bytes=TINY)
     seeds = range(400, 400 + len(KINDS))
     found = world.run(check_routings_on_hosts, len(hosts), setup, torch.float32, seeds, list(hosts))

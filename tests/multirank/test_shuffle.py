@@ -1,4 +1,4 @@
-"""``shuffle``, ``gather_send`` and ``scatter_recv``: segments of any sizes arrive, and nothing beside them changes."""
+"""``shuffle``, ``gather_send`` and ``scatter_recv``: segments of any sizes arrive, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_several_senders_to_one_rank(world):
 
 
 @pytest.mark.parametrize(("src", "dst"), [(0, 1), (3, 0)], ids=["within a node", "between nodes"])
-def test_two_ranks_that_expect_different_sizes_both_learn(world, src, dst):
+def test_two_ranks_that_expect_different_sizes_both_raise(world, src, dst):
     outcomes = world.run(jobs.send_mismatched, 4, setup_of(2), src, dst)
     for rank in (src, dst):
         assert outcomes[rank].kind == "MismatchError"

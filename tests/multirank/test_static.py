@@ -1,4 +1,4 @@
-"""Outputs of a fixed size: what does not fit is dropped on the rank that has no room, and everybody else goes on."""
+"""Outputs of a fixed size: rows that do not fit are dropped on their rank, and all others continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multirank
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 1), (2, 2), (4, 2), (4, 4)])
-def test_what_does_not_fit_is_dropped(world, num_ranks, ranks_per_node):
+def test_rows_that_do_not_fit_are_dropped(world, num_ranks, ranks_per_node):
     # Slices of a few rows, so that some have none left to sum.
     setup = Setup(ranks_per_node=ranks_per_node, settings=Settings(timeout_s=30.0, slice_bytes=64))
     world.run(jobs.check_drops, num_ranks, setup, range(len(KINDS)))

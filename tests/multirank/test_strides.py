@@ -1,4 +1,4 @@
-"""A tensor of no element or one is contiguous whatever its strides are, and moves like any other."""
+"""Tensors of no element or one are contiguous with any strides, and are sent like all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def setup(request):
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
-def test_a_column_of_scales_beside_rows(world, setup, num_rows):
+def test_a_column_of_scales_with_rows(world, setup, num_rows):
     scales = [1.0] + [2.0] * num_rows
     assert world.run(jobs.dispatch_columns, 2, setup, num_rows) == [[scales, scales], [[], []]]
 

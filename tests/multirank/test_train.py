@@ -1,4 +1,4 @@
-"""``fusco train`` with real ranks: it learns, both dispatchers alike, and ``fusco bench`` replays its routing."""
+"""``fusco train`` with real ranks: both dispatchers learn alike, and ``fusco bench`` replays the routing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
-SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+SMALL = [argument for name, size in SIZES.items() for argument in (f"--{name}", str(size))]
 CAP = ["--text-bytes", "100000"]
 
 
@@ -91,8 +91,8 @@ def replay(output, json_path):
     return records
 
 
-def test_it_is_one_of_the_ranks_that_torchrun_starts(tmp_path):
-    """With checkpointing in bfloat16, from a text of the user's."""
+def test_ranks_of_torchrun(tmp_path):
+    """With checkpointing in bfloat16, from a text of the user."""
     text, out = tmp_path / "text", tmp_path / "train.jsonl"
     text.write_text("to and fro, " * 300)
     more = ["--steps", "6", "--lr", "0.02", "--text", str(text), "--activation-checkpointing", "full"]
@@ -148,7 +148,7 @@ def test_reports_are_not_in_the_time_of_a_step():
             assert min(times_ms[1:]) < 1500
 
 
-def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
+def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
     log, seen = tmp_path / "steps.jsonl", []
 
     def look(num_done, _):
@@ -160,7 +160,7 @@ def test_a_step_is_on_record_as_soon_as_it_is_done(tmp_path):
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("interrupt", [os.killpg, os.kill], ids=["all processes", "the one that the user knows of"])
+@pytest.mark.parametrize("interrupt", [os.killpg, os.kill], ids=["all processes", "parent only"])
 def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(interrupt, tmp_path):
     """As by Ctrl-C, which a terminal sends to all processes."""
     out = tmp_path / "train.jsonl"
@@ -214,7 +214,7 @@ def is_any_left(process_group):
         (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_starts(arguments, text, monkeypatch):
+def test_invalid_options_are_rejected_before_any_rank_starts(arguments, text, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = CliRunner().invoke(app, ["train", *SMALL, *arguments])
     assert isinstance(done.exception, ValueError)

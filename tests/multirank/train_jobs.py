@@ -1,4 +1,4 @@
-"""What ranks do in tests of ``fusco train``."""
+"""Functions on ranks for tests of ``fusco train``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def train_with_slow_reports(group, job, seconds):
 
 
 class RowsDidNotArriveError(Exception):
-    """As if a wait on the device had run out."""
+    """Simulates a wait on the device that has timed out."""
 
 
 def train_until_rows_do_not_arrive(group, job, num_good):
-    """What was done in which order, if synchronizing fails after ``num_good`` times."""
+    """Return the order of operations if synchronizing fails after ``num_good`` times."""
     done, synchronize = [], Communicator.synchronize
 
     def synchronize_or_fail(comm):

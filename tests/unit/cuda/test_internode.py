@@ -211,11 +211,11 @@ class Play:
             self._check_rows(rank, outcome)
             self._check_sums(rank, outcome.sums)
         scene = self.scene
-        num_copies = scene.law.num_crossings(scene.topology.rank_to_node)
+        num_internode_rows = scene.law.num_internode_rows(scene.topology.rank_to_node)
         weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
         metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
-        assert sum(outcome.row_bytes for outcome in outcomes) == num_copies * scene.row_bytes
-        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_copies * metadata_bytes
+        assert sum(outcome.row_bytes for outcome in outcomes) == num_internode_rows * scene.row_bytes
+        assert sum(outcome.metadata_bytes for outcome in outcomes) == num_internode_rows * metadata_bytes
 
     def _check_rows(self, rank: int, outcome: Outcome) -> None:
         law, plan = self.scene.law, outcome.plan
@@ -235,7 +235,7 @@ class Play:
             assert out.dtype == scene.dtype
             # Partial sums travel within a node, and then between nodes.
             exact = law.sums(rank, self.y, self.weights if is_weighted else None, law.ranks)
-            bound = law.error_bound(exact, scene.dtype, scene.wire_dtype, num_journeys=2)
+            bound = law.error_bound(exact, scene.dtype, scene.wire_dtype, num_hops=2)
             assert_within(out, exact.exact, bound, f"sums of rank {rank}")
 
 
