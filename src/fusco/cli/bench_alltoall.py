@@ -65,7 +65,7 @@ def alltoall(
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     if device is Device.CUDA:

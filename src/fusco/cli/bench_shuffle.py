@@ -106,7 +106,7 @@ def shuffle(
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
@@ -188,7 +188,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
     from fusco.ranks.emulation import describe_emulation, emulated_network
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     if run.variants != ("baseline",):
         check_cuda_core()  # here, before any process starts

@@ -24,7 +24,7 @@ from fusco.cli.schedule import schedule
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import check_torch
-from fusco.ranks.failures import RankFailedError, ToldElsewhereError, in_words
+from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, in_words
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
 _FIRST_RANK_TELLS_S = 5.0  # interpreters start seconds apart where ranks are more than cores
@@ -83,7 +83,7 @@ def run() -> None:
         name, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
         Console(stderr=True).print(f"[bold red]{name}[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
         sys.exit(code)
-    except ToldElsewhereError:
+    except ReportedElsewhereError:
         sys.exit(1)
     except RankFailedError as error:
         _tell("failed", error.summary)

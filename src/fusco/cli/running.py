@@ -15,7 +15,7 @@ from fusco.core.shared_gpus import may_share_gpus
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fusco.ranks.joined_world import Launched
+    from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
 
@@ -109,12 +109,13 @@ def run_on_ranks(
         ``None`` on all ranks but 0 of a job that a launcher has started.
 
     """
-    from fusco.ranks.joined_world import JoinedWorld, launched
+    from fusco.ranks.joined_world import JoinedWorld
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import watching
+    from fusco.ranks.torchrun import launched
 
-    if by_launcher := launched():
-        with JoinedWorld(by_launcher, device) as joined:
+    if launched():
+        with JoinedWorld(device) as joined:
             return joined.run(function, *arguments, None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

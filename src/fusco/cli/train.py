@@ -20,9 +20,9 @@ from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
 
 if TYPE_CHECKING:
+    from fusco.ranks.torchrun import Launched
     from fusco.train.job import TrainingJob
     from fusco.train.records import Run
-    from fusco.train.world import Joined
 
 
 def train(
@@ -148,14 +148,14 @@ def _check_packages() -> None:
         raise ValueError(str(error)) from error
 
 
-def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int:
+def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
     found = num_devices(device.value)
     if device is Device.CUDA and not found:
         raise ValueError("--device cuda needs a GPU, and torch finds none")
     if joined is not None:
-        if wanted not in (None, joined.num_ranks):
-            raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.num_ranks}")
-        return joined.num_ranks
+        if wanted not in (None, joined.world_size):
+            raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")
+        return joined.world_size
     num_ranks = wanted or found or 4
     if found and num_ranks > found:
         raise ValueError(f"{num_ranks} ranks need a GPU each, and torch finds {found}")
@@ -163,7 +163,7 @@ def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int
 
 
 def _run(
-    job: TrainingJob, joined: Joined | None, console: Console, *, keeps_routing: bool, json: Path | None
+    job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run]:
     """Train. What is wrong with the machine or the text is said before any process starts."""
     from fusco.api.validation import check_cuda_core

@@ -65,8 +65,8 @@ class RankFailedError(RuntimeError):
         super().__init__("\n".join([self.summary, *rank_to_traceback.values()]))
 
 
-class ToldElsewhereError(RuntimeError):
-    """This rank failed, or was called off, and another rank of the job tells why."""
+class ReportedElsewhereError(RuntimeError):
+    """This rank failed, or gave up because another did; another rank of the job reports the cause."""
 
 
 def _cause(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from fusco.control.threads import within
 from fusco.ranks.failures import RankFailedError, RankFailure
+from fusco.ranks.torchrun import backends_for, choose_gpu
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -212,11 +213,9 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
     os.environ.update(variables)  # a process of our own; libraries such as NCCL can be told in no other way
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        torch.cuda.set_device(choose_gpu(rank, torch.cuda.device_count()))
+    dist.init_process_group(backends_for(device), store=store, rank=rank, world_size=world_size)
     groups: dict[int, dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:
         function, num_ranks, args, kwargs = task

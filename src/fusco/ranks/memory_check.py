@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from fusco.ranks.joined_world import launched
+from fusco.ranks.torchrun import launched
 
 _MEMORY = Path("/proc/meminfo")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from fusco.bench.json_lines import write_json_lines
@@ -15,6 +13,7 @@ from fusco.bench.names import STDOUT
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks.local_world import LocalWorld
 from fusco.ranks.progress import ProgressReporter, latest_note, watching
+from fusco.ranks.torchrun import Launched, join_torchrun, launched
 from fusco.train.job import TrainingJob
 from fusco.train.rank import train_rank
 from fusco.train.records import Run, StepRecord
@@ -22,25 +21,15 @@ from fusco.train.records import Run, StepRecord
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are noticed at once
 
 
-@dataclass(frozen=True)
-class Joined:
-    """This process among those that torchrun has started."""
-
-    rank: int
-    num_ranks: int
-
-
 @contextmanager
-def joined_by_torchrun(device: str) -> Iterator[Joined | None]:
-    """Join the processes that torchrun has started, for the time of the block; ``None`` if it has started none."""
-    if not dist.is_torchelastic_launched():
+def joined_by_torchrun(device: str) -> Iterator[Launched | None]:
+    """Join the ranks that torchrun has started, for the ``with`` block; yield ``None`` if it has started none."""
+    if launched() is None:
         yield None
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    rank = join_torchrun(device)
     try:
-        if device == "cuda":
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-        yield Joined(dist.get_rank(), dist.get_world_size())
+        yield rank
     finally:
         dist.destroy_process_group()
 

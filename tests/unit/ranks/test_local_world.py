@@ -14,8 +14,8 @@ from fusco import Topology
 from fusco.cli.running import choose_shape
 from fusco.core.shared_gpus import SHARE_GPUS
 from fusco.ranks.emulation import describe_emulation, emulated_network
-from fusco.ranks.joined_world import Launched
 from fusco.ranks.local_world import LocalWorld, RankFailedError, _deaf_to_interrupts
+from fusco.ranks.torchrun import Launched
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
 
@@ -121,17 +121,6 @@ def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
 def test_environments_must_be_as_many_as_ranks():
     with pytest.raises(ValueError, match="3 ranks need an environment each, got 2"):
         LocalWorld(3, environment=[{}, {}])
-
-
-def test_what_a_launcher_says():
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "HOME": "/"}
-    assert Launched.from_environment(torchrun) == Launched(5, 8, 1, 4)
-    assert Launched.from_environment({"HOME": "/", "LOCAL_RANK": "0"}) is None
-    del torchrun["LOCAL_WORLD_SIZE"]
-    with pytest.raises(ValueError, match=r"needs RANK, WORLD_SIZE.*LOCAL_RANK=1, LOCAL_WORLD_SIZE=None"):
-        Launched.from_environment(torchrun)
-    with pytest.raises(ValueError, match="RANK=five"):
-        Launched.from_environment({**torchrun, "LOCAL_WORLD_SIZE": "4", "RANK": "five"})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fusco.ranks import joined_world
-from fusco.ranks.failures import RankFailedError, RankFailure, ToldElsewhereError
+from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
 from fusco.ranks.joined_world import Outcomes
 
 FAILURE = RankFailure("ValueError: no room for 3")
@@ -14,7 +14,7 @@ FAILURE = RankFailure("ValueError: no room for 3")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in (("_GRACE_S", 0.3), ("_TELLING_S", 0.02), ("_SECONDS_BETWEEN_LOOKS", 0.01)):
+    for name, seconds in (("_GRACE_S", 0.3), ("_REPORT_S", 0.02), ("_POLL_S", 0.01)):
         monkeypatch.setattr(joined_world, name, seconds)
 
 
@@ -25,7 +25,7 @@ def settle(*failures, silent=()):
     def of_rank(rank):
         try:
             Outcomes(store, rank, len(failures)).settle(failures[rank])
-        except (RankFailedError, ToldElsewhereError) as error:
+        except (RankFailedError, ReportedElsewhereError) as error:
             return error
         return None
 
@@ -43,14 +43,14 @@ def test_rank_0_tells_and_the_others_know_it(failures):
     first, *others = settle(*failures)
     assert isinstance(first, RankFailedError)
     assert first.summary.endswith(": ValueError: no room for 3")
-    assert [type(error) for error in others] == [ToldElsewhereError] * 2
+    assert [type(error) for error in others] == [ReportedElsewhereError] * 2
 
 
 def test_a_rank_that_goes_on_is_not_waited_for():
     first, other = settle(None, FAILURE, None, silent=[2])
     assert "rank 1: ValueError: no room for 3" in first.summary
     assert "rank(s) [2] gave no result within 0.3 s after another failed" in first.summary
-    assert isinstance(other, ToldElsewhereError)
+    assert isinstance(other, ReportedElsewhereError)
 
 
 def test_without_rank_0_ranks_tell_themselves(monkeypatch):
