@@ -10,7 +10,7 @@ from rank_setup import Setup
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.bench.crossings import crossing_rows
+from fusco.bench.internode_bytes import internode_rows
 from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.traffic import Workload
@@ -115,5 +115,5 @@ def differ_from_plan(group: dist.ProcessGroup, workload: Workload, balancer: str
     rows, _, handle = way.dispatch(workload.rows(rank), routing.topk_idx, routing.topk_weights)
     dispatched = way.profile.internode_row_bytes
     way.combine(rows, handle)
-    crossing = crossing_rows("no-engine", workload, balancer) * workload.bytes_per_token
+    crossing = internode_rows("no-engine", workload, balancer) * workload.bytes_per_token
     return [dispatched - int(crossing[rank].sum()), way.profile.internode_row_bytes - int(crossing[:, rank].sum())]
