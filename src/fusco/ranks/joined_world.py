@@ -28,7 +28,7 @@ _FINE, _FAILED = "fine", "failed"
 
 
 class JoinedWorld:
-    """Runs functions on all ranks of a launched job, as ``LocalWorld`` does on its own; rank 0 gets the results.
+    """Runs functions on all ranks of a launched job, as ``LocalWorld`` on local processes; rank 0 gets the results.
 
     Rank 0 also gets the failures, so that one rank reports those of all.
     """

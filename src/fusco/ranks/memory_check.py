@@ -1,4 +1,4 @@
-"""Whether this machine's memory holds what a benchmark is about to make, so that it is refused and does not swap."""
+"""Check that a benchmark fits into this machine's memory, so that it raises an error instead of swapping."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
-    """Raise ``ValueError`` if the ranks of this machine, all of them or those that a launcher started, need too much.
+    """Raise ``ValueError`` if the ranks on this machine (all, or those that a launcher started here) need too much.
 
     Args:
-        what: the benchmark's word for it, with the options that make it smaller.
-        bytes_per_rank: what each rank has at once, at least.
+        what: a name for the memory, with the options that make it smaller.
+        bytes_per_rank: lower bound of the memory of a rank.
         num_ranks: of the benchmark.
 
     """
@@ -31,6 +31,6 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
 
 
 def free_memory_bytes() -> int:
-    """What Linux says can be had without swapping."""
+    """Return the bytes that Linux can provide without swapping."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text(encoding="utf-8"))
     return int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""How the ranks of a launched job tell each other that something failed: one of them speaks."""
+"""Ranks of a launched job exchange their outcomes: one of them reports all failures."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +19,7 @@ def quick(monkeypatch):
 
 
 def settle(*failures, silent=()):
-    """What each rank gets: an error or ``None``."""
+    """Return each rank's error, or ``None``."""
     store = HashStore()
 
     def of_rank(rank):
@@ -39,7 +39,7 @@ def test_nothing_failed():
 
 
 @pytest.mark.parametrize("failures", [(FAILURE, FAILURE, FAILURE), (None, FAILURE, FAILURE), (None, None, FAILURE)])
-def test_rank_0_tells_and_the_others_know_it(failures):
+def test_rank_0_reports_and_the_others_know_it(failures):
     first, *others = settle(*failures)
     assert isinstance(first, RankFailedError)
     assert first.summary.endswith(": ValueError: no room for 3")
@@ -53,7 +53,7 @@ def test_a_rank_that_goes_on_is_not_waited_for():
     assert isinstance(other, ReportedElsewhereError)
 
 
-def test_without_rank_0_ranks_tell_themselves(monkeypatch):
+def test_without_rank_0_ranks_raise_their_errors(monkeypatch):
     monkeypatch.setattr(joined_world, "_LIMIT_S", 0.1)
     failed, fine = settle(None, FAILURE, None, silent=[0])
     assert failed is None, "it raises its own error"
