@@ -19,5 +19,5 @@ with fusco.Communicator(
     y = torch.cat([block * (1 + expert) for expert, block in enumerate(blocks)])
     out = comm.combine(y, sent.handle)  # (512, 1024), weighted and summed over each token's experts
     out.float().sum().backward()  # gradients reach x and would reach topk_weights
-    print(f"rank {comm.rank}: {len(sent.rows)} rows came for {len(blocks)} experts, {tuple(out.shape)} went home")
+    print(f"rank {comm.rank}: {len(sent.rows)} rows arrived for {len(blocks)} experts, {tuple(out.shape)} returned")
 dist.destroy_process_group()

@@ -8,14 +8,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fusco import fsdp
+from fusco.ranks.torchrun import join_torchrun
 
 NUM_SEQUENCES, LENGTH = 4, 64
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-rank = dist.get_rank()
-if device == "cuda":
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+rank = join_torchrun(device).rank
 
 torch.manual_seed(0)  # every rank starts from the same weights
 config = Qwen3MoeConfig(
@@ -38,7 +36,7 @@ mesh = fsdp.build_mesh(ep_size=2)
 with fsdp.FuscoDispatcher(mesh.ep_group, max_tokens_per_rank=NUM_SEQUENCES * LENGTH) as dispatcher:
     fsdp.parallelize(model, mesh, dispatcher, sharding)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    torch.manual_seed(1 + rank)  # and has its own batches: here, numbers that count up from a random one
+    torch.manual_seed(1 + rank)  # but draws different batches: numbers that count up from a random one
     for step in range(20):
         first = torch.randint(256, (NUM_SEQUENCES, 1), device=device)
         ids = (first + torch.arange(LENGTH + 1, device=device)) % 256

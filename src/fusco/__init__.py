@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
     from fusco.core.segments import Segments as Segments
+    from fusco.core.timeline import Timeline as Timeline
     from fusco.core.topology import Topology as Topology
     from fusco.planner.balancer import BALANCERS as BALANCERS
     from fusco.planner.balancer import Balancer as Balancer
@@ -82,6 +83,7 @@ _NAME_TO_MODULE = {
     "StaticRows": "core.config",
     "ExpertPlacement": "core.placement",
     "Segments": "core.segments",
+    "Timeline": "core.timeline",
     "Topology": "core.topology",
     "BALANCERS": "planner.balancer",
     "Balancer": "planner.balancer",

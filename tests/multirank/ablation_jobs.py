@@ -10,7 +10,7 @@ from rank_setup import Setup
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.bench.crossings import crossing_rows
+from fusco.bench.internode_bytes import internode_rows
 from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.traffic import Workload
@@ -115,7 +115,7 @@ def differ_from_plan(group: dist.ProcessGroup, workload: Workload, balancer: str
     rows, _, handle = shuffle.dispatch(workload.rows(rank), routing.topk_idx, routing.topk_weights)
     dispatched = shuffle.profile.internode_row_bytes
     shuffle.combine(rows, handle)
-    row_bytes = crossing_rows("no-engine", workload, balancer) * workload.bytes_per_token
+    row_bytes = internode_rows("no-engine", workload, balancer) * workload.bytes_per_token
     return [
         dispatched - int(row_bytes[rank].sum()),
         shuffle.profile.internode_row_bytes - int(row_bytes[:, rank].sum()),

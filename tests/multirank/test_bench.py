@@ -125,7 +125,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
     ("options", "message"),
     [
         (["--num-topk", "4"], "error: the trace has top-8, num_topk is 4"),  # before the ranks have joined
-        (["--traffic", "single-node", "--num-experts", "8", "--num-topk", "8"], "8 experts of a token do not fit"),
+        (["--traffic", "single-node", "--num-experts", "8", "--num-topk", "8"], "8 experts per token do not fit"),
     ],
 )
 def test_ranks_of_a_launched_job_print_an_error_once(options, message):

@@ -208,7 +208,7 @@ def is_any_left(process_group):
     ("arguments", "text"),
     [
         (["--ep-size", "4", "--num-experts", "6"], "ep_size=4 does not divide the 6 experts of a layer"),
-        (["--text", "nowhere"], "there is no file or directory nowhere to learn from"),
+        (["--text", "nowhere"], "there is no file or directory nowhere to train on"),
         (["--text-bytes", "50"], "have 50 bytes (of at most 50 to be read), and one step"),
         (["--record-trace", "trace.txt"], "a trace is a file .npz or .npy, got trace.txt"),
         (["--device", "cuda"], "--device cuda needs a GPU, and torch finds none"),

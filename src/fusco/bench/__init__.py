@@ -1,1 +1,1 @@
-"""The benchmark harness: ranks as processes, traffic, the law, the baseline. The library imports none of it."""
+"""Benchmarks: traffic, specification, baseline, measurements. The library imports none of it."""

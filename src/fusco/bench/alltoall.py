@@ -1,4 +1,4 @@
-"""What each rank does in ``fusco bench alltoall``: verify, then time fusco and ``all_to_all_single`` in turn."""
+"""Each rank's part of ``fusco bench alltoall``: verify, then time fusco and ``all_to_all_single`` in turn."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NUM_WARM_UPS = 2
 
 @dataclass
 class ExchangeResult:
-    """What one rank measured with one matrix: seconds of each variant by iteration, and fusco's profiles.
+    """Measurements of one rank with one matrix: seconds of each variant by iteration, and fusco's profiles.
 
-    ``errors`` says where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
+    ``errors`` describes where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
     """
 
     errors: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class ExchangeResult:
 
 
 def num_steps(num_matrices: int, num_iterations: int) -> int:
-    """How many steps ``run_rank`` reports."""
+    """Return how many steps ``run_rank`` reports."""
     return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
 
 
@@ -49,7 +49,7 @@ def run_rank(
     num_iterations: int,
     progress_port: int | None,
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
-    """One rank's part of the benchmark; every step is reported as progress by rank 0."""
+    """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank = dist.get_rank(group)
     advance = ProgressReporter.of_rank(rank, progress_port).advance
     links, results = measure_links(group, topology, device), []
@@ -88,23 +88,25 @@ def run_rank(
 def _variants(
     comm: Communicator, group: dist.ProcessGroup, matrix: IntArray, schedule: ScheduleMode | None, device: str
 ) -> dict[str, tuple[Callable[[], object], torch.Tensor]]:
-    """Each way to exchange, on the same random bytes, and the output that it fills."""
+    """Return a call and its output for each variant, on the same random bytes."""
     send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
     generator = torch.Generator().manual_seed(comm.rank)
     sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator, device="cpu").to(device)
-    ours, theirs = (torch.empty(sum(receive), dtype=torch.uint8, device=device) for _ in VARIANTS)
+    by_fusco, by_torch = (torch.empty(sum(receive), dtype=torch.uint8, device=device) for _ in VARIANTS)
     return {
-        "fusco": (lambda: comm.all_to_all(ours, sent, receive, send, schedule=schedule), ours),
-        "all_to_all_single": (lambda: dist.all_to_all_single(theirs, sent, receive, send, group=group), theirs),
+        "fusco": (lambda: comm.all_to_all(by_fusco, sent, receive, send, schedule=schedule), by_fusco),
+        "all_to_all_single": (lambda: dist.all_to_all_single(by_torch, sent, receive, send, group=group), by_torch),
     }
 
 
 def _verify(variants: dict[str, tuple[Callable[[], object], torch.Tensor]], rank: int) -> list[str]:
     for i, (call, output) in enumerate(variants.values()):
-        output.fill_(255 * i)  # neither can pass on what lies in memory
+        output.fill_(255 * i)  # neither can pass on old contents of memory
         call()
-    ours, theirs = (output for _, output in variants.values())
-    wrong = (ours != theirs).nonzero().squeeze(1)
+    by_fusco, by_torch = (output for _, output in variants.values())
+    wrong = (by_fusco != by_torch).nonzero().squeeze(1)
     return (
-        [f"rank {rank}: {len(wrong)} of {len(ours)} bytes differ, the first at {int(wrong[0])}"] if len(wrong) else []
+        [f"rank {rank}: {len(wrong)} of {len(by_fusco)} bytes differ, the first at {int(wrong[0])}"]
+        if len(wrong)
+        else []
     )

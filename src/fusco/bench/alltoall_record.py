@@ -1,4 +1,4 @@
-"""From what ranks measured in ``fusco bench alltoall`` to one record for each matrix."""
+"""One record for each matrix, made of all ranks' measurements in ``fusco bench alltoall``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from fusco.schedule.stages import IntArray, lower_bound_bytes
 class ExchangeRecord:
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
-    ``internode_bytes`` of all ranks were counted while fusco sent them; every byte must cross once, so
-    ``internode_bytes_needed`` is what the matrix has. ``lane_bytes_lower_bound`` is the busiest node's share a rank
-    (largest row or column sum between nodes over ranks per node), ``lane_bytes`` what the schedule's stages take, and
-    ``busiest_rank_bytes`` what the busiest rank sends or receives between nodes in ``all_to_all_single``.
-    ``lower_bound_ms`` is the time of ``lane_bytes_lower_bound`` at the peak between nodes of the same run, with all
-    ranks at work at once. ``staged_bytes`` are those that ranks of a node hand each other before or after they cross.
+    ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
+    ``internode_bytes_needed`` is the sum of the matrix between nodes. ``lane_bytes_lower_bound`` is the busiest node's
+    share per rank (largest row or column sum between nodes over ranks per node), ``lane_bytes`` what the schedule's
+    stages take, and ``busiest_rank_bytes`` what the busiest rank sends or receives between nodes in
+    ``all_to_all_single``. ``lower_bound_ms`` is the time of ``lane_bytes_lower_bound`` at the peak between nodes of the
+    same run, with all ranks sending at once. ``staged_bytes`` are those that ranks of a node pass to each other before
+    or after they travel between nodes.
     """
 
     matrix: str
@@ -66,7 +67,7 @@ class ExchangeRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRun:
-    """What was run: one of several matrices, and how."""
+    """One matrix of a run, and its configuration."""
 
     matrix: str
     rank_bytes: IntArray
@@ -80,12 +81,12 @@ class ExchangeRun:
 
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
-    """The record of one matrix, from all ranks' results."""
+    """Return the record of one matrix, from all ranks' results."""
     links_of = CUDA_LINKS if run.device == "cuda" else CPU_LINKS
     schedule = schedule_for(run.rank_bytes, run.topology, links_of, run.mode)
     ranks_per_node = run.topology.ranks_per_node
     node = np.array(run.topology.rank_to_node)
-    crossing = np.where(node[:, None] != node, run.rank_bytes, 0)
+    internode = np.where(node[:, None] != node, run.rank_bytes, 0)
     peak_gbs = median(peaks.internode.best_gbs for peaks in links)
     bound = _lane_bound(schedule)
     errors = [error for rank in ranks for error in rank.errors]
@@ -109,10 +110,10 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         schedule=schedule.mode,
         num_stages=schedule.stages.num_stages,
         internode_bytes=sum(rank.profiles[-1].internode_row_bytes for rank in ranks),
-        internode_bytes_needed=int(crossing.sum()),
+        internode_bytes_needed=int(internode.sum()),
         lane_bytes=-(-schedule.stages.total_bytes // ranks_per_node),
         lane_bytes_lower_bound=bound,
-        busiest_rank_bytes=lower_bound_bytes(crossing),
+        busiest_rank_bytes=lower_bound_bytes(internode),
         intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
         staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
         internode_peak_gbs=round(peak_gbs, 3),
@@ -129,10 +130,10 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
 
 
 def _lane_bound(schedule: Schedule) -> int:
-    """The busiest node's bytes, shared by its ranks."""
+    """Return the busiest node's bytes, shared by its ranks."""
     return -(-lower_bound_bytes(schedule.stages.node_bytes()) // schedule.topology.ranks_per_node)
 
 
 def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:
-    slowest: list[float] = [max(at_once) for at_once in zip(*per_rank, strict=True)]
+    slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
     return round(median(slowest) * 1e3, 3)

@@ -1,4 +1,4 @@
-"""Arrays from files that a user names: read, or refused in a sentence with the file's name."""
+"""Read arrays from a user's files; errors name the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an npz file by name, or the one of an npy file as ``""``; ``ValueError`` for anything else."""
+    """Return the arrays of an npz file by name, or that of an npy file as ``""``; ``ValueError`` for anything else."""
     try:
         content = np.load(path, allow_pickle=False)
         if isinstance(content, np.ndarray):
@@ -20,11 +20,11 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         with content:
             return {name: content[name] for name in content.files}
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no npy or npz file of numbers") from error
+        raise ValueError(f"{path} is not an npy or npz file of numbers") from error
 
 
 def load_array(path: Path) -> npt.NDArray[Any]:
-    """The array of an npy file; ``ValueError`` for anything else."""
+    """Return the array of an npy file; ``ValueError`` for anything else."""
     content = load_arrays(path)
     if "" not in content:
         raise ValueError(f"{path} holds {', '.join(content)} as an npz file; an npy file of one array is needed")
@@ -32,11 +32,11 @@ def load_array(path: Path) -> npt.NDArray[Any]:
 
 
 def load_integers_of_csv(path: Path) -> list[list[int]]:
-    """The rows of a file with commas between integers and no header; ``ValueError`` with the line otherwise."""
+    """Return the rows of a CSV file of integers without header; ``ValueError`` names a line that is not one."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin it with a mark
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text") from error
+        raise ValueError(f"{path} is not a text file") from error
     rows: list[list[int]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -45,7 +45,7 @@ def load_integers_of_csv(path: Path) -> list[list[int]]:
             rows.append([int(cell) for cell in line.split(",")])
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: integers with commas between them are needed, got {line!r}"
+                f"{path}, line {number}: expected integers with commas between them, got {line!r}"
             ) from error
         if len(rows[-1]) != len(rows[0]):
             raise ValueError(f"{path}, line {number}: {len(rows[-1])} entries, but {len(rows[0])} in the first row")

@@ -1,4 +1,4 @@
-"""How even balancers leave bimodal loads (FUSCO's Fig. 10), and how long they take."""
+"""Imbalance that balancers leave of bimodal loads (FUSCO's Fig. 10), and the time they take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS_AT_FULL_LOAD = 1 << 20  # fine enough that rounding to whole rows does not
 
 @dataclass(frozen=True)
 class BalancerRecord:
-    """Medians over draws. The ratios are largest over mean, 1.0 is perfect; the time includes the call from Python."""
+    """Medians over draws. Ratios are largest over mean, so 1.0 is perfect. The time includes the call from Python."""
 
     balancer: str
     nodes: int
@@ -46,7 +46,7 @@ def compare_balancers(shapes: Sequence[tuple[int, int]], num_draws: int, seed: i
             for draw in draws
         ]
         for name, balance in BALANCERS.items():
-            balance(traffics[0])  # compiles, if it must
+            balance(traffics[0])  # compiles it, if it is compiled
             measured = []
             for traffic in traffics:
                 start = time.perf_counter()

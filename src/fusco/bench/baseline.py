@@ -1,4 +1,4 @@
-"""The disaggregated pipeline everyone has: permute, all-to-all, permute, and all of it back. Oracle and opponent."""
+"""Baseline: permute, ``all_to_all_single``, permute, and the same back. It also serves as reference result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True)
 class BaselineHandle:
-    """What the way back needs."""
+    """State of a dispatch that combine needs."""
 
     token_order: torch.Tensor  # int64 (num_pairs,): position in topk_idx.view(-1) of each row sent
     expert_order: torch.Tensor  # int64 (num_rows,): received position of each expert-major row
@@ -47,7 +47,7 @@ class BaselineShuffle:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, list[int], BaselineHandle]:
-        """Expert-major rows as ``Communicator.dispatch`` gives them, rows of each local expert, and a handle."""
+        """Return expert-major rows as ``Communicator.dispatch`` does, the rows of each local expert, and a handle."""
         self.profile = CallProfile("baseline dispatch")
         with self.profile.spend("planning"):
             position = self._expert_to_position[topk_idx.view(-1)].masked_fill_(topk_idx.view(-1) < 0, -1)
@@ -59,7 +59,7 @@ class BaselineShuffle:
             received = received.view(self._world_size, num_local)
             send_counts = [int(part.sum()) for part in torch.split(sent.cpu(), self._per_rank)]
             receive_counts = received.sum(1).tolist()
-            # Received rows stand by (source, expert); the expert-major order is by (expert, source).
+            # Received rows are in order of (source, expert); the expert-major order is by (expert, source).
             expert_of_row = (
                 torch.arange(num_local, device=self._device)
                 .repeat(self._world_size)
@@ -79,7 +79,7 @@ class BaselineShuffle:
         return rows, received.sum(0).tolist(), handle
 
     def combine(self, y: torch.Tensor, handle: BaselineHandle) -> torch.Tensor:
-        """Token-major rows, summed with their weights in float32."""
+        """Return token-major rows, weighted and summed in float32."""
         self.profile = CallProfile("baseline combine")
         num_tokens, num_topk = handle.topk_weights.shape
         with self.profile.spend("rearranging"):
@@ -105,5 +105,5 @@ class BaselineShuffle:
         self.profile.intranode_row_bytes = (sum(rank_to_rows) - leaving - rank_to_rows[self._rank]) * size
 
     def _leaving(self, rank_to_count: list[int]) -> list[int]:
-        own = self._rank_to_node[self._rank]
-        return [count for node, count in zip(self._rank_to_node, rank_to_count, strict=True) if node != own]
+        local_node = self._rank_to_node[self._rank]
+        return [count for node, count in zip(self._rank_to_node, rank_to_count, strict=True) if node != local_node]

@@ -1,4 +1,4 @@
-"""From what ranks measured on their GPUs to one record for each workload and variant."""
+"""One record for each workload and variant, made of all ranks' measurements on GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from fusco.bench.device_shuffle import DeviceResult
-from fusco.bench.results import CrossingRecord, VariantRecord, describe_crossing, describe_variant
+from fusco.bench.results import InternodeBytesRecord, VariantRecord, describe_internode_bytes, describe_variant
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
 
@@ -16,9 +16,9 @@ from fusco.bench.traffic import Workload, internode_rows_lower_bound
 class DeviceRecord(VariantRecord):
     """One variant's line, within a node. Times in milliseconds, on the device: medians of the slowest rank's.
 
-    ``None`` stands where a variant was not timed. ``remote_row_bytes`` is what the neediest rank must take in from
-    others, each row once; ``dispatch_gbs`` and ``combine_gbs`` are those bytes over the time, and the ``_of_peak``
-    fractions hold them against the copy engine (pulling for dispatch, pushing for combine).
+    ``None`` means that the variant was not timed. ``remote_row_bytes`` is the maximum over ranks of the rows that a
+    rank must receive from others, each row once; ``dispatch_gbs`` and ``combine_gbs`` are those bytes over the time,
+    and the ``_of_peak`` fractions compare them with the copy engine (pulling for dispatch, pushing for combine).
     """
 
     dispatch_ms: float | None
@@ -35,17 +35,17 @@ class DeviceRecord(VariantRecord):
 
     @property
     def is_right(self) -> bool:
-        """The law holds."""
+        """Outputs are as specified."""
         return self.verified
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternodeRecord(CrossingRecord):
+class InternodeRecord(InternodeBytesRecord):
     """One variant's line, between nodes. Times in milliseconds, on the device: medians of the slowest rank's.
 
     ``bound_ms`` is the time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
-    the times over it: 1 means that the network of the busiest rank never waited. ``emulation`` says which variables
-    the benchmark set so that nodes of one machine meet over the network only; empty on a cluster.
+    the times over it: 1 means that the network of the busiest rank was never idle. ``emulation`` says which variables
+    the benchmark set so that nodes of one machine communicate over the network only; empty on a cluster.
     """
 
     dispatch_ms: float
@@ -61,7 +61,7 @@ class InternodeRecord(CrossingRecord):
 
 
 def summarize_device(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]]) -> list[DeviceRecord]:
-    """One record for each variant within a node, from all ranks' results."""
+    """Return one record for each variant within a node, from all ranks' results."""
     records = []
     for i, workload in enumerate(run.workloads):
         of_ranks = [results[i] for results in ranks]
@@ -72,7 +72,7 @@ def summarize_device(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]]) -
 def summarize_internode(
     run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], emulation: str
 ) -> list[InternodeRecord]:
-    """One record for each variant between nodes, from all ranks' results."""
+    """Return one record for each variant between nodes, from all ranks' results."""
     records = []
     for i, workload in enumerate(run.workloads):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
@@ -85,7 +85,7 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
     def share(rate: float | None, peak: float) -> float | None:
         return round(rate / peak, 3) if rate and peak else None
 
-    is_ours = variant.startswith("fusco")
+    is_fusco = variant.startswith("fusco")
     peaks = ranks[0].peaks
     num_bytes = max(rank.remote_row_bytes for rank in ranks)
     if variant == "fusco-fp8":  # a byte for each value, and a float32 scale for each block
@@ -107,7 +107,7 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
         combine_gbs=combine_gbs,
         dispatch_of_peak=share(dispatch_gbs, peaks.copy_engine_pull_gbs),
         combine_of_peak=share(combine_gbs, peaks.copy_engine_push_gbs),
-        num_sms=ranks[0].num_sms if is_ours else {},
+        num_sms=ranks[0].num_sms if is_fusco else {},
         kernel_us=ranks[0].kernel_us if variant == "fusco" else {},
         peaks={name: value for name, value in asdict(peaks).items() if name != "internode"},
     )
@@ -118,16 +118,16 @@ def _between_nodes(
 ) -> InternodeRecord:
     profiles = [rank.profiles[variant] for rank in ranks]
     rows_sent, metadata = (
-        [sum(getattr(profile[way], name) for profile in profiles) for way in (0, 1)]
+        [sum(getattr(of_calls[call], name) for of_calls in profiles) for call in (0, 1)]
         for name in ("internode_row_bytes", "internode_metadata_bytes")
     )
-    described = describe_crossing(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
+    described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
     internode = ranks[0].peaks.internode
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     dispatch_ms, combine_ms, total_ms = (
         _slowest(variant, name, ranks) or 0.0 for name in ("dispatch_ms", "combine_ms", "total_ms")
     )
-    is_ours = any(profile.num_sms for profile in profiles[0])
+    is_fusco = any(profile.num_sms for profile in profiles[0])
     return InternodeRecord(
         **described,
         internode_row_bytes_lower_bound=bound,
@@ -140,7 +140,7 @@ def _between_nodes(
         bound_ms=round(bound_ms, 4),
         dispatch_over_bound=round(dispatch_ms / bound_ms, 3) if bound_ms else None,
         combine_over_bound=round(combine_ms / bound_ms, 3) if bound_ms else None,
-        num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_ours else {},
+        num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_fusco else {},
         peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
         emulation=emulation,
     )

@@ -1,4 +1,4 @@
-"""What each rank does in ``fusco bench shuffle --device cuda``: verify the law, then time every variant in one run."""
+"""Each rank's part of ``fusco bench shuffle --device cuda``: verify, then time every variant in one run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from fusco.api.communicator import Communicator
 from fusco.bench.device_links import DevicePeaks, measure_device_links
 from fusco.bench.peers import import_peers
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.shuffle_variants import Shuffle, Ways
 from fusco.bench.specification import WorldInput, expected_rows
-from fusco.bench.stopwatch import Stopwatch
+from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import recorded_variant
+from fusco.bench.variants import Shuffle, ShuffleFactory, recorded_variant
 from fusco.bench.verification import verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
@@ -35,7 +34,7 @@ KERNELS = ("plan", "stage_rows", "scatter_rows", "combine_rows")
 
 @dataclass
 class DeviceTimes:
-    """One variant's times on one rank, in milliseconds, one for each iteration; empty where it was not timed."""
+    """One variant's times on one rank, in milliseconds, one for each iteration; empty if it was not timed."""
 
     dispatch_ms: list[float] = field(default_factory=list)
     combine_ms: list[float] = field(default_factory=list)
@@ -44,17 +43,17 @@ class DeviceTimes:
 
 @dataclass
 class DeviceResult:
-    """What one rank measured with one workload.
+    """Measurements of one rank with one workload.
 
     Attributes:
         peaks: of the links.
         remote_row_bytes: rows of other ranks that it needs, each once; 0 with several nodes.
-        errors: for each variant, where it broke the law; empty if nowhere.
+        errors: for each variant, what differs from the specification; empty if nothing does.
         times: for each variant.
         profiles: for each variant, of a dispatch and of a combine.
         kernel_us: median duration of each of fusco's kernels, waiting for peers included; empty with several nodes.
-        num_sms: most multiprocessors that fusco's dispatch and combine took.
-        spans: of one dispatch and combine of fusco, if they were to be recorded.
+        num_sms: maximum number of multiprocessors that fusco's dispatch and combine took.
+        spans: of one dispatch and combine of fusco, if recorded.
 
     """
 
@@ -69,27 +68,27 @@ class DeviceResult:
 
 
 class TimelineRecorder(Protocol):
-    """What a communicator must have for its timeline to be recorded."""
+    """A communicator whose timeline can be recorded."""
 
     def record_timeline(self) -> AbstractContextManager[Timeline]:
-        """Record what runs on this rank's device inside the ``with`` block."""
+        """Record the work on this rank's device inside the ``with`` block."""
 
 
 def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
-    """One rank's part of the benchmark, a result for each workload; rank 0 reports every step as progress."""
+    """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
     progress = ProgressReporter.of_rank(dist.get_rank(group), progress_port)
-    stopwatch = Stopwatch(group)
-    peaks, results = measure_device_links(group, run.topology, stopwatch), []
+    timer = RankTimer(group, "cuda")
+    peaks, results = measure_device_links(group, run.topology, timer), []
     progress.advance()
-    with Ways(group, run) as ways:
+    with ShuffleFactory(group, run) as factory:
         for workload in run.workloads:
-            measurement = _Measurement(group, run, workload, stopwatch, progress)
-            results.append(measurement.take(ways, DeviceResult(peaks)))
+            measurement = _Measurement(group, run, workload, timer, progress)
+            results.append(measurement.take(factory, DeviceResult(peaks)))
     return results
 
 
 def num_device_steps(run: ShuffleRun) -> int:
-    """How many steps ``run_device_rank`` reports."""
+    """Return how many steps ``run_device_rank`` reports."""
     return 1 + len(run.workloads) * (len(run.variants) + 1)
 
 
@@ -101,37 +100,37 @@ class _Measurement:
         group: dist.ProcessGroup,
         run: ShuffleRun,
         workload: Workload,
-        stopwatch: Stopwatch,
+        timer: RankTimer,
         progress: ProgressReporter,
     ) -> None:
         self._group, self._rank, self._run, self._workload = group, dist.get_rank(group), run, workload
-        self._stopwatch, self._progress = stopwatch, progress
+        self._timer, self._progress = timer, progress
         self._world = WorldInput.of(workload, "cuda")
 
-    def take(self, ways: Ways, result: DeviceResult) -> DeviceResult:
-        """Verify and time every variant, then look inside fusco's."""
+    def take(self, factory: ShuffleFactory, result: DeviceResult) -> DeviceResult:
+        """Verify and time every variant, then profile fusco's kernels."""
         run, workload, world = self._run, self._workload, self._world
         shuffles: dict[str, Shuffle] = {}
         for name in run.variants:
             if name == _FP8:
                 launch = Launch(num_sms=run.num_sms)
                 result.errors[name], result.times[name] = _fp8(
-                    ways.communicator(), workload, world, self._stopwatch, launch, run.num_iterations
+                    factory.communicator(), workload, world, self._timer, launch, run.num_iterations
                 )
             elif name == _DEEP_EP:
-                own = (part[self._rank] for part in (world.rows, world.topk_idx, world.topk_weights))
-                shuffles.update(import_peers(self._group, workload, *own))
+                local = (part[self._rank] for part in (world.rows, world.topk_idx, world.topk_weights))
+                shuffles.update(import_peers(self._group, workload, *local))
             else:
-                shuffles[name] = ways.make(name, workload, world)
+                shuffles[name] = factory.make(name, workload, world)
             if name in shuffles:
                 self._compare(name, shuffles[name], result)
             self._progress.advance()
         if run.has_timeline and (recorded := recorded_variant(run.variants)):
-            result.spans = _record(ways.communicator(), shuffles[recorded], self._stopwatch)
+            result.spans = _record(factory.communicator(), shuffles[recorded], self._timer)
         if not run.has_nodes:
             result.remote_row_bytes = _remote_row_bytes(world, workload, self._rank)
         if not run.has_nodes and "fusco" in shuffles:
-            result.num_sms, result.kernel_us = _look_inside(ways.communicator(), shuffles["fusco"], self._stopwatch)
+            result.num_sms, result.kernel_us = _profile_kernels(factory.communicator(), shuffles["fusco"], self._timer)
         self._progress.advance()
         return result
 
@@ -144,10 +143,10 @@ class _Measurement:
         del rows, handle
         torch.cuda.synchronize()
         dist.barrier(self._group)
-        result.times[name] = _time(shuffle, self._stopwatch, self._run.num_iterations)
+        result.times[name] = _time(shuffle, self._timer, self._run.num_iterations)
 
 
-def _time(shuffle: Shuffle, stopwatch: Stopwatch, num_iterations: int) -> DeviceTimes:
+def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTimes:
     rows, _, handle = shuffle.dispatch()
     parts = {
         "dispatch_ms": shuffle.dispatch,
@@ -158,9 +157,9 @@ def _time(shuffle: Shuffle, stopwatch: Stopwatch, num_iterations: int) -> Device
     for name, work in parts.items():
         if shuffle.is_graph:
             with _captured(work) as replay:
-                setattr(times, name, stopwatch.times_ms(replay, num_iterations))
+                setattr(times, name, timer.times_ms(replay, num_iterations))
         else:
-            setattr(times, name, stopwatch.times_ms(work, num_iterations))
+            setattr(times, name, timer.times_ms(work, num_iterations))
     return times
 
 
@@ -183,7 +182,7 @@ def _fp8(
     comm: Communicator,
     workload: Workload,
     world: WorldInput,
-    stopwatch: Stopwatch,
+    timer: RankTimer,
     launch: Launch,
     num_iterations: int,
 ) -> tuple[list[str], DeviceTimes]:
@@ -203,18 +202,18 @@ def _fp8(
         if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):
             errors.append(f"rank {comm.rank}: dispatched float8 {name} are wrong")
     with _captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
-        return errors, DeviceTimes(dispatch_ms=stopwatch.times_ms(replay, num_iterations))
+        return errors, DeviceTimes(dispatch_ms=timer.times_ms(replay, num_iterations))
 
 
-def _look_inside(comm: Communicator, shuffle: Shuffle, stopwatch: Stopwatch) -> tuple[dict[str, int], dict[str, float]]:
+def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> tuple[dict[str, int], dict[str, float]]:
     rows, _, handle = shuffle.dispatch()
     num_sms = {"dispatch": comm.profile.num_sms}
     shuffle.combine(rows, handle)
     num_sms["combine"] = comm.profile.num_sms
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one cycle forgets those before it; there is but one
+        warnings.simplefilter("ignore", UserWarning)  # it warns that a cycle drops the ones before; there is only one
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            stopwatch.times_ms(lambda: shuffle.combine(*_without_counts(shuffle.dispatch())), 10)
+            timer.times_ms(lambda: shuffle.combine(*_without_counts(shuffle.dispatch())), 10)
         events = recorded.events() or []
     durations: dict[str, list[float]] = {}
     for event in events:
@@ -223,10 +222,10 @@ def _look_inside(comm: Communicator, shuffle: Shuffle, stopwatch: Stopwatch) -> 
     return num_sms, {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
 
 
-def _record(comm: Communicator, shuffle: Shuffle, stopwatch: Stopwatch) -> list[Span]:
-    """One dispatch and combine, from a moment at which all ranks' devices have met."""
+def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:
+    """Record one dispatch and combine that all ranks' devices begin together."""
     with cast("TimelineRecorder", comm).record_timeline() as timeline:
-        stopwatch.meet()
+        timer.align()
         timeline.begin()
         shuffle.combine(*_without_counts(shuffle.dispatch()))
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What a measurement was made with: versions, hardware, commit."""
+"""Environment of a measurement: versions, hardware, commit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import fusco
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Versions of what the measured code runs on, and of more packages that it uses."""
+    """Return the versions of Python, fusco and its packages, and of ``more`` packages."""
     packages = {name: version(name) for name in ("torch", "numba", "numpy", *more)}
     return {"python": platform.python_version(), "fusco": fusco.__version__, **packages}
 
 
 def hardware(device: str = "cpu") -> dict[str, str | int | float]:
-    """The machine: processor, cores usable by this process, memory; for ``"cuda"`` the GPU, too."""
+    """Return the processor, the cores usable by this process and the memory; for ``"cuda"`` also the GPU."""
     page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_name(),
@@ -32,7 +32,7 @@ def hardware(device: str = "cpu") -> dict[str, str | int | float]:
 
 
 def commit() -> str:
-    """The commit of the checkout that this package runs from, ``"unknown"`` for an installed package."""
+    """Return the commit of the checkout that this package runs from, ``"unknown"`` for an installed package."""
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607  whichever git the user has

@@ -1,4 +1,4 @@
-"""One plan in numbers: what ``fusco plan`` prints."""
+"""One plan in numbers, as ``fusco plan`` prints it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusco.planner.world import plan_world, traffic_of
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows of one rank that cross between nodes."""
+    """Rows that one rank sends and receives between nodes."""
 
     rank: int
     node: int
@@ -25,7 +25,7 @@ class RankRows:
 
 @dataclass(frozen=True)
 class Balance:
-    """How even a balancer leaves things: largest over mean, 1.0 is perfect."""
+    """Imbalance that a balancer leaves: largest over mean, so 1.0 is perfect."""
 
     group_load_ratio: float
     receive_ratio: float
@@ -57,7 +57,7 @@ class PlanRecord:
 
 
 def explain(workload: Workload, balancer: str) -> PlanRecord:
-    """Plan a workload for all ranks and say what comes of it."""
+    """Plan a workload for all ranks and return the figures of the plan."""
     topology = workload.topology
     routings = [workload.routing(rank) for rank in range(topology.world_size)]
     plans = plan_world(routings, workload.placement, topology, BALANCERS[balancer])

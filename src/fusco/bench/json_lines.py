@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_json_lines(records: Sequence[DataclassInstance], path: Path, *, appends: bool = False) -> None:
-    """Write records (dataclasses), one JSON object a line, over what is there or after it; to stdout for ``-``."""
+    """Write records (dataclasses), one JSON object a line, replacing or appending to the file; to stdout for ``-``."""
     if path == STDOUT:
         sys.stdout.writelines(json.dumps(asdict(record)) + "\n" for record in records)
         sys.stdout.flush()  # processes take turns

@@ -1,4 +1,4 @@
-"""What the links of this run can do, all ranks at work at once: the peaks that measured times are held against."""
+"""Peak bandwidths of this run's links, with all ranks sending at once; measured times are compared with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.messages import exchange_messages
-from fusco.bench.stopwatch import HostStopwatch, Stopwatch, Timing
+from fusco.bench.stopwatch import RankTimer
 from fusco.core.topology import Topology
 
-# Of a message, and of a copy: large enough that what they cost besides their bytes counts for little.
+# Of a message, and of a copy: large enough that latency counts for little.
 NUM_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 _NUM_REPEATS = 5
 
@@ -20,7 +20,7 @@ _NUM_REPEATS = 5
 class InternodePeaks:
     """Bandwidths of torch.distributed point-to-point between nodes, in 10^9 bytes a second, rank and direction.
 
-    All ranks send and receive as much at the same time, so that each figure holds in both directions at once. Zeros
+    All ranks send and receive as much at the same time, so each figure holds in both directions at once. Zeros
     with one node.
 
     Attributes:
@@ -35,7 +35,7 @@ class InternodePeaks:
 
     @property
     def best_gbs(self) -> float:
-        """The larger one, which times are held against."""
+        """The larger one, which times are compared with."""
         return max(self.paired_gbs, self.spread_gbs)
 
 
@@ -48,28 +48,28 @@ class LinkPeaks:
 
 
 def measure_links(group: dist.ProcessGroup, topology: Topology, device: str = "cpu") -> LinkPeaks:
-    """Measure on ``"cpu"`` or ``"cuda"``, together with all ranks of the group."""
-    stopwatch: Timing = Stopwatch(group) if device == "cuda" else HostStopwatch(group)
+    """Measure on ``"cpu"`` or ``"cuda"``; a collective of the group."""
+    timer = RankTimer(group, device)
     source = torch.ones(NUM_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    copying_ms = stopwatch.median_ms(lambda: target.copy_(source), _NUM_REPEATS)
+    copying_ms = timer.median_ms(lambda: target.copy_(source), _NUM_REPEATS)
     return LinkPeaks(
-        internode=measure_between_nodes(group, topology, stopwatch, source, target),
+        internode=measure_between_nodes(group, topology, timer, source, target),
         copy_gbs=len(source) / copying_ms / 1e6,
     )
 
 
 def measure_between_nodes(
-    group: dist.ProcessGroup, topology: Topology, stopwatch: Timing, source: torch.Tensor, target: torch.Tensor
+    group: dist.ProcessGroup, topology: Topology, timer: RankTimer, source: torch.Tensor, target: torch.Tensor
 ) -> InternodePeaks:
-    """Measure, together with all ranks of the group.
+    """Measure between nodes; a collective of the group.
 
     Args:
         group: the ranks.
-        topology: which of them share a node.
-        stopwatch: of the device on which the tensors are.
-        source: what each rank sends, contiguous uint8.
-        target: as large; what is received goes here.
+        topology: the nodes of the ranks.
+        timer: of the device on which the tensors are.
+        source: sent by each rank, contiguous uint8.
+        target: received into, of the same size.
 
     """
     if topology.num_nodes == 1:
@@ -92,6 +92,6 @@ def measure_between_nodes(
         exchange_messages(group, parts(source), parts(target))
 
     return InternodePeaks(
-        paired_gbs=len(source) / 1e6 / stopwatch.median_ms(pair, _NUM_REPEATS),
-        spread_gbs=share * len(others) / 1e6 / stopwatch.median_ms(spread, _NUM_REPEATS),
+        paired_gbs=len(source) / 1e6 / timer.median_ms(pair, _NUM_REPEATS),
+        spread_gbs=share * len(others) / 1e6 / timer.median_ms(spread, _NUM_REPEATS),
     )

@@ -1,4 +1,4 @@
-"""Messages between ranks as torch.distributed has them: batched isend and irecv, over gloo or NCCL."""
+"""Messages between ranks by torch.distributed: batched isend and irecv, over gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def exchange_messages(
 ) -> None:
     """Send and receive contiguous tensors, all at once; empty ones do not travel.
 
-    On CUDA everything happens on the current stream, on the CPU it has happened when this returns. The group must
-    have had a collective before.
+    On CUDA the messages are ordered on the current stream; on the CPU they are complete when this returns. The group
+    must have executed a collective before.
 
     Args:
         group: the ranks.
-        send: destination and what goes there; several for one destination arrive in this order.
-        receive: source and where what comes from there is written.
+        send: destination and tensor; several for one destination arrive in this order.
+        receive: source and the tensor that is written.
 
     """
     operations = [
@@ -36,7 +36,7 @@ def exchange_messages(
 
 
 def _tagged(messages: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor, int]]:
-    """Each message with how many came before it for the same peer: its tag, the same on both sides."""
+    """Number the messages of each peer: the number is the tag, the same on both sides."""
     num_before: dict[int, int] = {}
     tagged = []
     for peer, tensor in messages:

@@ -1,4 +1,4 @@
-"""The names that the command line and the benchmarks share; this loads nothing, so that ``--help`` answers at once."""
+"""Names that the command line and the benchmarks share. This loads nothing, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STDOUT = Path("-")  # given as a file for JSON lines
 
 
 class Pattern(str, Enum):
-    """Where tokens go."""
+    """Traffic patterns: the destinations of tokens."""
 
     TRACE = "trace"
     UNIFORM = "uniform"
@@ -21,15 +21,15 @@ class Pattern(str, Enum):
 
 
 class MatrixKind(str, Enum):
-    """How the off-diagonal entries of a matrix are drawn."""
+    """Distributions of a matrix's off-diagonal entries."""
 
-    UNIFORM = "uniform"  # all alike
+    UNIFORM = "uniform"  # all equal
     RANDOM = "random"  # uniformly distributed from 1 to the largest
     ZIPF = "zipf"  # the k-th largest is proportional to k ** -skew, in random places
 
 
 class ExchangeMatrix(str, Enum):
-    """What ranks send each other in an all-to-all: as in ``MatrixKind``, or a trace's."""
+    """Bytes that ranks send each other in an all-to-all: as in ``MatrixKind``, or those of a trace."""
 
     UNIFORM = "uniform"
     RANDOM = "random"

@@ -1,10 +1,10 @@
 """fusco without its engine (FUSCO section 5.4): the same plan, by torch.distributed and explicit rearranging.
 
-Every pass over memory that the engine fuses into the transfer stands here on its own. A dispatch packs one copy of a
-token for each node that wants it (``index_select``), sends these to the forwarders that the balancer chose (``isend``
+Every pass over memory that the engine fuses into the transfer is a separate step here. A dispatch packs one copy of a
+token for each node that needs it (``index_select``), sends these to the forwarders that the balancer chose (``isend``
 and ``irecv``), rearranges them by rank of the node (``index_select``), exchanges within the node
 (``all_to_all_single``), and permutes to expert-major order (``index_select``). A combine is the mirror, with sums in
-float32 at each rank, at the forwarder, and at home.
+float32 at each rank, at the forwarder, and at the token's rank.
 """
 
 from __future__ import annotations
@@ -28,26 +28,33 @@ from fusco.planner.internode import Forwarders
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """What this rank sends to forwarders on other nodes, and what it receives as one; blocks are (rank, rows)."""
+class InternodeBlocks:
+    """Blocks of rows that this rank sends to forwarders on other nodes, and that it receives as a forwarder.
 
-    tokens: torch.Tensor  # int64, tokens to send, block by block
-    to_send: list[tuple[int, int]]
-    to_receive: list[tuple[int, int]]
+    Attributes:
+        tokens: int64, the tokens to send, block by block.
+        sends: (forwarder, number of rows) for each block.
+        receives: (source rank, number of rows) for each block.
+
+    """
+
+    tokens: torch.Tensor
+    sends: list[tuple[int, int]]
+    receives: list[tuple[int, int]]
 
     @property
     def num_received(self) -> int:
-        """Rows that this rank holds for other ranks."""
-        return sum(num for _, num in self.to_receive)
+        """Rows that this rank forwards for other ranks."""
+        return sum(num for _, num in self.receives)
 
 
 @dataclass(frozen=True)
 class Fanout:
-    """How the rows that a rank holds, received ones and then its own, go to the ranks of its node.
+    """Copies of the rows that a rank holds (received ones, then local ones) for the ranks of its node.
 
     Attributes:
         copy_to_row: int64 (num_copies,), which row each copy is of, by destination.
-        received_counts: for each rank of the node, copies of received rows; those of own rows stand behind them.
+        received_counts: for each rank of the node, copies of received rows; those of local rows follow them.
         send_counts: copies for each rank of the group; none for other nodes.
         receive_counts: copies from each.
 
@@ -61,9 +68,9 @@ class Fanout:
 
 @dataclass(frozen=True)
 class NoEngineHandle:
-    """What the way back needs; a pair is a row that arrived and one of its experts here."""
+    """State of a dispatch that combine needs; a pair is a row that arrived and one of its local experts."""
 
-    crossing: Crossing
+    blocks: InternodeBlocks
     fanout: Fanout
     num_tokens: int
     num_arrived: int
@@ -73,7 +80,7 @@ class NoEngineHandle:
 
 
 class NoEngineShuffle:
-    """Dispatch and combine along fusco's plan with what torch.distributed has, on any device."""
+    """Dispatch and combine by fusco's plan with the operations of torch.distributed, on any device."""
 
     def __init__(
         self, group: dist.ProcessGroup, placement: ExpertPlacement, topology: Topology, balancer: Balancer
@@ -87,29 +94,29 @@ class NoEngineShuffle:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, list[int], NoEngineHandle]:
-        """Expert-major rows as ``Communicator.dispatch`` gives them, rows of each local expert, and a handle."""
+        """Return expert-major rows as ``Communicator.dispatch`` does, the rows of each local expert, and a handle."""
         self.profile = CallProfile("no-engine dispatch")
         num_topk = topk_idx.shape[1]
         with self.profile.spend("planning"):
-            crossing = self._plan_crossing(topk_idx)
+            blocks = self._plan_blocks(topk_idx)
             routing = _pack_routing(topk_idx, topk_weights)
-            forwarded = routing.new_empty(crossing.num_received, routing.shape[1])
-            self._cross(crossing, routing.index_select(0, crossing.tokens), forwarded)
-            self.profile.internode_metadata_bytes += routing[0:1].nbytes * len(crossing.tokens)
+            forwarded = routing.new_empty(blocks.num_received, routing.shape[1])
+            self._exchange_blocks(blocks, routing.index_select(0, blocks.tokens), forwarded)
+            self.profile.internode_metadata_bytes += routing[0:1].nbytes * len(blocks.tokens)
             held = torch.cat([forwarded, routing])
-            fanout = self._plan_fanout(held[:, :num_topk], crossing.num_received)
-            # Behind a row's routing comes its source, by which the receiver restores the order of the law.
-            described = torch.cat([held, self._sources(crossing, len(x), held.device)[:, None]], dim=1)
+            fanout = self._plan_fanout(held[:, :num_topk], blocks.num_received)
+            # A row's source follows its routing: the receiver sorts by it, into the order that is specified.
+            described = torch.cat([held, self._sources(blocks, len(x), held.device)[:, None]], dim=1)
             arrived = self._exchange(described.index_select(0, fanout.copy_to_row), fanout)
             by_source = arrived[:, -1].argsort(stable=True)
             distribution, weights = self._distribute(arrived[by_source], num_topk)
             slot_to_arrived = torch.empty_like(distribution.pair_to_slot)
             slot_to_arrived[distribution.pair_to_slot] = by_source[distribution.pair_to_row]
         with self.profile.spend("rearranging"):
-            packed = x.index_select(0, crossing.tokens)
+            packed = x.index_select(0, blocks.tokens)
         with self.profile.spend("wire"):
-            received = x.new_empty(crossing.num_received, *x.shape[1:])
-            self._cross(crossing, packed, received)
+            received = x.new_empty(blocks.num_received, *x.shape[1:])
+            self._exchange_blocks(blocks, packed, received)
             self.profile.internode_row_bytes = packed.nbytes
         with self.profile.spend("rearranging"):
             copies = self._select_held(received, x, fanout)
@@ -118,7 +125,7 @@ class NoEngineShuffle:
         with self.profile.spend("rearranging"):
             expert_major = rows.index_select(0, slot_to_arrived)
         handle = NoEngineHandle(
-            crossing,
+            blocks,
             fanout,
             len(x),
             len(rows),
@@ -129,43 +136,43 @@ class NoEngineShuffle:
         return expert_major, distribution.num_rows_per_expert.tolist(), handle
 
     def combine(self, y: torch.Tensor, handle: NoEngineHandle) -> torch.Tensor:
-        """Token-major rows, summed with their weights in float32; parts of sums travel in the dtype of ``y``."""
+        """Return token-major rows, weighted and summed in float32; partial sums travel in the dtype of ``y``."""
         self.profile = CallProfile("no-engine combine")
-        crossing, fanout = handle.crossing, handle.fanout
+        blocks, fanout = handle.blocks, handle.fanout
         with self.profile.spend("rearranging"):
             terms = _widened(y.index_select(0, handle.pair_to_slot)).mul_(handle.pair_weights[:, None])
             part_of_rank = _sum_rows(handle.num_arrived, handle.pair_to_arrived, terms).to(y.dtype)
         with self.profile.spend("wire"):
             copies = self._exchange_back(part_of_rank, fanout)
         with self.profile.spend("rearranging"):
-            num_held = crossing.num_received + handle.num_tokens
+            num_held = blocks.num_received + handle.num_tokens
             part_of_node = _sum_rows(num_held, fanout.copy_to_row, _widened(copies))
-            to_send = part_of_node[: crossing.num_received].to(y.dtype)
+            to_send = part_of_node[: blocks.num_received].to(y.dtype)
         with self.profile.spend("wire"):
-            came_home = y.new_empty(len(crossing.tokens), *y.shape[1:])
-            back = Crossing(crossing.tokens, crossing.to_receive, crossing.to_send)
-            self._cross(back, to_send, came_home)
+            returned = y.new_empty(len(blocks.tokens), *y.shape[1:])
+            back = InternodeBlocks(blocks.tokens, blocks.receives, blocks.sends)
+            self._exchange_blocks(back, to_send, returned)
             self.profile.internode_row_bytes = to_send.nbytes
         with self.profile.spend("rearranging"):
-            out = part_of_node[crossing.num_received :].index_add_(0, crossing.tokens, _widened(came_home))
+            out = part_of_node[blocks.num_received :].index_add_(0, blocks.tokens, _widened(returned))
             return out.to(y.dtype)
 
-    def _plan_crossing(self, topk_idx: torch.Tensor) -> Crossing:
-        """Who sends how many rows to whom: counts of all ranks, then the balancer, as in fusco."""
+    def _plan_blocks(self, topk_idx: torch.Tensor) -> InternodeBlocks:
+        """Gather the counts of all ranks, run the balancer on them as fusco does, and return this rank's blocks."""
         topology, placement = self._topology, self._placement
         forwarding = plan_forwarding(topk_idx, placement, topology)
-        own = torch.tensor(forwarding.num_tokens_to_node, device=topk_idx.device)
-        gathered = own.new_empty(topology.world_size, topology.num_nodes)
-        dist.all_gather(list(gathered.unbind(0)), own, group=self._group)
+        counts_here = torch.tensor(forwarding.num_tokens_to_node, device=topk_idx.device)
+        gathered = counts_here.new_empty(topology.world_size, topology.num_nodes)
+        dist.all_gather(list(gathered.unbind(0)), counts_here, group=self._group)
         counts: list[list[int]] = gathered.tolist()
         num_remote_ranks = topology.world_size - len(self._node_ranks)
-        self.profile.internode_metadata_bytes = own.nbytes * num_remote_ranks
+        self.profile.internode_metadata_bytes = counts_here.nbytes * num_remote_ranks
         groups: Groups = self._balancer(Traffic.from_counts(topology, counts))
         forwarders, remote = Forwarders(self._rank, groups), topology.remote_nodes(self._rank)
-        return Crossing(
+        return InternodeBlocks(
             tokens=torch.cat([forwarding.node_to_tokens[node] for node in remote] or [topk_idx.new_empty(0).long()]),
-            to_send=[(forwarder, counts[self._rank][node]) for node, forwarder in sorted(forwarders.destinations)],
-            to_receive=[(src, counts[src][self._node]) for src in sorted(forwarders.sources)],
+            sends=[(forwarder, counts[self._rank][node]) for node, forwarder in sorted(forwarders.destinations)],
+            receives=[(src, counts[src][self._node]) for src in sorted(forwarders.sources)],
         )
 
     def _plan_fanout(self, held_ids: torch.Tensor, num_received: int) -> Fanout:
@@ -191,31 +198,31 @@ class NoEngineShuffle:
             counts[rank] = count
         return counts
 
-    def _sources(self, crossing: Crossing, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """The rank that each held row comes from, int32."""
-        blocks = [*crossing.to_receive, (self._rank, num_tokens)]
-        sources = torch.tensor([src for src, _ in blocks], dtype=torch.int32, device=device)
-        return sources.repeat_interleave(torch.tensor([num for _, num in blocks], device=device))
+    def _sources(self, blocks: InternodeBlocks, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the rank that each held row comes from, int32."""
+        held = [*blocks.receives, (self._rank, num_tokens)]
+        sources = torch.tensor([src for src, _ in held], dtype=torch.int32, device=device)
+        return sources.repeat_interleave(torch.tensor([num for _, num in held], device=device))
 
     def _distribute(self, routing: torch.Tensor, num_topk: int) -> tuple[ExpertDistribution, torch.Tensor]:
-        """Slots of the rows that arrived, and their weights; rows stand in order of source and token."""
+        """Return the slots and weights of the rows that arrived, which are in order of source and token."""
         ids, weights = routing[:, :num_topk], _weights_of(routing, num_topk)
         node_routing = NodeRouting(ids, weights, (0, len(ids)))
         return distribute(node_routing, self._placement, self._rank), weights
 
-    def _select_held(self, received: torch.Tensor, own: torch.Tensor, fanout: Fanout) -> torch.Tensor:
-        """Copies of held rows, without putting received ones and own ones into one place first."""
-        copies = own.new_empty(len(fanout.copy_to_row), *own.shape[1:])
+    def _select_held(self, received: torch.Tensor, local: torch.Tensor, fanout: Fanout) -> torch.Tensor:
+        """Return copies of held rows, without first concatenating received and local ones."""
+        copies = local.new_empty(len(fanout.copy_to_row), *local.shape[1:])
         first = 0
         for rank, num_received in zip(self._node_ranks, fanout.received_counts, strict=True):
             middle, end = first + num_received, first + fanout.send_counts[rank]
             torch.index_select(received, 0, fanout.copy_to_row[first:middle], out=copies[first:middle])
-            torch.index_select(own, 0, fanout.copy_to_row[middle:end] - len(received), out=copies[middle:end])
+            torch.index_select(local, 0, fanout.copy_to_row[middle:end] - len(received), out=copies[middle:end])
             first = end
         return copies
 
-    def _cross(self, crossing: Crossing, to_send: torch.Tensor, received: torch.Tensor) -> None:
-        exchange_messages(self._group, _blocks(crossing.to_send, to_send), _blocks(crossing.to_receive, received))
+    def _exchange_blocks(self, blocks: InternodeBlocks, to_send: torch.Tensor, received: torch.Tensor) -> None:
+        exchange_messages(self._group, _split(blocks.sends, to_send), _split(blocks.receives, received))
 
     def _exchange(self, copies: torch.Tensor, fanout: Fanout) -> torch.Tensor:
         return self._all_to_all(copies, fanout.send_counts, fanout.receive_counts)
@@ -232,14 +239,14 @@ class NoEngineShuffle:
         return arrived
 
 
-def _blocks(ranks: Sequence[tuple[int, int]], rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """The part of each rank, of rows that stand block by block."""
-    ends = itertools.accumulate(num for _, num in ranks)
-    return [(rank, rows[end - num : end]) for (rank, num), end in zip(ranks, ends, strict=True)]
+def _split(blocks: Sequence[tuple[int, int]], rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return each rank's part of rows that are stored block by block."""
+    ends = itertools.accumulate(num for _, num in blocks)
+    return [(rank, rows[end - num : end]) for (rank, num), end in zip(blocks, ends, strict=True)]
 
 
 def _pack_routing(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk), as they travel."""
+    """Return the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk), as they travel."""
     return torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""fusco without its planner (FUSCO section 5.4): every token is sent to each rank that wants it on its own."""
+"""fusco without its planner (FUSCO section 5.4): each rank that needs a token is sent a separate copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusco.planner.routing import Routing
 
 @dataclass(frozen=True)
 class Expanded:
-    """A routing in which each (token, rank that wants it) is a token of its own, with that rank's experts only.
+    """A routing in which each (token, rank that needs it) is a separate token, with that rank's experts only.
 
     Attributes:
         routing: of the copies.
@@ -44,7 +44,7 @@ def expand(routing: Routing, placement: ExpertPlacement) -> Expanded:
 
 
 class NoPlannerShuffle:
-    """Dispatch of copies made beforehand, and a combine that ends with the sum over a token's copies."""
+    """Dispatch of copies made beforehand, and combine with a final sum over a token's copies."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class NoPlannerShuffle:
         self._copies = x.index_select(0, expanded.copy_to_token)
 
     def dispatch(self) -> tuple[torch.Tensor, Any, Any]:
-        """Expert-major rows, the same as of the tokens themselves."""
+        """Return expert-major rows, the same as those of the original tokens."""
         return self._dispatch(self._copies, self._expanded.routing)
 
     def combine(self, y: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Token-major rows: what comes back for each copy, summed in float32."""
+        """Return token-major rows: the sums of each token's copies, added in float32."""
         parts = self._combine(y, handle)
         wide = torch.promote_types(parts.dtype, torch.float32)
         out = torch.zeros(self._num_tokens, *parts.shape[1:], dtype=wide, device=parts.device)

@@ -1,4 +1,4 @@
-"""Other libraries that join the benchmark where they are installed. None is needed, none is installed by fusco."""
+"""Other libraries that the benchmark measures if they are installed. fusco neither needs nor installs them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.shuffle_variants import Shuffle
 from fusco.bench.traffic import Workload
+from fusco.bench.variants import Shuffle
 
 
 def import_peers(
@@ -21,12 +21,12 @@ def import_peers(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
 ) -> dict[str, Shuffle]:
-    """Peers that can be imported, by name; one that cannot be set up is left out, with a warning."""
+    """Return the installed ones by name; one that cannot be set up is left out, with a warning."""
     if importlib.util.find_spec("deep_ep") is None:
         return {}
     try:
         return {"deep_ep": _deep_ep(group, workload, x, topk_idx, topk_weights)}
-    except Exception as error:  # noqa: BLE001  a stranger's library may raise anything
+    except Exception as error:  # noqa: BLE001  another library may raise anything
         warnings.warn(f"deep_ep is installed but could not be set up, and is left out: {error}", stacklevel=2)
         return {}
 
@@ -40,7 +40,7 @@ def _deep_ep(
 ) -> Shuffle:
     """DeepEP's normal kernels within a node (its ``Buffer`` of version 1), and ``index_select`` to expert-major order.
 
-    Weights are applied where the rows are expert-major, as its combine adds rows up as they are.
+    Weights are applied to expert-major rows, since its combine adds rows without weights.
     """
     deep_ep = importlib.import_module("deep_ep")
     buffer = deep_ep.Buffer(group, int(1e9), 0)

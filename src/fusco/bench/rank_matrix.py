@@ -1,4 +1,4 @@
-"""What ranks have for each other in a benchmark of all-to-all."""
+"""Rank-to-rank matrices of bytes for benchmarks of all-to-all."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def make_rank_bytes(
     seed: int = 0,
     workload: Workload | None = None,
 ) -> IntArray:
-    """Bytes that each rank has for each other, int64 (num_ranks, num_ranks).
+    """Return the bytes that each rank sends to each other, int64 (num_ranks, num_ranks).
 
     Args:
-        matrix: see there; the entries of all but ``TRACE`` are as ``make_matrix`` has them, with nothing for the rank
-            itself.
+        matrix: the kind; entries of all but ``TRACE`` are those of ``make_matrix``, zero on the diagonal.
         num_ranks: how many ranks there are.
-        bytes_per_rank: what a rank sends to others, on average.
+        bytes_per_rank: bytes that a rank sends to others, on average.
         skew: of ``ZIPF``.
         seed: of all but ``TRACE``.
         workload: the routing of ``TRACE``.
@@ -45,7 +44,7 @@ def make_rank_bytes(
 
 
 def rows_of_routing(workload: Workload) -> IntArray:
-    """What each rank sends each other if a token goes once for each of its experts, (world_size, world_size)."""
+    """Return the rows that each rank sends to each if a token is sent once per expert, (world_size, world_size)."""
     expert_to_rank = np.array(workload.placement.expert_to_rank)
     world_size = workload.topology.world_size
     ids = (workload.routing(rank).topk_idx.numpy() for rank in range(world_size))

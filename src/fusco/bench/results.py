@@ -1,4 +1,4 @@
-"""From what ranks measured to one record for each variant, as it is printed and written."""
+"""One record for each variant, made of all ranks' measurements, as it is printed and written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fusco.bench.crossings import busiest_rows, crossing_rows
 from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
@@ -17,7 +17,7 @@ from fusco.bench.variants import DEDUPLICATED
 
 @dataclass(frozen=True, kw_only=True)
 class VariantRecord:
-    """What every line has: one variant, on which workload, made with what. ``trace_repeats`` is 0 without a trace."""
+    """Fields of every line: the variant, the workload, the versions. ``trace_repeats`` is 0 without a trace."""
 
     variant: str
     traffic: str
@@ -40,12 +40,12 @@ class VariantRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossingRecord(VariantRecord):
+class InternodeBytesRecord(VariantRecord):
     """A variant's line with what it sent between nodes.
 
     Bytes are sums over all ranks of one dispatch, unless they say combine. ``internode_row_bytes_lower_bound`` is the
-    distinct (token, remote node) pairs times the size of a row. ``busiest_rank_bytes`` is the most that any rank sends
-    or any rank receives, in a dispatch as in a combine.
+    distinct (token, remote node) pairs times the size of a row. ``busiest_rank_bytes`` is the maximum that any rank
+    sends or any rank receives, in a dispatch as in a combine.
     """
 
     balancer: str
@@ -58,18 +58,18 @@ class CrossingRecord(VariantRecord):
 
     @property
     def is_right(self) -> bool:
-        """The law holds, and whoever sends one copy for each node sends no row that it need not."""
+        """Verified, and a variant that sends one copy for each node sends no unneeded row."""
         sent = {self.internode_row_bytes, self.combine_internode_row_bytes}
         is_minimal = self.variant not in DEDUPLICATED or sent == {self.internode_row_bytes_lower_bound}
         return self.verified and is_minimal
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffleRecord(CrossingRecord):
+class ShuffleRecord(InternodeBytesRecord):
     """One variant's line on the CPU. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and rearranging are each the slowest
-    rank's, of dispatch and combine together, so that they need not add up to ``total_ms``.
+    rank's, of dispatch and combine together, so they need not add up to ``total_ms``.
     """
 
     dispatch_ms: float
@@ -84,7 +84,7 @@ class ShuffleRecord(CrossingRecord):
 
 
 def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[ShuffleRecord]:
-    """One record for each workload and variant, from all ranks' results."""
+    """Return one record for each workload and variant, from all ranks' results."""
     records = []
     for i, workload in enumerate(run.workloads):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
@@ -94,7 +94,7 @@ def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[Sh
 
 
 def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: list[str]) -> dict[str, Any]:
-    """The fields of a ``VariantRecord``."""
+    """Return the fields of a ``VariantRecord``."""
     return {
         "variant": variant,
         "traffic": workload.pattern.value,
@@ -117,26 +117,26 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
     }
 
 
-def describe_crossing(
+def describe_internode_bytes(
     variant: str, workload: Workload, run: ShuffleRun, errors: list[str], bytes_sent: tuple[int, int]
 ) -> dict[str, Any]:
-    """The fields of a ``CrossingRecord`` but for the lower bound, the metadata and the peak.
+    """Return the fields of an ``InternodeBytesRecord`` except the lower bound, the metadata and the peak.
 
-    ``bytes_sent`` were counted between nodes, of rows and by all ranks, in a dispatch and in a combine. If they are not
-    what the routing makes of the variant, that is an error, too.
+    ``bytes_sent`` are the bytes of rows that all ranks sent between nodes in a dispatch and in a combine. If they are
+    not what the routing requires of the variant, that is an error.
     """
-    crossing = crossing_rows(variant, workload, run.balancer)
-    expected = int(crossing.sum()) * workload.bytes_per_token
+    rows = internode_rows(variant, workload, run.balancer)
+    expected = int(rows.sum()) * workload.bytes_per_token
     for operation, seen in zip(("dispatch", "combine"), bytes_sent, strict=True):
         if seen != expected:
-            errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, by its plan it is {expected}"]
-    own = {"baseline": "none", "deep_ep": "none", "no-balancer": "static"}
+            errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, its plan requires {expected}"]
+    variant_to_balancer = {"baseline": "none", "deep_ep": "none", "no-balancer": "static"}
     return {
         **describe_variant(variant, workload, run, errors),
-        "balancer": own.get(variant, run.balancer),
+        "balancer": variant_to_balancer.get(variant, run.balancer),
         "internode_row_bytes": bytes_sent[0],
         "combine_internode_row_bytes": bytes_sent[1],
-        "busiest_rank_bytes": busiest_rows(crossing) * workload.bytes_per_token,
+        "busiest_rank_bytes": busiest_rows(rows) * workload.bytes_per_token,
     }
 
 
@@ -146,7 +146,7 @@ def _summarize_variant(
     per_rank = [rank.iterations[variant] for rank in ranks]
 
     def milliseconds(of: Callable[[Iteration], float]) -> float:
-        return round(median(max(map(of, at_once)) for at_once in zip(*per_rank, strict=True)) * 1e3, 3)
+        return round(median(max(map(of, of_iteration)) for of_iteration in zip(*per_rank, strict=True)) * 1e3, 3)
 
     def both(name: str) -> float:
         return milliseconds(lambda it: float(getattr(it.dispatch, name)) + float(getattr(it.combine, name)))
@@ -158,7 +158,7 @@ def _summarize_variant(
         sum(it.combine.internode_row_bytes for it in last),
     )
     return ShuffleRecord(
-        **describe_crossing(variant, workload, run, errors, bytes_sent),
+        **describe_internode_bytes(variant, workload, run, errors, bytes_sent),
         dispatch_ms=milliseconds(lambda it: it.dispatch_s),
         combine_ms=milliseconds(lambda it: it.combine_s),
         total_ms=milliseconds(lambda it: it.dispatch_s + it.combine_s),

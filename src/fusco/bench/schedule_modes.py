@@ -1,4 +1,4 @@
-"""One matrix scheduled every way: stages, lengths, and what they should take."""
+"""One matrix scheduled in every mode: stages, lengths, and modelled times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fusco.schedule.stages import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRecord:
-    """One way to schedule a matrix. Bytes are those of a node; ``ratio`` is length over lower bound.
+    """The schedule of a matrix in one mode. Bytes are those of a node; ``ratio`` is length over lower bound.
 
     ``modelled_us`` is the time of the stages by the links given; ``dst_node``, ``num_bytes`` and ``duration_bytes`` are
     those of ``Stages``.
@@ -33,8 +33,8 @@ class ModeRecord:
     duration_bytes: list[int]
 
 
-def schedule_every_way(matrix: IntArray) -> dict[str, Stages]:
-    """The stages of every mode; ``decompose``'s in ascending order of length, as they are executed."""
+def schedule_in_every_mode(matrix: IntArray) -> dict[str, Stages]:
+    """Return the stages of every mode; ``decompose``'s in ascending order of length, as they are executed."""
     return {
         "exact": decompose(matrix, mode="exact").shortest_first(),
         "few": decompose(matrix, mode="few").shortest_first(),
@@ -43,7 +43,7 @@ def schedule_every_way(matrix: IntArray) -> dict[str, Stages]:
 
 
 def compare_modes(matrix: IntArray, name: str, ranks_per_node: int, links: Links) -> list[ModeRecord]:
-    """A record for every mode; the one that ``choose_mode`` chooses is marked."""
+    """Return a record for every mode; the one that ``choose_mode`` chooses is marked."""
     bound, chosen = lower_bound_bytes(matrix), choose_mode(matrix, ranks_per_node, links)
     return [
         ModeRecord(
@@ -63,5 +63,5 @@ def compare_modes(matrix: IntArray, name: str, ranks_per_node: int, links: Links
             num_bytes=stages.num_bytes.tolist(),
             duration_bytes=stages.duration_bytes.tolist(),
         )
-        for mode, stages in schedule_every_way(matrix).items()
+        for mode, stages in schedule_in_every_mode(matrix).items()
     ]

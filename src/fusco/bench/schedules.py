@@ -1,4 +1,4 @@
-"""How many stages each mode takes, how long they are, and how long it takes to find them."""
+"""Number and length of each mode's stages, and the time it takes to find them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MODES: dict[str, Callable[[IntArray], Stages]] = {
 class ScheduleRecord:
     """One mode at one number of nodes.
 
-    Over all draws: the median and the most stages; the mean and the largest length over lower bound; the median time
-    in us, one call from Python each. ``fast_us`` is FAST's figure, None where there is none.
+    Over all draws: median and maximum number of stages; mean and maximum length over lower bound; median time in us,
+    one call from Python each. ``fast_us`` is FAST's published figure, or None.
     """
 
     mode: str
@@ -53,7 +53,7 @@ class ScheduleRecord:
 
 
 def num_steps(num_nodes: Sequence[int]) -> int:
-    """How many measurements ``measure_schedules`` makes."""
+    """Return how many measurements ``measure_schedules`` makes."""
     return len(num_nodes) * len(_MODES)
 
 
@@ -62,8 +62,8 @@ def measure_schedules(
 ) -> list[ScheduleRecord]:
     """Run every mode on the same draws: off-diagonal entries uniform in 1..100,000.
 
-    ``on_step`` is told before each measurement which it is and how many are done. Every schedule is verified: it sends
-    what the matrix holds and is as short as its mode promises; otherwise ``RuntimeError``.
+    ``on_step`` is called before each measurement with its name and the number of finished ones. Every schedule is
+    verified: it sends the bytes of the matrix and is as short as its mode promises; otherwise ``RuntimeError``.
     """
     warm_up()
     records: list[ScheduleRecord] = []

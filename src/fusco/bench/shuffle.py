@@ -1,4 +1,4 @@
-"""What each rank does in ``fusco bench shuffle``: verify the law, then time every variant in turn."""
+"""Each rank's part of ``fusco bench shuffle`` on the CPU: verify every variant, then time them in turn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.shuffle_variants import Shuffle, Ways
 from fusco.bench.specification import WorldInput
+from fusco.bench.variants import Shuffle, ShuffleFactory
 from fusco.bench.verification import verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
@@ -30,9 +30,9 @@ class Iteration:
 
 @dataclass
 class RankResult:
-    """What one rank measured with one workload.
+    """Measurements of one rank with one workload.
 
-    ``errors`` lists, for each variant, where it broke the law; empty if nowhere.
+    ``errors`` lists, for each variant, what differs from the specification; empty if nothing does.
     """
 
     links: LinkPeaks
@@ -41,14 +41,14 @@ class RankResult:
 
 
 def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
-    """One rank's part of the benchmark, a result for each workload; rank 0 reports every step as progress."""
+    """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
     rank = dist.get_rank(group)
     progress = ProgressReporter.of_rank(rank, progress_port)
     links, results = measure_links(group, run.topology), []
-    with Ways(group, run) as ways:
+    with ShuffleFactory(group, run) as factory:
         for workload in run.workloads:
             result, world = RankResult(links), WorldInput.of(workload)
-            variants = {name: ways.make(name, workload, world) for name in run.variants}
+            variants = {name: factory.make(name, workload, world) for name in run.variants}
             for name, shuffle in variants.items():
                 result.errors[name] = verify(shuffle, workload, world, rank)
                 progress.advance()
@@ -63,7 +63,7 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
 
 
 def num_steps(run: ShuffleRun) -> int:
-    """How many steps ``run_rank`` reports: one for verifying each variant, one for each iteration."""
+    """Return how many steps ``run_rank`` reports: one for verifying each variant, one for each iteration."""
     return len(run.workloads) * (len(run.variants) + _NUM_WARM_UPS + run.num_iterations)
 
 

@@ -1,4 +1,4 @@
-"""What all ranks are told to run in ``fusco bench shuffle``."""
+"""Configuration of ``fusco bench shuffle``, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleRun:
-    """Several workloads that differ in their routing only, and how they are measured.
+    """Several workloads that differ in their routing only, and how to measure them.
 
     Attributes:
         workloads: one for each kind of traffic, at least one.
@@ -20,7 +20,7 @@ class ShuffleRun:
         balancer: a name of ``fusco.BALANCERS``.
         num_iterations: how many are timed.
         device: ``"cpu"`` or ``"cuda"``.
-        num_sms: on CUDA, most multiprocessors that fusco may take.
+        num_sms: on CUDA, the maximum number of multiprocessors that fusco may take.
         has_timeline: whether one dispatch and combine of fusco are recorded.
 
     """
@@ -44,15 +44,15 @@ class ShuffleRun:
 
     @property
     def shape(self) -> Workload:
-        """Any of the workloads, for what they have in common."""
+        """One of the workloads, for the fields that all share."""
         return self.workloads[0]
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """The nodes of the ranks."""
         return self.shape.topology
 
     @property
     def has_nodes(self) -> bool:
-        """Whether there are several of them."""
+        """True if there are several nodes."""
         return self.topology.num_nodes > 1

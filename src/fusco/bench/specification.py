@@ -1,7 +1,7 @@
-"""The law that every shuffle must obey (docs/design.md), computed the slow and obvious way.
+"""Specification of dispatch and combine (docs/design.md), computed slowly and directly.
 
-A shuffle is verified with experts that multiply their rows by a number of their own, so that a row that went to the
-wrong expert shows in the combined result as well.
+To verify a variant, each expert multiplies its rows by a different factor, so a row at the wrong expert also changes
+the combined result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WorldInput:
 
     @classmethod
     def of(cls, workload: Workload, device: torch.device | str = "cpu") -> WorldInput:
-        """Rebuild what every rank has."""
+        """Rebuild the input of every rank."""
         ranks = range(workload.topology.world_size)
         routings = [workload.routing(rank) for rank in ranks]
         return cls(
@@ -35,13 +35,13 @@ class WorldInput:
 
 
 def world_bytes(workload: Workload) -> int:
-    """Memory that the rows of a ``WorldInput`` take while they are made, the last rank's still in float32."""
+    """Return the memory that the rows of a ``WorldInput`` take while they are made, the last rank's in float32."""
     num_elements = workload.tokens * workload.hidden
     return num_elements * (workload.topology.world_size * workload.dtype.itemsize + torch.float32.itemsize)
 
 
 def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-    """Rows that a rank with these experts must get: by expert, then source rank, then token; and how many each gets."""
+    """Return a rank's expected rows, by expert, source rank and token, and the number of rows of each expert."""
     blocks = []
     for expert in experts:
         parts = [rows[(ids == expert).nonzero()[:, 0]] for rows, ids in zip(world.rows, world.topk_idx, strict=True)]
@@ -50,18 +50,18 @@ def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tens
 
 
 def apply_experts(rows: torch.Tensor, num_rows_per_expert: Sequence[int], experts: Sequence[int]) -> torch.Tensor:
-    """Stand-in for the experts: each multiplies its rows by its own factor."""
+    """Multiply the rows of each expert by a factor of that expert, in place of a real one."""
     factors = torch.tensor([_factor(expert) for expert in experts], dtype=rows.dtype, device="cpu")
     by_row = factors.repeat_interleave(torch.tensor(num_rows_per_expert, dtype=torch.int64, device="cpu"))
     return rows * by_row.to(rows.device)[:, None]
 
 
 def combine_error(world: WorldInput, rank: int, combined: torch.Tensor, num_roundings: int = 2) -> float:
-    """Largest error of a rank's combined rows against float64, in units of what rounding may cost.
+    """Return the largest error of a rank's combined rows against float64, relative to what rounding may cost.
 
-    Up to 1.0 is right. A result in 16 bits may be rounded ``num_roundings`` times, at each node and at the end or at
-    each rank as well, one in float32 at each addition; what a rounding may cost is measured against the sum of the
-    absolute values of a token's terms.
+    Up to 1.0 is correct. A result in 16 bits may be rounded ``num_roundings`` times (at each node and at the end, or
+    also at each rank), one in float32 at each addition. The cost of a rounding is relative to the sum of the absolute
+    values of a token's terms.
     """
     rows, ids, weights = world.rows[rank], world.topk_idx[rank], world.topk_weights[rank]
     of_experts = [*map(_factor, range(int(ids.max()) + 1)), 0.0]

@@ -1,11 +1,11 @@
-"""How long work takes, ranks together: on the device, from a moment at which all devices have met, or on the host."""
+"""Times of work: marks on a device or the host, and times that start on all ranks together."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,68 +14,54 @@ _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host en
 _NUM_WARM_UPS = 3
 
 
-class Timing(Protocol):
-    """Either stopwatch."""
-
-    def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
-        """This rank's times, in milliseconds, after a few that are not counted."""
-
-    def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
-        """The slowest rank's median, the same on all ranks."""
-
-
 class Stopwatch:
-    """Times work on the current stream, ranks together; the group must have NCCL for CUDA tensors."""
+    """Marks moments: by events on the current CUDA stream with ``"cuda"``, by the host's clock with ``"cpu"``."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._token = torch.zeros(1, dtype=torch.float32, device="cuda")
+    def __init__(self, device_type: str) -> None:
+        self.is_cuda = device_type == "cuda"
 
-    def meet(self) -> None:
-        """Have the current stream wait, after a head start for the host, until all ranks' devices are there."""
+    def mark(self) -> Any:
+        """Mark this moment; on CUDA, when the stream reaches it."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Return the milliseconds between two marks; on CUDA the device must have reached both."""
+        return float(start.elapsed_time(end)) if self.is_cuda else float(end - start) * 1e3
+
+
+class RankTimer:
+    """Times work that all ranks begin together; on CUDA on the current stream, and the group must have NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group, self._stopwatch = group, Stopwatch(device_type)
+        self._token = torch.zeros(1, dtype=torch.float32, device=device_type)
+
+    def align(self) -> None:
+        """Wait for all ranks: on the host, or on the current stream after a head start for the host."""
+        if not self._stopwatch.is_cuda:
+            dist.barrier(self._group)
+            return
         torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001  nothing public waits
         dist.all_reduce(self._token, group=self._group)
 
     def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
-        """This rank's times, in milliseconds, after a few that are not counted."""
+        """Return this rank's times in milliseconds, after a few that are not counted."""
         marks = []
         for _ in range(_NUM_WARM_UPS + num_iterations):
-            self.meet()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
+            self.align()
+            start = self._stopwatch.mark()
             work()
-            end.record()
-            marks.append((start, end))
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in marks[_NUM_WARM_UPS:]]
+            marks.append((start, self._stopwatch.mark()))
+        if self._stopwatch.is_cuda:
+            torch.cuda.synchronize()
+        return [self._stopwatch.elapsed_ms(start, end) for start, end in marks[_NUM_WARM_UPS:]]
 
     def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
-        """The slowest rank's median."""
-        return _slowest(median(self.times_ms(work, num_iterations)), self._group)
-
-
-class HostStopwatch:
-    """Times work on the host, from a barrier of all ranks on."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
-        """This rank's times, in milliseconds, after a few that are not counted."""
-        times = []
-        for _ in range(_NUM_WARM_UPS + num_iterations):
-            dist.barrier(self._group)
-            start = time.perf_counter()
-            work()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times[_NUM_WARM_UPS:]
-
-    def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
-        """The slowest rank's median."""
-        return _slowest(median(self.times_ms(work, num_iterations)), self._group)
-
-
-def _slowest(time_ms: float, group: dist.ProcessGroup) -> float:
-    slowest = torch.tensor([time_ms], dtype=torch.float64, device="cpu")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return float(slowest)
+        """Return the slowest rank's median, the same on all ranks."""
+        slowest = torch.tensor([median(self.times_ms(work, num_iterations))], dtype=torch.float64, device="cpu")
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        return float(slowest)

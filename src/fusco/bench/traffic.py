@@ -1,6 +1,6 @@
-"""The routing that benchmarks run on: FUSCO's three patterns (its section 5.2), uniform and skewed routing.
+"""Workloads of benchmarks: FUSCO's three traffic patterns (its section 5.2), uniform and skewed routing, traces.
 
-Every function gives the routing of one rank from (seed, rank) alone, so any process can rebuild any rank's.
+The routing of a rank depends on (seed, rank) alone, so any process can rebuild that of any rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fusco.core.topology import Topology
 from fusco.planner.routing import Routing
 
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
-_BIMODAL = 0.2  # Beta(0.2, 0.2), most ranks with almost no or almost only remote traffic, as in FUSCO's Fig. 10
+_BIMODAL = 0.2  # Beta(0.2, 0.2): most ranks have almost no or almost only remote traffic, as in FUSCO's Fig. 10
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Captured routing: ids (num_tokens, num_topk) of one layer, and where it came from."""
+    """Captured routing: ids (num_tokens, num_topk) of one layer, and a name of its source."""
 
     topk_idx: npt.NDArray[np.int64]
     name: str
@@ -39,10 +39,10 @@ class Trace:
         Args:
             path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
                 Qwen3-30B-A3B trace that comes with fusco.
-            key: which array of an npz; may be left out if it holds only one of ids' shape.
-            layer: which layer.
+            key: the array of an npz file; optional if only one array has the shape of ids.
+            layer: index of the layer.
 
-        Raises ``ValueError`` or ``OSError`` saying what the file holds instead.
+        Raises ``ValueError`` with the contents of the file, or ``OSError``.
 
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
@@ -58,17 +58,17 @@ class Trace:
         return cls(ids[:, layer].astype(np.int64), f"{source.stem}{f':{key}' if key else ''}, layer {layer}")
 
     def check(self, num_experts: int, num_topk: int) -> None:
-        """Raise ``ValueError`` unless it can be replayed with so many experts, and so many of them for a token."""
+        """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""
         num_tokens, has_topk = self.topk_idx.shape
         if has_topk != num_topk:
             raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
         if not num_tokens:
             raise ValueError(f"the trace {self.name} has no tokens")
-        strangers = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
-        if len(strangers):
-            token, k = strangers[0]
+        invalid = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
+        if len(invalid):
+            token, k = invalid[0]
             raise ValueError(
-                f"the trace {self.name} names expert {self.topk_idx[token, k]} (token {token}, slot {k}), but there "
+                f"the trace {self.name} names expert {self.topk_idx[token, k]} (token {token}, k {k}), but there "
                 f"are {num_experts}: ids go from 0 to {num_experts - 1}, and -1 means none"
             )
 
@@ -89,10 +89,10 @@ def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One benchmark's input: shapes, pattern, seed.
+    """Input of a benchmark: shapes, pattern, seed.
 
     Raises:
-        ValueError: where pattern and shapes do not go together.
+        ValueError: if pattern and shapes do not fit together.
 
     """
 
@@ -113,14 +113,14 @@ class Workload:
         if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
-            raise ValueError(f"{self.num_topk} experts of a token do not fit on one rank, of {experts} in all")
+            raise ValueError(f"{self.num_topk} experts per token do not fit on one rank, of {experts} in total")
         if self.pattern is Pattern.TRACE:
             if self.trace is None:
                 raise ValueError("trace traffic needs a trace")
             self.trace.check(experts, self.num_topk)
 
     def _check_nodes(self) -> None:
-        """Whether a token's experts fit on one node, and, where tokens leave theirs with all experts, on the others."""
+        """Raise unless a token's experts fit on each node and, if all of them may be remote, on the other nodes."""
         owners = (self.topology.rank_to_node[rank] for rank in self.placement.expert_to_rank)
         node_to_num, num_nodes = Counter(owners), self.topology.num_nodes
         for node in range(num_nodes):
@@ -131,7 +131,7 @@ class Workload:
                 where = f"outside node {node}: the other nodes have {remote}"
             else:
                 continue
-            raise ValueError(f"{self.num_topk} experts of a token do not fit {where}")
+            raise ValueError(f"{self.num_topk} experts per token do not fit {where}")
 
     @property
     def bytes_per_token(self) -> int:
@@ -140,17 +140,17 @@ class Workload:
 
     @property
     def num_repeats(self) -> float:
-        """How often a trace is gone through to give all ranks their tokens; 0 without a trace."""
+        """Number of passes over the trace that all ranks' tokens take; 0 without a trace."""
         return self.tokens * self.topology.world_size / len(self.trace.topk_idx) if self.trace else 0.0
 
     def rows(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The rank's token rows (tokens, hidden), drawn on the device; other devices draw other values."""
+        """Return the rank's rows (tokens, hidden), drawn on the device; values differ between devices."""
         generator = self._generator(rank, 0, device)
         shape = (self.tokens, self.hidden)
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(self.dtype)
 
     def routing(self, rank: int) -> Routing:
-        """The rank's expert ids, int64, and weights, float32, which sum to one for each token."""
+        """Return the rank's expert ids, int64, and weights, float32, which sum to one for each token."""
         generator = self._generator(rank, 1)
         topk_idx = self._ids(rank, generator)
         weights = _uniform((self.tokens, self.num_topk), generator).softmax(dim=1)
@@ -168,7 +168,7 @@ class Workload:
             none = torch.full((self.tokens, self.num_topk), -1, device="cpu")
             return none.index_fill_(1, torch.tensor([0], device="cpu"), 0)
         if self.pattern is Pattern.ZIPF:
-            # Gumbel's trick draws without replacement by popularity, here 1 / rank of popularity.
+            # Gumbel's trick draws without replacement, by a popularity of 1 / (expert + 1).
             gumbel = -_uniform((self.tokens, num_experts), generator).log().neg().log()
             popularity = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
             return (gumbel - popularity).topk(self.num_topk, dim=1).indices
@@ -182,27 +182,27 @@ class Workload:
         return scores.topk(self.num_topk, dim=1).indices
 
     def _allowed_nodes(self, rank: int, generator: torch.Generator) -> torch.Tensor:
-        """Which nodes each token may go to, bool (tokens, num_nodes)."""
-        num_nodes, own = self.topology.num_nodes, self.topology.rank_to_node[rank]
+        """Return the nodes that each token may go to, bool (tokens, num_nodes)."""
+        num_nodes, local_node = self.topology.num_nodes, self.topology.rank_to_node[rank]
         nodes = torch.arange(num_nodes, device="cpu")
         if self.pattern is Pattern.SINGLE_NODE:
             return torch.randint(num_nodes, (self.tokens, 1), generator=generator, device="cpu") == nodes
         # Imbalanced: the rank's load is the share of its tokens that leave the node.
         load = np.random.default_rng([self.seed, rank]).beta(_BIMODAL, _BIMODAL) if num_nodes > 1 else 0.0
         is_remote = _uniform((self.tokens, 1), generator) < load
-        return is_remote == (nodes != own)
+        return is_remote == (nodes != local_node)
 
 
 def internode_rows_lower_bound(workload: Workload) -> int:
-    """Distinct (token, remote node) pairs of all ranks, counted by brute force, not by the planner."""
+    """Count the distinct (token, remote node) pairs of all ranks by brute force, without the planner."""
     expert_to_node = np.array([workload.topology.rank_to_node[r] for r in workload.placement.expert_to_rank])
     total = 0
-    for rank, own in enumerate(workload.topology.rank_to_node):
+    for rank, local_node in enumerate(workload.topology.rank_to_node):
         ids = workload.routing(rank).topk_idx.numpy()
-        total += sum(len({*expert_to_node[token[token >= 0]]} - {own}) for token in ids)
+        total += sum(len({*expert_to_node[token[token >= 0]]} - {local_node}) for token in ids)
     return total
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Numbers between 0 and 1, the same whatever PyTorch's default dtype and device are."""
+    """Return numbers between 0 and 1, independent of PyTorch's default dtype and device."""
     return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")

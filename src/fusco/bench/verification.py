@@ -1,39 +1,21 @@
-"""Whether a way to shuffle keeps the law, looked at before it is timed."""
+"""Comparison of a variant with the specification, made before it is timed."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 import torch
 
 from fusco.bench.specification import WorldInput, apply_experts, combine_error, expected_rows
 from fusco.bench.traffic import Workload
+from fusco.bench.variants import Shuffle
 
 
-class Shuffling(Protocol):
-    """A way to shuffle: dispatch gives expert-major rows, rows of each local expert, and what combine needs."""
+def verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:
+    """Describe where a rank's dispatch or combine differs from the specification; empty if nowhere.
 
-    @property
-    def dispatch(self) -> Callable[[], tuple[torch.Tensor, Iterable[Any], Any]]:
-        """Token-major rows to expert-major ones; behind the last block there may be more."""
-
-    @property
-    def combine(self) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-        """Expert-major rows to token-major ones."""
-
-    @property
-    def num_roundings(self) -> int:
-        """How often a sum of 16-bit rows may be rounded on its way: where its parts travel, and at the end."""
-
-
-def verify(shuffle: Shuffling, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:
-    """Where a rank's dispatch or combine breaks the law, in words; empty if nowhere.
-
-    ``max_spare_rows`` may stand behind the last block, where the size of the output is given.
+    ``max_spare_rows`` may follow the last block, since static outputs have a given size.
     """
     experts = workload.placement.rank_to_experts[rank]
-    # A first round, spoiled, so that the second cannot pass on what lies in recycled memory.
+    # A first round, overwritten with NaN, so that the second cannot pass on old contents of recycled memory.
     rows, _, handle = shuffle.dispatch()
     shuffle.combine(rows, handle).fill_(torch.nan)
     rows.fill_(torch.nan)

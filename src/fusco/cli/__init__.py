@@ -1,1 +1,1 @@
-"""The command line. Modules import heavy things inside their commands, so that help comes at once."""
+"""The command line. Modules import heavy packages inside their commands, so that ``--help`` is fast."""

@@ -1,4 +1,4 @@
-"""``fusco bench``: shuffle and all-to-all beside their baselines, verified first; balancers; schedules."""
+"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
 from fusco.cli.running import new_console
 
-app = typer.Typer(help="Measure, after verifying.", no_args_is_help=True)
+app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
 app.command()(shuffle)
 app.command()(alltoall)
 app.command()(schedule)
@@ -21,7 +21,7 @@ app.command()(schedule)
 
 @app.callback()
 def _bench() -> None:
-    """Measure, after verifying."""
+    """Verify, then measure."""
 
 
 @app.command()

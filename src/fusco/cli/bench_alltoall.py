@@ -1,4 +1,4 @@
-"""``fusco bench alltoall``: an all-to-all by a schedule beside ``all_to_all_single``."""
+"""``fusco bench alltoall``: a scheduled all-to-all compared with ``all_to_all_single``."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def alltoall(
         list[str] | None,
         typer.Option(
             metavar="[" + "|".join(ExchangeMatrix) + "],...",
-            help="What ranks send; several with commas, or repeated. Default: all four.",
+            help="Sizes of messages; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
-    bytes_per_rank: Annotated[int, typer.Option(min=1, help="What a rank sends to others, on average.")] = 16 << 20,
+    bytes_per_rank: Annotated[int, typer.Option(min=1, help="Mean bytes that a rank sends to others.")] = 16 << 20,
     skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
     seed: options.Seed = 0,
     schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = ShownMode.AUTO,
@@ -52,9 +52,9 @@ def alltoall(
     iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
     json: options.JsonFile = None,
 ) -> None:
-    """Measure an all-to-all of skewed sizes beside torch.distributed's, on processes of this machine playing nodes.
+    """Compare an all-to-all of skewed sizes with torch.distributed's, on processes of this machine that emulate nodes.
 
-    On CUDA with several nodes, ranks of different nodes meet over NCCL's network, sockets on the loopback device.
+    On CUDA with several nodes, ranks of different nodes communicate over sockets on the loopback device.
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
@@ -65,11 +65,11 @@ def alltoall(
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     if device is Device.CUDA:
-        check_cuda_core()  # here, before any process starts
+        check_cuda_core()  # before any process starts
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
     kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangeMatrix), "matrix")]
     workload = None
@@ -120,7 +120,7 @@ def alltoall(
 
 
 def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
-    """Runs of consecutive experts as equal as can be, whatever the number of ranks."""
+    """Return a placement of consecutive experts, as even as the number of ranks allows."""
     from fusco.core.placement import ExpertPlacement
 
     return ExpertPlacement.explicit([expert * world_size // num_experts for expert in range(num_experts)], world_size)
@@ -138,7 +138,7 @@ def _run(
     run, num_ranks = runs[0], runs[0].topology.world_size
     if run.device == "cpu":
         largest = max(int(each.rank_bytes.sum()) for each in runs)
-        # What is sent, and what is received by each variant.
+        # The input, and the output of each variant.
         check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
     return run_on_ranks(
         run_rank,
@@ -178,8 +178,8 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             "[green]yes[/]" if record.verified else "[red]NO[/]",
         )
     table.caption = (
-        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks at once: between nodes "
-        f"{one.internode_peak_gbs:.2f} GB/s each way a rank, copy {one.copy_peak_gbs:.1f} GB/s\n"
+        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
+        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s\n"
         "bound: the busiest node's bytes, shared by its ranks, at that peak\n"
         f"{describe_origin(one, one.nodes * one.ranks_per_node)}"
     )

@@ -1,4 +1,4 @@
-"""``fusco bench schedule``: stages, their length, and the time it takes to find them."""
+"""``fusco bench schedule``: number and length of stages, and the time it takes to find them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def schedule(
 
     console, sizes = new_console(json), nodes or NUM_NODES
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Refreshed between measurements only: a thread that draws would be measured as well.
+    # Refreshed between measurements only: a thread that refreshes would disturb them.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("compiling (once)", total=num_steps(sizes))
         progress.refresh()

@@ -1,4 +1,4 @@
-"""``fusco bench shuffle``: fusco beside what else there is, on processes, on GPUs, or on a launched job's ranks."""
+"""``fusco bench shuffle``: fusco and its alternatives, on processes, on GPUs, or on the ranks of a launched job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a run gives: what each rank measured, the records made of it, and what prints those of one workload."""
+    """Result of a run: each rank's measurements, their records, and the function that prints those of a workload."""
 
     ranks: Sequence[Any]
     records: Records
@@ -46,7 +46,7 @@ class SliceOrder(str, Enum):
     STAGED = "staged"
 
 
-def _usual(device: str, num_nodes: int) -> str:
+def _defaults(device: str, num_nodes: int) -> str:
     return ", ".join(choose_variants(device, num_nodes))
 
 
@@ -68,8 +68,8 @@ def shuffle(
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to compare, names with commas or repeated. "
-            f"Default: {_usual('cpu', 2)}; on CUDA {_usual('cuda', 1)}, between nodes {_usual('cuda', 2)}."
+            help="Variants to compare, with commas or repeated. "
+            f"Default: {_defaults('cpu', 2)}; on CUDA {_defaults('cuda', 1)}, between nodes {_defaults('cuda', 2)}."
         ),
     ] = None,
     ablation: Annotated[
@@ -82,7 +82,9 @@ def shuffle(
         ),
     ] = None,
     ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
-    slice_order: Annotated[SliceOrder, typer.Option(help="Which node a rank sends to next.")] = SliceOrder.IN_TURN,
+    slice_order: Annotated[
+        SliceOrder, typer.Option(help="Order of the nodes that a rank sends to.")
+    ] = SliceOrder.IN_TURN,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
     num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
@@ -91,22 +93,22 @@ def shuffle(
         typer.Option(
             dir_okay=False,
             callback=options.check_writable,
-            help="On CUDA: also record when what ran in one dispatch and combine, as JSON for Perfetto. "
-            "With several kinds of traffic a file for each, with its name before the ending.",
+            help="On CUDA: also record a timeline of one dispatch and combine, as JSON for Perfetto. "
+            "With several kinds of traffic a file for each, with its name before the suffix.",
         ),
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Time dispatch and combine of fusco and of the disaggregated baseline in one run.
 
-    Ranks are processes of this machine, on CUDA one for each GPU, that play the nodes asked for; or, under torchrun,
-    its ranks. Every variant is verified against the law first: dispatched rows bit for bit, combined rows within what
-    rounding explains. Exit code 1 if anything is off, or if fusco sends other bytes between nodes than it must.
+    Ranks are processes of this machine, on CUDA one for each GPU, that emulate the given nodes; or, under torchrun,
+    its ranks. Every variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1
+    if a variant is wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
@@ -124,7 +126,7 @@ def shuffle(
         seed=seed,
     ).workloads(patterns)
     if num_sms is not None and device is not Device.CUDA:
-        raise ValueError("--num-sms is about GPUs: it goes with --device cuda")
+        raise ValueError("--num-sms needs --device cuda")
     settings = Settings(
         slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
     )
@@ -163,7 +165,7 @@ def _check_timeline(run: ShuffleRun) -> None:
     if not run.has_timeline:
         return
     if run.device != "cuda":
-        raise ValueError("--timeline shows what runs on GPUs: it goes with --device cuda")
+        raise ValueError("--timeline records GPUs: it needs --device cuda")
     if recorded_variant(run.variants) is None:
         raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
 
@@ -177,7 +179,11 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.ranks.memory_check import check_room
 
     num_ranks = run.topology.world_size
-    check_room("all ranks' rows (--tokens, --hidden), which each rank verifies by,", world_bytes(run.shape), num_ranks)
+    check_room(
+        "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,",
+        world_bytes(run.shape),
+        num_ranks,
+    )
     ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
     return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
 
@@ -188,10 +194,10 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
     from fusco.ranks.emulation import describe_emulation, emulated_network
-    from fusco.ranks.joined_world import launched
+    from fusco.ranks.torchrun import launched
 
     if run.variants != ("baseline",):
-        check_cuda_core()  # here, before any process starts
+        check_cuda_core()  # before any process starts
     ranks = run_on_ranks(
         run_device_rank,
         (run,),

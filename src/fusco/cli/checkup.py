@@ -1,4 +1,4 @@
-"""The checks of ``fusco doctor``: each tries what the library will need, and knows a remedy."""
+"""Checks of ``fusco doctor``: each tries one requirement of the library and has a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fusco
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
 from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 
-# The names of checks: a row is there even if its check cannot be made.
+# Names of checks: each has a row, even if the check cannot run.
 _ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
 _CACHE = "cache of compiled kernels"
 _GLOO, _NCCL = "gloo (between nodes, CPU)", "NCCL (between nodes on CUDA)"
@@ -23,7 +23,7 @@ _PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA ker
 
 @dataclass(frozen=True)
 class Finding:
-    """One check. ``state`` is ``missing`` only for what the CPU backend cannot do without."""
+    """One check. ``state`` is ``missing`` only for requirements of the CPU backend."""
 
     check: str
     state: Literal["ok", "missing", "optional"]
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run all checks, those of the CPU backend first. One that raises is a finding, too, and the others go on."""
+    """Run all checks, those of the CPU backend first. A check that raises is a finding, and the others still run."""
     needed: dict[str, Callable[[], Finding]] = {
         "machine": _machine,
         "system": _system,
@@ -60,9 +60,9 @@ def examine() -> list[Finding]:
 def _try(name: str, check: Callable[[], Finding], state: Literal["missing", "optional"]) -> Finding:
     try:
         return check()
-    except Exception as error:  # noqa: BLE001  whatever a broken installation raises, an import first of all
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything, often when imported
         found = f"the check failed: {type(error).__name__}: {error}"
-        return Finding(name, state, found, "mend what it says, beginning with the rows above")
+        return Finding(name, state, found, "repair the installation, starting with the rows above")
 
 
 def _machine() -> Finding:
@@ -102,7 +102,7 @@ def _shared_memory() -> Finding:
     except SharedMemoryError as error:
         return Finding("shared memory", "missing", str(error), f"a tmpfs on {SHARED_MEMORY_DIR}, and /proc mounted")
     assert is_shared
-    return Finding("shared memory", "ok", f"unnamed segments in {SHARED_MEMORY_DIR} can be made and opened by peers")
+    return Finding("shared memory", "ok", f"unnamed segments in {SHARED_MEMORY_DIR} can be created and opened by peers")
 
 
 def _room() -> Finding:
@@ -123,7 +123,7 @@ def _room() -> Finding:
 
 
 def _cache() -> Finding:
-    """Where compiled kernels are kept; CPU kernels may have another folder than CUDA kernels."""
+    """Find the folders of compiled kernels; CPU kernels may have another one than CUDA kernels."""
     cuda, cpu = find_cache_folder(), find_cache_folder(is_for_cpu=True)
     of_cpu = f"; CPU kernels {cpu.describe()}" if cpu != cuda else ""
     problem = cuda.problem or cpu.problem
@@ -175,7 +175,7 @@ def _peers() -> Finding:
     ]
     if apart:
         return Finding(_PEERS, "optional", f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined")
-    return Finding(_PEERS, "ok", f"all {num}, each every other")
+    return Finding(_PEERS, "ok", f"all {num} reach each other")
 
 
 def _cuda_kernels() -> Finding:

@@ -1,4 +1,4 @@
-"""What ``fusco bench shuffle`` shows for the CPU: a column for each variant, or a row if there are many."""
+"""Tables of ``fusco bench shuffle`` on the CPU: a column for each variant, or a row if there are many."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _HEADINGS = (
     ("lower\nbound, MB", "internode_row_bytes_lower_bound"),
     ("busiest\nrank, MB", "busiest_rank_bytes"),
 )
-_MOST_COLUMNS = 3
+_MAX_COLUMNS = 3
 
 
 def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
-    """The variants of one workload, and below them what the run looked like."""
-    ours = records[0]
+    """Print the variants of one workload, and notes on the run."""
+    first = records[0]
     title = (
-        f"shuffle, {ours.traffic} traffic: {ours.nodes} nodes x {ours.ranks_per_node} ranks, {ours.tokens} tokens a "
-        f"rank, hidden {ours.hidden}, top-{ours.num_topk} of {ours.num_experts}, {ours.dtype}, on {ours.device}"
+        f"shuffle, {first.traffic} traffic: {first.nodes} nodes x {first.ranks_per_node} ranks, {first.tokens} tokens "
+        f"a rank, hidden {first.hidden}, top-{first.num_topk} of {first.num_experts}, {first.dtype}, on {first.device}"
     )
-    table = Table(title=title, title_justify="left", caption="\n".join(_notes(ours)), caption_justify="left")
+    table = Table(title=title, title_justify="left", caption="\n".join(_notes(first)), caption_justify="left")
     table.add_column("")
-    if len(records) > _MOST_COLUMNS:
+    if len(records) > _MAX_COLUMNS:
         _add_row_each(table, records)
     else:
         _add_column_each(table, records)
@@ -72,7 +72,7 @@ def _add_column_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
-    table.add_row("verified", *map(_failure_report, records))
+    table.add_row("verified", *map(_verified, records))
 
 
 def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
@@ -81,14 +81,14 @@ def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
     table.add_column("verified", justify="right")
     for record in records:
         cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
-        table.add_row(record.variant, *cells, _failure_report(record))
+        table.add_row(record.variant, *cells, _verified(record))
 
 
 def _value(record: ShuffleRecord, name: str, unit: str) -> str:
     return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
 
 
-def _failure_report(record: ShuffleRecord) -> str:
+def _verified(record: ShuffleRecord) -> str:
     return "[green]yes[/]" if record.is_right else "[red]NO[/]"
 
 
@@ -96,11 +96,11 @@ def _notes(record: ShuffleRecord) -> list[str]:
     num_ranks = record.nodes * record.ranks_per_node
     notes = [
         f"medians of {record.num_iterations} iterations, the slowest rank's time; bytes of one dispatch, all ranks",
-        f"links, all {num_ranks} ranks at once: copy {record.copy_peak_gbs:.1f} GB/s a rank",
+        f"links, all {num_ranks} ranks sending at once: copy {record.copy_peak_gbs:.1f} GB/s a rank",
     ]
     if record.nodes > 1:
         share_s = record.internode_row_bytes / num_ranks / (record.internode_peak_gbs * 1e9)
-        notes[-1] += f", between nodes {record.internode_peak_gbs:.2f} GB/s each way"
+        notes[-1] += f", between nodes {record.internode_peak_gbs:.2f} GB/s in each direction"
         notes.append(
             f"{record.variant}: dispatch's rows between nodes at that peak: {share_s * 1e3:.1f} ms, "
             f"{share_s * 1e3 / record.dispatch_ms:.0%} of the time dispatch took"

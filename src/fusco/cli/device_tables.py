@@ -1,4 +1,4 @@
-"""What ``fusco bench shuffle --device cuda`` shows, within a node and between nodes: a row for each variant."""
+"""Tables of ``fusco bench shuffle --device cuda``, within a node and between nodes: a row for each variant."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
-    """A row for each variant, and below it what the run looked like."""
-    ours = records[0]
-    table, baseline_ms = _table(ours, f"{ours.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
+    """Print a row for each variant within a node, and notes on the run."""
+    first = records[0]
+    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
     columns = ("dispatch", "combine", "both", "baseline / it", "dispatch", "of peak", "combine", "of peak", "verified")
     table.add_column("ms, and GB/s of rows")
     for name in columns:
@@ -41,9 +41,9 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
 
 
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
-    """The same between nodes: times, what crosses, and both against the network's peak of the same run."""
-    ours = records[0]
-    table = _table(ours, f"{ours.nodes} nodes x {ours.ranks_per_node} GPUs", _internode_notes(records))
+    """Print a row for each variant between nodes: times and bytes, compared with the network's peak in the same run."""
+    first = records[0]
+    table = _table(first, f"{first.nodes} nodes x {first.ranks_per_node} GPUs", _internode_notes(records))
     baseline_ms = _baseline_ms(records)
     table.add_column("")
     for name in ("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "all ranks\nMB", "lower\nbound, MB"):
@@ -67,7 +67,7 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
 
 
 def _table(record: VariantRecord, where: str, notes: Sequence[str]) -> Table:
-    """An empty table that says what was run, and where."""
+    """Return an empty table whose title describes the run."""
     return Table(
         title=(
             f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
@@ -84,22 +84,22 @@ def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) ->
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
-    ours, peaks = records[0], records[0].peaks
-    share = ours.metadata_bytes / ours.internode_row_bytes if ours.internode_row_bytes else 0.0
+    first, peaks = records[0], records[0].peaks
+    share = first.metadata_bytes / first.internode_row_bytes if first.internode_row_bytes else 0.0
     notes = [
         *_variant_notes(records),
-        f"network between nodes, NCCL, GB/s a rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
+        f"network between nodes, NCCL, GB/s per rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
         f"rank, {peaks['spread_gbs']:.2f} with all of other nodes",
-        f"MB: rows of one dispatch; busiest: the most that a rank sends or receives; {ours.variant} also sends "
-        f"{ours.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
+        f"MB: rows of one dispatch; busiest: the maximum that a rank sends or receives; {first.variant} also sends "
+        f"{first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
     ]
-    if ours.emulation:
-        notes.append(f"nodes are played on one machine, by NCCL's network; {ours.emulation}")
-    return [*notes, *_origin(ours)]
+    if first.emulation:
+        notes.append(f"nodes are emulated on one machine, by NCCL's network; {first.emulation}")
+    return [*notes, *_origin(first)]
 
 
 def _origin(record: VariantRecord) -> list[str]:
-    """Where the routing comes from, and what the figures were made with."""
+    """Return notes on the source of the routing and the environment."""
     repeats = f"; repeated {record.trace_repeats:.2f} times" if record.trace_repeats > 1 else ""
     return [
         *([f"trace: {record.trace}{repeats}"] if record.trace else []),
@@ -116,7 +116,7 @@ def _notes(records: Sequence[DeviceRecord]) -> list[str]:
     floor_ms = record.remote_row_bytes / 1e6 / peaks["copy_engine_pull_gbs"] if peaks["copy_engine_pull_gbs"] else 0.0
     notes = [
         *_variant_notes(records),
-        f"each rank must take in up to {record.remote_row_bytes / 1e6:.1f} MB of rows: {floor_ms:.3f} ms at the peak",
+        f"each rank must receive up to {record.remote_row_bytes / 1e6:.1f} MB of rows: {floor_ms:.3f} ms at the peak",
         f"peaks in GB/s: copy engine {peaks['copy_engine_pull_gbs']:.0f} pulling, {peaks['copy_engine_push_gbs']:.0f} "
         f"pushing; multiprocessors {peaks['sm_pull_gbs']:.0f} and {peaks['sm_push_gbs']:.0f}; local "
         f"{peaks['local_gbs']:.0f} read and written",
@@ -126,16 +126,16 @@ def _notes(records: Sequence[DeviceRecord]) -> list[str]:
         notes.append(f"multiprocessors taken by {record.variant}: {taken}")
     if record.kernel_us:
         kernels = ", ".join(f"{name} {us:.0f}" for name, us in record.kernel_us.items())
-        notes.append(f"kernels of {record.variant} in us, side by side and waiting included: {kernels}")
+        notes.append(f"kernels of {record.variant} in us, concurrent and waiting included: {kernels}")
     return [*notes, *_origin(record)]
 
 
 def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
-    """How times were taken, and of what."""
-    from fusco.bench.variants import WHAT
+    """Return notes on the measurement and the variants."""
+    from fusco.bench.variants import VARIANTS
 
     return [
-        f"medians of {records[0].num_iterations}, the slowest rank's, on the device, once all ranks' devices have met; "
-        f"planning and barriers counted",
-        *(f"{record.variant}: {WHAT[record.variant]}" for record in records),
+        f"medians of {records[0].num_iterations}, the slowest rank's, on the device, after an all-reduce; "
+        f"planning and barriers included",
+        *(f"{record.variant}: {VARIANTS[record.variant].description}" for record in records),
     ]

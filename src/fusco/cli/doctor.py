@@ -1,4 +1,4 @@
-"""``fusco doctor``: what this machine can run, what is missing, and how to get it."""
+"""``fusco doctor``: the backends that this machine can run, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusco.cli.running import new_console
 
 
 def doctor(json: options.JsonFile = None) -> None:
-    """Say what this machine can run and what is missing; exit code 1 if not even the CPU backend would work."""
+    """Check what this machine can run and what is missing; exit code 1 if not even the CPU backend works."""
     from fusco.bench.json_lines import write_json_lines
     from fusco.cli.checkup import examine
 
@@ -21,7 +21,7 @@ def doctor(json: options.JsonFile = None) -> None:
         table.add_column(name, overflow="fold")
     for finding in findings:
         colour = {"ok": "green", "missing": "red", "optional": "yellow"}[finding.state]
-        # Escaped: a remedy may name an extra in brackets, which is no markup.
+        # Escaped: a remedy may name an extra in brackets, which is not markup.
         table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
     new_console(json).print(table)
     if json:

@@ -1,4 +1,4 @@
-"""A Gantt picture of stages in a terminal: a line for each sender, a letter for each receiver."""
+"""Gantt chart of stages in a terminal: a line for each sender, a letter for each receiver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDLE = "·"
 
 
 def node_letter(node: int) -> str:
-    """One character for a node: digits, then letters, then ``#`` for all others.
+    """Return one character for a node: digits, then letters, then ``#`` for all others.
 
     >>> node_letter(3), node_letter(10), node_letter(99)
     ('3', 'A', '#')
@@ -30,14 +30,12 @@ def draw_gantt(
     num_bytes: Sequence[Sequence[int]],
     duration_bytes: Sequence[int],
     width: int,
-    most_nodes: int | None = None,
+    max_nodes: int | None = None,
 ) -> list[Text]:
-    """A ruler with a mark where each stage begins, then a line for each node; ``width`` characters are all stages.
+    """Return a ruler with a mark at the start of each stage, then a line for each node, ``width`` characters wide.
 
-    With ``most_nodes``, only so many nodes have a line, the first ones.
-
-    Each stage has its share of the width, with the letter of the receiver as long as the node sends, and dots while it
-    waits. Stages too short for a character do not show.
+    With ``max_nodes``, only the first nodes have a line. The width of a stage is proportional to its length: the letter
+    of the receiver while the node sends, dots while it waits. Stages shorter than a character are not visible.
 
     >>> for line in draw_gantt([[1, 0], [-1, 0]], [[6, 3], [0, 2]], [6, 2], width=8):
     ...     print(line)
@@ -54,7 +52,7 @@ def draw_gantt(
     for begin in begins:
         ruler[min(column(begin), width - 1)] = "|"
     lines = [Text("   " + "".join(ruler).rstrip(), style="dim")]
-    for node in range(len(dst_node[0]) if dst_node else 0)[:most_nodes]:
+    for node in range(len(dst_node[0]) if dst_node else 0)[:max_nodes]:
         line = Text(f"{node:<3}")
         for stage, begin in enumerate(begins):
             dst, size = dst_node[stage][node], num_bytes[stage][node]

@@ -1,4 +1,4 @@
-"""``fusco``: the commands, and the one place that turns errors into sentences and exit codes."""
+"""``fusco``: the commands, and the only place that turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fusco.cli.schedule import schedule
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import check_torch
-from fusco.ranks.failures import RankFailedError, ToldElsewhereError, in_words
+from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, error_text
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
-_FIRST_RANK_TELLS_S = 5.0  # interpreters start seconds apart where ranks are more than cores
+_FIRST_RANK_REPORTS_S = 5.0  # with more ranks than cores, interpreters start seconds apart
 
 app = typer.Typer(
     name="fusco",
@@ -44,7 +44,7 @@ app.command()(doctor)
 app.command()(warm_up)
 
 
-def _tell_version(is_asked: bool) -> None:
+def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"fusco {fusco.__version__}")
         raise typer.Exit
@@ -55,7 +55,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows has limits of its own
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # handled once: cleaning up has limits
     raise Terminated
 
 
@@ -64,10 +64,10 @@ def _fusco(
     context: typer.Context,
     *,
     _version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and exit.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "doctor":  # which has a row for it
+    if context.invoked_subcommand != "doctor":  # doctor has a row for it
         try:
             check_torch()
         except ImportError as error:
@@ -83,28 +83,27 @@ def run() -> None:
         name, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
         Console(stderr=True).print(f"[bold red]{name}[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
         sys.exit(code)
-    except ToldElsewhereError:
+    except ReportedElsewhereError:
         sys.exit(1)
     except RankFailedError as error:
-        _tell("failed", error.summary)
+        _print_error("failed", error.summary)
         if error.unexpected:
-            _tell("traceback", error.unexpected)
+            _print_error("traceback", error.unexpected)
         sys.exit(1)
     except (ValueError, OSError, OverflowError) as error:
-        _let_first_rank_tell()
-        _tell("error", str(error))
+        _wait_for_first_rank()
+        _print_error("error", str(error))
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
-        _tell("failed", in_words(error) or "there is not enough memory")
+        _print_error("failed", error_text(error) or "there is not enough memory")
         sys.exit(1)
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises ``Interrupted`` and SIGTERM ``Terminated``, unless somebody has chosen otherwise.
+    """Raise ``Interrupted`` on Ctrl-C and ``Terminated`` on SIGTERM, unless other handlers are installed.
 
-    On the ranks of a launcher SIGTERM ends the process as ever: the launcher waits for that, and has started all there
-    is to end.
+    On the ranks of a launcher SIGTERM keeps its default: it ends the process, and the launcher ends all others.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if before[signal.SIGINT] is signal.default_int_handler:
@@ -115,18 +114,18 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # as one that Python did not install
+            if handler is not None:  # None is a handler that Python did not install
                 signal.signal(number, handler)
 
 
-def _let_first_rank_tell() -> None:
-    """Give the first rank of this machine time to say what is wrong with arguments that all ranks have.
+def _wait_for_first_rank() -> None:
+    """Give the first rank of this machine time to print the error of arguments that all ranks have.
 
-    The launcher then ends the others, which would say it again; one that is still there has an error of its own.
+    The launcher then ends the others, which would repeat it. A rank that is still alive has a different error.
     """
     if os.environ.get(_LOCAL_RANK, "0") != "0":
-        time.sleep(_FIRST_RANK_TELLS_S)
+        time.sleep(_FIRST_RANK_REPORTS_S)
 
 
-def _tell(what: str, text: str) -> None:
+def _print_error(what: str, text: str) -> None:
     Console(stderr=True).print(f"[bold red]{what}:[/] {escape(text)}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the workload they describe."""
+"""Options that several commands share, and the workload that they describe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BalancerName(str, Enum):
 
 
 class Device(str, Enum):
-    """Where ranks have their rows."""
+    """Device types of rows."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -42,7 +42,7 @@ class RowDtype(str, Enum):
 
 
 def check_writable(path: Path | None) -> Path | None:
-    """A file that can be written once there is something to write; said before hours are spent on what it will hold."""
+    """Check that a file can be written, before hours are spent on its contents."""
     if path is None:
         return None
     place = path if path.exists() else path.parent
@@ -54,43 +54,43 @@ def check_writable(path: Path | None) -> Path | None:
 
 
 def check_json(path: Path | None) -> Path | None:
-    """The same of JSON lines; ``-`` is stdout."""
+    """Check that a file of JSON lines can be written; ``-`` is stdout."""
     return path if path == names.STDOUT else check_writable(path)
 
 
-# Far beyond what one machine can play, and near enough that what is counted fits into memory.
-_MOST_NODES, _MOST_RANKS_PER_NODE, _MOST_TOKENS, _MOST_HIDDEN, _MOST_EXPERTS = 1024, 128, 1 << 22, 1 << 27, 1 << 14
+# Far beyond what one machine can emulate, and small enough that matrices fit into memory.
+_MAX_NODES, _MAX_RANKS_PER_NODE, _MAX_TOKENS, _MAX_HIDDEN, _MAX_EXPERTS = 1024, 128, 1 << 22, 1 << 27, 1 << 14
 
-Nodes = Annotated[int, typer.Option(min=1, max=_MOST_NODES, help="Nodes to play on this machine.")]
-RanksPerNode = Annotated[int, typer.Option(min=1, max=_MOST_RANKS_PER_NODE, help="Ranks of each node.")]
+Nodes = Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Nodes to emulate on this machine.")]
+RanksPerNode = Annotated[int, typer.Option(min=1, max=_MAX_RANKS_PER_NODE, help="Ranks of each node.")]
 AnyNodes = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=_MOST_NODES,
-        help="Nodes to play on this machine. Default: 2, on CUDA 1; under torchrun, its own.",
+        max=_MAX_NODES,
+        help="Nodes to emulate on this machine. Default: 2, on CUDA 1; under torchrun, those of the job.",
     ),
 ]
 AnyRanksPerNode = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=_MOST_RANKS_PER_NODE,
-        help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, its own.",
+        max=_MAX_RANKS_PER_NODE,
+        help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, those of the job.",
     ),
 ]
-Tokens = Annotated[int, typer.Option(min=1, max=_MOST_TOKENS, help="Tokens of each rank.")]
-Hidden = Annotated[int, typer.Option(min=1, max=_MOST_HIDDEN, help="Elements of a row.")]
-NumExperts = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of all ranks together.")]
-NumTopk = Annotated[int, typer.Option(min=1, max=_MOST_EXPERTS, help="Experts of a token.")]
+Tokens = Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="Tokens of each rank.")]
+Hidden = Annotated[int, typer.Option(min=1, max=_MAX_HIDDEN, help="Elements of a row.")]
+NumExperts = Annotated[int, typer.Option(min=1, max=_MAX_EXPERTS, help="Experts of all ranks.")]
+NumTopk = Annotated[int, typer.Option(min=1, max=_MAX_EXPERTS, help="Experts per token (top-k).")]
 Dtype = Annotated[RowDtype, typer.Option(help="Dtype of rows.")]
-Pattern = Annotated[names.Pattern, typer.Option("--traffic", help="Where tokens go (FUSCO, section 5.2).")]
+Pattern = Annotated[names.Pattern, typer.Option("--traffic", help="Traffic pattern (FUSCO, section 5.2).")]
 Patterns = Annotated[
     list[str],
     typer.Option(
         "--traffic",
         metavar="[" + "|".join(names.Pattern) + "],...",
-        help="Where tokens go (FUSCO, section 5.2); several with commas, or repeated, share one start of the ranks.",
+        help="Traffic patterns (FUSCO, section 5.2); several with commas, or repeated, run on the same ranks.",
     ),
 ]
 TraceFile = Annotated[
@@ -102,10 +102,10 @@ TraceFile = Annotated[
         help="Routing to replay: npz or npy of ids (tokens, layers, topk). Default: the Qwen3-30B-A3B trace shipped.",
     ),
 ]
-TraceKey = Annotated[str | None, typer.Option(help="Which array of an npz trace.")]
-Layer = Annotated[int | None, typer.Option(min=0, help="Which layer of the trace. Default: 0.")]
+TraceKey = Annotated[str | None, typer.Option(help="Array of an npz trace.")]
+Layer = Annotated[int | None, typer.Option(min=0, help="Layer of the trace. Default: 0.")]
 Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
-Balancer = Annotated[BalancerName, typer.Option(help="Who forwards for whom.")]
+Balancer = Annotated[BalancerName, typer.Option(help="Balancer of communication groups.")]
 JsonFile = Annotated[
     Path | None,
     typer.Option(
@@ -118,9 +118,9 @@ JsonFile = Annotated[
 
 
 def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:
-    """Names given with commas between them, repeatedly, or both; all that are allowed if the option is not given.
+    """Return names given with commas between them, repeatedly, or both; all allowed ones without the option.
 
-    ``ValueError`` if there are none, or one that is not allowed. With nothing in ``allowed`` the caller looks at them.
+    Raises ``ValueError`` for no name, or one that is not allowed. With empty ``allowed`` the caller checks the names.
     """
     if given is None:
         return list(allowed)
@@ -134,7 +134,7 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
 
 
 def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> None:
-    """``ValueError`` if options of a trace are given, though ``option`` has it that none is replayed."""
+    """Raise ``ValueError`` if options of a trace are given although ``option`` selects no trace."""
     for name, value in of_trace.items():
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
@@ -142,7 +142,7 @@ def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """The options of a command that describe a workload, as they are, but for ``--traffic``."""
+    """Options of a command that describe a workload, except ``--traffic``."""
 
     nodes: int
     ranks_per_node: int
@@ -157,7 +157,7 @@ class WorkloadOptions:
     seed: int
 
     def workloads(self, patterns: Sequence[names.Pattern]) -> tuple[Workload, ...]:
-        """One for each pattern; ``ValueError`` where options do not go together."""
+        """Return a workload for each pattern; ``ValueError`` if options do not fit together."""
         import torch
 
         from fusco.bench.traffic import Trace, Workload

@@ -1,4 +1,4 @@
-"""``fusco plan``: what a plan does, and why it forwards as it does."""
+"""``fusco plan``: the traffic, groups and loads of one plan."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _print(record: PlanRecord, console: Console) -> None:
         matrix.add_row(f"node {node}", *(f"{count:,}" if count else "-" for count in row))
     console.print(matrix)
 
-    ranks = Table(title="rows that cross between nodes, by rank", title_justify="left")
+    ranks = Table(title="rows between nodes, by rank", title_justify="left")
     for name in ("rank", "node", "group", "sends", "receives as forwarder"):
         ranks.add_column(name, justify="right")
     for rank in record.ranks:
@@ -95,7 +95,7 @@ def _print(record: PlanRecord, console: Console) -> None:
     console.print(loads)
 
     sent, avoided = record.internode_bytes, record.internode_bytes_avoided
-    share = f" ({avoided / (sent + avoided):.0%} of what one copy for each expert would send)" if avoided else ""
+    share = f" ({avoided / (sent + avoided):.0%} of what a copy for each expert would send)" if avoided else ""
     console.print(f"between nodes: {sent / 1e6:,.2f} MB of rows; duplicates avoided: {avoided / 1e6:,.2f} MB{share}")
     console.print(f"within nodes: {record.intranode_bytes / 1e6:,.2f} MB pulled from other ranks' pools, each row once")
     console.print(f"metadata between nodes: {record.metadata_bytes / 1e6:,.2f} MB")

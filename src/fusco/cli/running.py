@@ -1,4 +1,4 @@
-"""How a benchmark comes by its ranks: processes of this machine, or the job that a launcher has started."""
+"""Run a benchmark on ranks: processes of this machine, or the job that a launcher has started."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fusco.core.shared_gpus import may_share_gpus
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fusco.ranks.joined_world import Launched
+    from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
 
 
-_WIDE = 150  # of a table in a log
+_LOG_WIDTH = 150  # columns of a table in a log
 
 
 class Interrupted(BaseException):
-    """Ctrl-C, and what else to say of it; not KeyboardInterrupt, which typer answers itself, some versions with 1."""
+    """Ctrl-C, with a remark; not KeyboardInterrupt, which typer handles itself, some versions with exit code 1."""
 
 
 class Terminated(Interrupted):
@@ -32,19 +32,19 @@ class Terminated(Interrupted):
 
 
 def new_console(json: Path | None = None, *, quiet: bool = False) -> Console:
-    """Where tables are shown: on stdout, unless JSON lines go there.
+    """Return the console for tables: stdout, or stderr if JSON lines go to stdout.
 
-    As wide as the terminal or as ``COLUMNS`` says; if there is neither, as wide as the tables are.
+    It has the width of the terminal or of ``COLUMNS``; without either, that of the widest table.
     """
     is_stderr = json == STDOUT
     console = Console(stderr=is_stderr, quiet=quiet)
     if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return console
-    return Console(stderr=is_stderr, quiet=quiet, width=max(console.width, _WIDE))
+    return Console(stderr=is_stderr, quiet=quiet, width=max(console.width, _LOG_WIDTH))
 
 
 def num_devices(device: str) -> int:
-    """How many GPUs this machine has, if ranks are to have one each."""
+    """Return the number of GPUs of this machine; 0 on the CPU."""
     if device != "cuda":
         return 0
     import torch
@@ -55,9 +55,9 @@ def num_devices(device: str) -> int:
 def choose_shape(
     device: str, nodes: int | None, ranks_per_node: int | None, launched: Launched | None, num_devices: int
 ) -> tuple[int, int]:
-    """How many nodes, and ranks of each: as asked for, else as launched, else what this machine has.
+    """Return the number of nodes and ranks per node: as given, else as launched, else what this machine has.
 
-    Raises ``ValueError`` if that does not divide, if there are too few GPUs, or if a launcher started another number.
+    Raises ``ValueError`` if they do not divide, if there are too few GPUs, or if a launcher started another number.
     """
     if launched:
         ranks_per_node = ranks_per_node or launched.local_world_size
@@ -97,24 +97,25 @@ def run_on_ranks(
 
     Args:
         function: one rank's part.
-        arguments: what all ranks get alike.
-        num_ranks: how many processes are started, unless a launcher has.
-        num_steps: how many steps the function reports.
-        console: where progress is shown.
-        device: where rows are.
-        environment: for each rank, what its process gets on top of this one's, if it is started here.
-        prepare: what to compile first, so that the ranks find it on disk.
+        arguments: the same for all ranks.
+        num_ranks: processes to start, unless a launcher has started the ranks.
+        num_steps: steps that the function reports.
+        console: shows progress.
+        device: ``"cpu"`` or ``"cuda"``.
+        environment: for each rank, variables added to this process's environment, if it is started here.
+        prepare: functions that compile kernels, called first, so that the ranks load them from disk.
 
     Returns:
         ``None`` on all ranks but 0 of a job that a launcher has started.
 
     """
-    from fusco.ranks.joined_world import JoinedWorld, launched
+    from fusco.ranks.joined_world import JoinedWorld
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import watching
+    from fusco.ranks.torchrun import launched
 
-    if by_launcher := launched():
-        with JoinedWorld(by_launcher, device) as joined:
+    if launched():
+        with JoinedWorld(device) as joined:
             return joined.run(function, *arguments, None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -1,4 +1,4 @@
-"""``fusco schedule``: a matrix, its stages, and when who sends to whom."""
+"""``fusco schedule``: a matrix, its stages, and a Gantt chart of senders and receivers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fusco.bench.schedule_modes import ModeRecord
     from fusco.schedule.stages import IntArray
 
-_MOST_ROWS = 24  # of a table; a screenful
+_MAX_ROWS = 24  # of a table; a screenful
 _SKEW = 0.8
-_MOST_NODES = 256  # whose exact stages, up to 65,026 of 256 pairs each, still fit into memory
+_MAX_NODES = 256  # their exact stages, up to 65,026 of 256 pairs each, fit into memory
 
 
 class ShownMode(str, Enum):
-    """Whose stages to show: a mode's, or those of the one that should take least."""
+    """Mode of the stages to show; ``auto`` is the one with the shortest modelled time."""
 
     AUTO = "auto"
     EXACT = "exact"
@@ -37,30 +37,28 @@ class ShownMode(str, Enum):
 
 def schedule(
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=_MOST_NODES, help="Nodes of a matrix that is made. Default: 4.")
+        int | None, typer.Option(min=1, max=_MAX_NODES, help="Nodes of a generated matrix. Default: 4.")
     ] = None,
-    matrix: Annotated[MatrixKind | None, typer.Option(help="How the matrix is made. Default: random.")] = None,
+    matrix: Annotated[MatrixKind | None, typer.Option(help="Kind of a generated matrix. Default: random.")] = None,
     skew: Annotated[float | None, typer.Option(min=0, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
     largest: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1 << 62, help="Largest entry of a matrix that is made, in bytes. Default: 100,000,000."
-        ),
+        typer.Option(min=1, max=1 << 62, help="Largest entry of a generated matrix, in bytes. Default: 100,000,000."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a matrix that is made. Default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a generated matrix. Default: 0.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv."),
     ] = None,
-    mode: Annotated[ShownMode, typer.Option(help="Whose stages to show.")] = ShownMode.AUTO,
+    mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = ShownMode.AUTO,
     ranks_per_node: options.RanksPerNode = 8,
-    latency_us: Annotated[float, typer.Option(min=0, help="What each stage costs beside its bytes.")] = 10.0,
+    latency_us: Annotated[float, typer.Option(min=0, help="Fixed cost of each stage.")] = 10.0,
     internode_gbs: Annotated[float, typer.Option(help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
     json: options.JsonFile = None,
 ) -> None:
-    """Split what nodes send each other into one-to-one stages, and show when who sends to whom.
+    """Split the traffic between nodes into one-to-one stages, and show the senders and receivers of each.
 
-    Pure computation: nothing is sent. JSON lines hold the stages of all modes.
+    Pure computation: nothing is sent. JSON lines contain the stages of all modes.
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import load_matrix, make_matrix
@@ -78,8 +76,8 @@ def schedule(
         skew = _SKEW if skew is None else skew
         name = kind.value + (f" {skew:g}" if kind is MatrixKind.ZIPF else "")
         node_bytes = make_matrix(kind, nodes or 4, largest=largest or 100_000_000, skew=skew, seed=seed or 0)
-    if len(node_bytes) > _MOST_NODES:
-        raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MOST_NODES} are scheduled here")
+    if len(node_bytes) > _MAX_NODES:
+        raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MAX_NODES} are scheduled here")
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
     records = compare_modes(node_bytes, name, ranks_per_node, links)
     console = new_console(json)
@@ -100,7 +98,7 @@ def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
 def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
     num_nodes = len(node_bytes)
     title = f"[bold]{name}[/], {num_nodes} nodes"
-    if num_nodes > _MOST_ROWS:
+    if num_nodes > _MAX_ROWS:
         console.print(f"{title}: {node_bytes.sum() / 1e6:,.1f} MB in all, diagonal included")
         return
     table = Table(title=f"{title}: MB from node (down) to node (across)", title_justify="left")
@@ -136,21 +134,21 @@ def _print_stages(record: ModeRecord, console: Console) -> None:
     for name in ("stage", "MB", "who sends to whom"):
         table.add_column(name, justify="left" if name.startswith("who") else "right")
     stages, is_large = list(zip(record.dst_node, record.duration_bytes, strict=True)), record.num_nodes > NUM_LETTERS
-    for stage, (dst_node, length) in enumerate(stages[:_MOST_ROWS]):
+    for stage, (dst_node, length) in enumerate(stages[:_MAX_ROWS]):
         pairs = [
             f"{src}>{dst}" if is_large else f"{node_letter(src)}>{node_letter(dst)}"
             for src, dst in enumerate(dst_node)
             if dst >= 0
         ]
-        more = [f"and {len(pairs) - _MOST_ROWS} more"] if len(pairs) > _MOST_ROWS else []
-        table.add_row(str(stage), f"{length / 1e6:,.2f}", " ".join(pairs[:_MOST_ROWS] + more))
-    if len(stages) > _MOST_ROWS:
-        table.add_row("...", "", f"and {len(stages) - _MOST_ROWS} more")
+        more = [f"and {len(pairs) - _MAX_ROWS} more"] if len(pairs) > _MAX_ROWS else []
+        table.add_row(str(stage), f"{length / 1e6:,.2f}", " ".join(pairs[:_MAX_ROWS] + more))
+    if len(stages) > _MAX_ROWS:
+        table.add_row("...", "", f"and {len(stages) - _MAX_ROWS} more")
     console.print(table)
     others = f", # for nodes from {NUM_LETTERS} on" if is_large else ""
     console.print(f"when each node sends (down) to which node (letters{others}), · while it sends nothing")
     width = max(20, console.width - 4)
-    for line in draw_gantt(record.dst_node, record.num_bytes, record.duration_bytes, width, _MOST_ROWS):
+    for line in draw_gantt(record.dst_node, record.num_bytes, record.duration_bytes, width, _MAX_ROWS):
         console.print(line, no_wrap=True, highlight=False, overflow="crop")
-    if record.num_nodes > _MOST_ROWS:
-        console.print(f"... and {record.num_nodes - _MOST_ROWS} more nodes")
+    if record.num_nodes > _MAX_ROWS:
+        console.print(f"... and {record.num_nodes - _MAX_ROWS} more nodes")

@@ -20,9 +20,9 @@ from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
 
 if TYPE_CHECKING:
+    from fusco.ranks.torchrun import Launched
     from fusco.train.job import TrainingJob
     from fusco.train.records import Run
-    from fusco.train.world import Joined
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
     num_experts: Annotated[
         int | None, typer.Option(min=1, help="Experts of a layer. " + from_preset("num_experts"))
     ] = None,
-    num_topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token. " + from_preset("num_topk"))] = None,
+    num_topk: Annotated[int | None, typer.Option(min=1, help="Experts per token. " + from_preset("num_topk"))] = None,
     moe_intermediate: Annotated[
         int | None, typer.Option(min=1, help="Inner width of an expert. " + from_preset("moe_intermediate"))
     ] = None,
@@ -46,20 +46,18 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
     lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. " + from_preset("lr"))] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps in which it rises to that. " + from_preset("warmup_steps"))
+        int | None, typer.Option(min=0, help="Steps of linear warm-up. " + from_preset("warmup_steps"))
     ] = None,
     router_loss: Annotated[
         float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
     ] = 0.01,
     dispatcher: Annotated[
         Literal["fusco", "torch", "both"],
-        typer.Option(help="What moves tokens; both: one run each, from the same weights, compared."),
+        typer.Option(help="What moves tokens; both: one run each from the same weights, compared."),
     ] = "fusco",
     activation_checkpointing: Annotated[
         Literal["none", "full", "selective"],
-        typer.Option(
-            help="What blocks compute again in the backward pass: nothing, all, all but dispatch and combine."
-        ),
+        typer.Option(help="What blocks recompute in the backward pass: nothing, all, all but dispatch and combine."),
     ] = "none",
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
@@ -67,9 +65,9 @@ def train(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="File or directory to learn, a byte a token. Default: this machine's Python sources."),
+        typer.Option(help="File or directory to train on, one token per byte. Default: this machine's Python sources."),
     ] = None,
-    text_bytes: Annotated[int, typer.Option(min=1, help="Bytes of it at most.")] = 32 << 20,
+    text_bytes: Annotated[int, typer.Option(min=1, help="Maximum bytes of the text.")] = 32 << 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait in fusco, in seconds.")] = 60.0,
     record_trace: Annotated[
@@ -80,8 +78,8 @@ def train(
 ) -> None:
     """Train a small Qwen3-MoE on real text, its experts distributed, and measure every step.
 
-    Starts its ranks on this machine, or, under torchrun, is one of them. Shown are the loss, and the time that dispatch
-    and combine take, forward and backward. Needs transformers.
+    Starts ranks on this machine; under torchrun, it is one of the job's ranks. Shows the loss, and the time of dispatch
+    and combine, forward and backward. Needs transformers.
 
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
@@ -141,21 +139,21 @@ def train(
 
 
 def _check_packages() -> None:
-    """Said at once, before anything is imported that takes seconds."""
+    """Raise before anything is imported that takes seconds."""
     try:
         check_fsdp("fusco train")
     except ImportError as error:
         raise ValueError(str(error)) from error
 
 
-def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int:
+def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
     found = num_devices(device.value)
     if device is Device.CUDA and not found:
         raise ValueError("--device cuda needs a GPU, and torch finds none")
     if joined is not None:
-        if wanted not in (None, joined.num_ranks):
-            raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.num_ranks}")
-        return joined.num_ranks
+        if wanted not in (None, joined.world_size):
+            raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")
+        return joined.world_size
     num_ranks = wanted or found or 4
     if found and num_ranks > found:
         raise ValueError(f"{num_ranks} ranks need a GPU each, and torch finds {found}")
@@ -163,9 +161,9 @@ def _num_ranks(wanted: int | None, device: Device, joined: Joined | None) -> int
 
 
 def _run(
-    job: TrainingJob, joined: Joined | None, console: Console, *, keeps_routing: bool, json: Path | None
+    job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run]:
-    """Train. What is wrong with the machine or the text is said before any process starts."""
+    """Train. Problems of the machine or the text raise before any process starts."""
     from fusco.api.validation import check_cuda_core
     from fusco.bench.json_lines import write_json_lines
     from fusco.train.text import load_text
@@ -188,7 +186,7 @@ def _run(
 
 @contextmanager
 def _showing(job: TrainingJob, console: Console) -> Iterator[Callable[[int, str], None]]:
-    """A bar with the latest step, and a line for every twentieth of the run, which stay."""
+    """Show a bar with the latest step, and print a line for every twentieth of the run."""
     num_steps = job.num_steps * len(job.dispatchers)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:

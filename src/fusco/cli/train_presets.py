@@ -1,4 +1,4 @@
-"""Sizes that ``fusco train`` starts from."""
+"""Presets of sizes for ``fusco train``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Preset:
     dtype: Literal["float32", "bfloat16"]
 
     def changed(self, **given: Any) -> Preset:
-        """With what the user has given; what is ``None`` was not."""
+        """Return the preset with the user's values; ``None`` means not given."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     def shape(self) -> ModelShape:
-        """Those of the model."""
+        """Return the sizes of the model."""
         from fusco.train.job import ModelShape
 
         return ModelShape(
@@ -74,5 +74,5 @@ PRESETS: dict[PresetName, Preset] = {
 
 
 def from_preset(name: str) -> str:
-    """What an option's help says of its default."""
+    """Describe an option's defaults for its help."""
     return f"Default: {getattr(PRESETS['small'], name)}, in large {getattr(PRESETS['large'], name)}."

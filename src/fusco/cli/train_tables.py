@@ -1,4 +1,4 @@
-"""What ``fusco train`` shows when it is done: a column for each dispatcher, and how to replay the routing."""
+"""Tables of ``fusco train``: a column for each dispatcher, and the command that replays the routing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROWS = (
 
 
 def print_runs(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> None:
-    """What was trained, a column for each run, and below it what the figures are."""
+    """Print the configuration, a column for each run, and notes on the figures."""
     one, shape = records[0], job.shape
     console.print(
         f"Qwen3-MoE of {one.num_parameters / 1e6:,.1f} million parameters: {shape.num_layers} layers, hidden "
@@ -68,7 +68,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     one = records[0]
     notes = [
         f"medians of the steps after the first {one.num_warm_ups}; a step is the slowest rank's; dispatch and combine "
-        "are those of all layers, means over ranks, waiting for others counted",
+        "are those of all layers, means over ranks, waiting for others included",
     ]
     if len(records) == 2:
         notes.append(f"losses of the two, step by step: at most {records[1].max_loss_difference:.6f} nats apart")
@@ -76,7 +76,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
 
 
 def how_to_replay(job: TrainingJob, path: Path) -> str:
-    """The exchange of the first ``ep_size`` ranks, whose tokens are the first of the trace."""
+    """Return the command that replays the first ``ep_size`` ranks, whose tokens are the first of the trace."""
     return (
         f"to replay the last step's routing among the first {job.ep_size} ranks: fusco bench shuffle "
         f"--trace {shlex.quote(str(path))} --nodes 1 --ranks-per-node {job.ep_size} --tokens {job.tokens} "

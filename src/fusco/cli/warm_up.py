@@ -1,4 +1,4 @@
-"""``fusco warm-up``: compile what would otherwise be compiled at first use."""
+"""``fusco warm-up``: compile kernels before their first use."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def warm_up(
     num_topk: options.NumTopk = 8,
     dtype: options.Dtype = options.RowDtype.BFLOAT16,
 ) -> None:
-    """Compile kernels now and keep them on disk, for instance while a container image is built.
+    """Compile kernels and cache them on disk, for example while a container image is built.
 
     All CPU kernels are compiled. CUDA kernels are compiled for one shape (--ranks-per-node, --hidden, --num-topk,
     --dtype), those of dispatch and combine within a node; call it again for other shapes. It needs no GPU, only
     cuda-core.
 
-    Kernels are kept in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image whose users have other homes sets it to a
-    folder that all can read; it need not be one that they can write.
+    Kernels are cached in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image for several users sets it to a folder
+    that all can read; it need not be writable.
 
     In a Dockerfile: ENV FUSCO_CACHE_DIR=/opt/fusco and RUN fusco warm-up --arch sm_90
     """
@@ -50,7 +50,7 @@ def warm_up(
     architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
     for name in architectures:
         if not _ARCHITECTURE.fullmatch(name):
-            raise ValueError(f"--arch {name!r} is no architecture, such as sm_90")
+            raise ValueError(f"--arch {name!r} is not an architecture such as sm_90")
     if architectures:
         check_cuda_core()
     console = new_console()
@@ -63,7 +63,7 @@ def warm_up(
 
 
 def _visible() -> list[str]:
-    """The architectures of this machine's GPUs."""
+    """Return the architectures of this machine's GPUs."""
     import torch
 
     devices = range(torch.cuda.device_count())

@@ -1,1 +1,1 @@
-"""Processes that play ranks, for benchmarks, training and tests."""
+"""Ranks for benchmarks, training and tests: processes of this machine, or those of a launched job."""

@@ -1,4 +1,4 @@
-"""Nodes played on one machine: what makes NCCL take its ranks for ranks of different machines."""
+"""Emulate several nodes on one machine: NCCL treats ranks with different host ids as those of different machines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fusco.core.topology import Topology
 
 _HOST = "NCCL_HOSTID"
-# Sockets over the loopback device, with as many threads and connections as carry most: 7 GB/s a rank instead of 3.
+# Sockets over the loopback device, with the threads and connections that are fastest: 7 GB/s a rank instead of 3.
 _NETWORK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_NTHREADS": "8",
@@ -17,11 +17,11 @@ _NETWORK = {
 
 
 def emulated_network(topology: Topology, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-    """Environment variables of each rank's process by which ranks of different nodes meet over the network only.
+    """Return each rank's environment variables, by which ranks of different nodes communicate over the network only.
 
     Args:
-        topology: which ranks share a node. With one node there is nothing to play, and nothing to set.
-        inherited: the environment that the processes get in any case; what it has wins, and is not set.
+        topology: the nodes of the ranks. With one node there is nothing to set.
+        inherited: the environment that the processes inherit; its variables take precedence, and are not set.
 
     >>> [variables["NCCL_HOSTID"] for variables in emulated_network(Topology((0, 0, 1, 1)), {})]
     ['fusco-node-0', 'fusco-node-0', 'fusco-node-1', 'fusco-node-1']
@@ -34,7 +34,7 @@ def emulated_network(topology: Topology, inherited: Mapping[str, str]) -> list[d
 
 
 def describe_emulation(topology: Topology, inherited: Mapping[str, str]) -> str:
-    """What ``emulated_network`` sets, and what it leaves as the user has it; empty if it has nothing to say."""
+    """Describe which variables ``emulated_network`` sets and which of the user's it keeps; empty with one node."""
     if topology.num_nodes == 1:
         return ""
     kept = [f"{name}={inherited[name]}" for name in (_HOST, *_NETWORK) if name in inherited]

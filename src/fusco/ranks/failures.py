@@ -1,4 +1,4 @@
-"""What went wrong on ranks, in words: once for all that say the same, with a traceback where one is of use."""
+"""Failures of ranks as text: once for all ranks with the same one, with a traceback if it is needed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank has no result.
+    """The reason why a rank has no result.
 
     Attributes:
-        sentence: what happened.
+        sentence: the failure.
         traceback: of the error, if one was raised.
-        says_enough: whether the sentence answers the caller's input, or names the machine's limits.
-        cause: of an error that follows from another rank's: what that rank did; empty for all others.
+        says_enough: whether the sentence explains a mistake of the caller or a limit of the machine.
+        cause: for an error that follows from another rank's, that rank's failure; empty for all others.
 
     """
 
@@ -32,14 +32,14 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
-        """An error that a rank raised.
+        """Return the failure of a rank that raised ``error``.
 
         >>> RankFailure.of(ValueError("no room for 3")).sentence
         'ValueError: no room for 3'
         """
         is_answer = isinstance(error, ValueError | TypeError | FuscoError | MemoryError)
         return cls(
-            sentence=f"{type(error).__name__}: {in_words(error)}",
+            sentence=f"{type(error).__name__}: {error_text(error)}",
             traceback="".join(traceback.format_exception(error)),
             says_enough=is_answer or bool(_NO_MEMORY.search(str(error))),
             cause=_cause(error),
@@ -47,11 +47,11 @@ class RankFailure:
 
 
 class RankFailedError(RuntimeError):
-    """A function raised on some rank, its process died, or it did not come to an end; the text has it all.
+    """A function raised on some rank, its process died, or it did not finish; the text has all failures.
 
     Attributes:
-        summary: what failed, a line for all ranks that say the same, and one for all that failed because of others.
-        unexpected: the tracebacks of errors whose sentence does not say enough; empty if all do.
+        summary: a line for all ranks with the same failure, and one for all that failed because of others.
+        unexpected: the tracebacks of errors whose sentence is not enough; empty if there are none.
 
     """
 
@@ -65,8 +65,8 @@ class RankFailedError(RuntimeError):
         super().__init__("\n".join([self.summary, *rank_to_traceback.values()]))
 
 
-class ToldElsewhereError(RuntimeError):
-    """This rank failed, or was called off, and another rank of the job tells why."""
+class ReportedElsewhereError(RuntimeError):
+    """This rank failed, or gave up because another did; another rank of the job reports the cause."""
 
 
 def _cause(error: BaseException) -> str:
@@ -76,7 +76,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
-    """Root causes in full; of the ranks that failed because of others which they are, or one of them in full."""
+    """Describe root causes in full; of the ranks that failed because of others, list all or describe one."""
     sentence_to_ranks: dict[str, list[int]] = {}
     cause_to_ranks: dict[str, list[int]] = {}
     for rank, failure in sorted(failures.items()):
@@ -85,8 +85,8 @@ def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
         else:
             sentence_to_ranks.setdefault(failure.sentence, []).append(rank)
     if sentence_to_ranks and cause_to_ranks:
-        called_off = sorted(rank for ranks in cause_to_ranks.values() for rank in ranks)
-        sentence_to_ranks["gave up because of that"] = called_off
+        consequences = sorted(rank for ranks in cause_to_ranks.values() for rank in ranks)
+        sentence_to_ranks["gave up because of that"] = consequences
     else:
         for ranks in cause_to_ranks.values():
             sentence_to_ranks.setdefault(failures[ranks[0]].sentence, []).append(ranks[0])
@@ -95,18 +95,18 @@ def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
     return [f"{_name(ranks)}: {sentence}" for sentence, ranks in sentence_to_ranks.items()]
 
 
-def in_words(error: BaseException) -> str:
-    """The text of an error, that of PyTorch's allocator without the place in its source.
+def error_text(error: BaseException) -> str:
+    """Return the text of an error; for PyTorch's allocator without the location in its source.
 
-    >>> in_words(RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 5000 bytes. Error code 12"))
-    'there is no memory for 5,000 bytes'
+    >>> error_text(RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 5000 bytes. Error 12"))
+    'not enough memory for 5,000 bytes'
     """
     refused = _NO_MEMORY.search(str(error))
-    return f"there is no memory for {int(refused[1]):,} bytes" if refused else str(error).strip()
+    return f"not enough memory for {int(refused[1]):,} bytes" if refused else str(error).strip()
 
 
 def _name(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order, runs of them by their ends.
+    """Name ranks, given in ascending order; consecutive ones as a range.
 
     >>> _name([1]), _name([0, 1, 2, 5])
     ('rank 1', 'ranks 0-2, 5')

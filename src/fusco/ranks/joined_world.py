@@ -1,12 +1,11 @@
-"""This process as one rank of a job that torchrun, or whoever sets the same variables, has started."""
+"""Functions run on all ranks of a launched job; rank 0 gets their results and reports failures."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,66 +13,37 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from fusco.ranks.failures import RankFailedError, RankFailure, ToldElsewhereError
+from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
+from fusco.ranks.torchrun import join_torchrun
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
-
-# How long ranks may take to end once one has failed, and how long a function may take in all; as of a ``LocalWorld``.
+# Limits of the other ranks' end once one has failed, and of a function in all; as in ``LocalWorld``.
 _GRACE_S, _LIMIT_S = 30.0, 600.0
-# What rank 0 has to say it in before another rank ends, as launchers then end all.
-_TELLING_S = 2.0
-_SECONDS_BETWEEN_LOOKS = 0.05
+# Time for rank 0 to print its report before another rank ends: launchers then end all ranks.
+_REPORT_S = 2.0
+_POLL_S = 0.05
 _FINE, _FAILED = "fine", "failed"
 
 
-@dataclass(frozen=True)
-class Launched:
-    """What a launcher says about this process: ``rank`` of ``world_size``, of which ``local_world_size`` are here."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Launched | None:
-        """Read torchrun's variables; ``None`` if this process was started by no launcher.
-
-        Raises ``ValueError`` for some of the variables without the others, or such that are no numbers.
-        """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        values = [environment.get(name) for name in names]
-        if values[0] is None and values[1] is None:
-            return None
-        listing = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        numbers = [int(value) for value in values if value is not None and value.isdecimal()]
-        if len(numbers) < len(names):
-            raise ValueError(f"a launched rank needs {', '.join(names)} (torchrun sets them), got {listing}")
-        return cls(*numbers)
-
-
 class JoinedWorld:
-    """Functions run on all ranks of a launched job, as on those of a ``LocalWorld``; rank 0 gets the results.
+    """Runs functions on all ranks of a launched job, as ``LocalWorld`` on local processes; rank 0 gets the results.
 
-    It also gets the failures, so that one rank tells what has failed on all.
+    Rank 0 also gets the failures, so that one rank reports those of all.
     """
 
-    def __init__(self, launched: Launched, device: str = "cpu") -> None:
-        self._launched, self._num_runs = launched, 0
+    def __init__(self, device: str = "cpu") -> None:
         torch.set_num_threads(1)
-        if device == "cuda":
-            torch.cuda.set_device(launched.local_rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        self._launched, self._num_runs = join_torchrun(device), 0
 
     def run(
         self, function: Callable[Concatenate[dist.ProcessGroup, _P], _Result], *args: _P.args, **kwargs: _P.kwargs
     ) -> list[_Result] | None:
-        """Call ``function(group, *args)``, on all ranks; its results by rank on rank 0, ``None`` on the others.
+        """Call ``function(group, *args)`` on all ranks; return its results by rank on rank 0, ``None`` on the others.
 
-        If it raises anywhere, raises ``RankFailedError`` on rank 0, and on the others ``ToldElsewhereError`` in time,
-        unless rank 0 is silent: then they raise their own error.
+        If it raises on any rank, rank 0 raises ``RankFailedError``, and the others raise ``ReportedElsewhereError``
+        within a limit. If rank 0 does not answer, they raise their own errors.
         """
         assert dist.group.WORLD is not None
         self._num_runs += 1
@@ -86,7 +56,7 @@ class JoinedWorld:
             result = function(dist.group.WORLD, *args, **kwargs)
         except Exception as error:
             outcomes.settle(RankFailure.of(error))
-            raise  # rank 0 is silent
+            raise  # rank 0 has not answered
         outcomes.settle(None)
         results: list[Any] | None = [None] * self._launched.world_size if self._launched.rank == 0 else None
         dist.gather_object(result, results)
@@ -98,57 +68,52 @@ class JoinedWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:  # else others may still be in a collective, and the launcher ends them
+        if error is None:  # after an error others may still be in a collective; the launcher ends them
             dist.destroy_process_group()
 
 
 class Outcomes:
-    """How a function ended on each rank, told through the job's store, which needs no rank to be in a collective."""
+    """The outcome of a function on each rank, exchanged through the job's store: that needs no collective."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
 
     def settle(self, failure: RankFailure | None) -> None:
-        """Tell how it ended here, and return if it ended well everywhere.
+        """Publish this rank's outcome, and return if no rank failed.
 
-        Otherwise raises ``RankFailedError`` with all failures on rank 0 and ``ToldElsewhereError`` on the others. Where
-        rank 0 does not come to a verdict in time, returns on a rank that has failed, and raises on others.
+        Otherwise rank 0 raises ``RankFailedError`` with all failures, and the others raise ``ReportedElsewhereError``.
+        If rank 0 gives no result in time, a rank that has failed returns, and others raise ``RankFailedError``.
         """
         self._store.set(f"rank/{self._rank}", json.dumps(asdict(failure) if failure else None))
         if self._rank == 0:
-            self._judge()
+            self._collect()
             return
-        limit_s = _LIMIT_S if failure is None else _GRACE_S + 2 * _TELLING_S
+        limit_s = _LIMIT_S if failure is None else _GRACE_S + 2 * _REPORT_S
         deadline = time.monotonic() + limit_s
-        while not self._store.check(["verdict"]):
+        while not self._store.check(["result"]):
             if time.monotonic() > deadline:
                 if failure is None:
                     raise RankFailedError({}, f"rank 0 gave no result within {limit_s:g} s")
                 return
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        if self._store.get("verdict") == _FAILED.encode():
-            time.sleep(_TELLING_S)
-            raise ToldElsewhereError("rank 0 tells what has failed")
+            time.sleep(_POLL_S)
+        if self._store.get("result") == _FAILED.encode():
+            time.sleep(_REPORT_S)
+            raise ReportedElsewhereError("rank 0 reports the failure")
 
-    def _judge(self) -> None:
-        """Rank 0's part: hear all, but not for long once one has failed."""
-        heard: dict[int, RankFailure | None] = {}
+    def _collect(self) -> None:
+        """Rank 0's part: wait for all outcomes, but only briefly once one rank has failed."""
+        outcomes: dict[int, RankFailure | None] = {}
         deadline, limit = time.monotonic() + _LIMIT_S, f"{_LIMIT_S:g} s"
-        while len(heard) < self._world_size and time.monotonic() < deadline:
-            for rank in set(range(self._world_size)) - set(heard):
+        while len(outcomes) < self._world_size and time.monotonic() < deadline:
+            for rank in set(range(self._world_size)) - set(outcomes):
                 if self._store.check([f"rank/{rank}"]):
                     fields = json.loads(self._store.get(f"rank/{rank}"))
-                    heard[rank] = RankFailure(**fields) if fields else None
-            if any(heard.values()) and time.monotonic() + _GRACE_S < deadline:
+                    outcomes[rank] = RankFailure(**fields) if fields else None
+            if any(outcomes.values()) and time.monotonic() + _GRACE_S < deadline:
                 deadline, limit = time.monotonic() + _GRACE_S, f"{_GRACE_S:g} s after another failed"
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        waiting = sorted(set(range(self._world_size)) - set(heard))
-        failures = {rank: failure for rank, failure in heard.items() if failure is not None}
-        self._store.set("verdict", _FAILED if failures or waiting else _FINE)
+            time.sleep(_POLL_S)
+        waiting = sorted(set(range(self._world_size)) - set(outcomes))
+        failures = {rank: failure for rank, failure in outcomes.items() if failure is not None}
+        self._store.set("result", _FAILED if failures or waiting else _FINE)
         if failures or waiting:
             raise RankFailedError(failures, f"rank(s) {waiting} gave no result within {limit}" if waiting else "")
-
-
-def launched() -> Launched | None:
-    """What the environment of this process says."""
-    return Launched.from_environment(os.environ)

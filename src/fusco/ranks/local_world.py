@@ -1,4 +1,4 @@
-"""Several ranks on this machine: processes joined by gloo that run functions on request."""
+"""Several ranks on this machine: processes of one group that run functions on request."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from fusco.control.threads import within
 from fusco.ranks.failures import RankFailedError, RankFailure
+from fusco.ranks.torchrun import backends_for, choose_gpu
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
-# What ranks are forked with, so that each need not import it for seconds; whoever starts the first world may add to it.
+# Modules imported before ranks are forked, which saves each the seconds of importing them. Tests add theirs.
 PRELOADED = ["fusco.api.communicator", "fusco.ranks.local_world"]
-# How long the other ranks may take to come to an end, too, once one has failed: they may wait for it without a limit.
+# Limit of the other ranks' end once one has failed: they may wait for it without a limit.
 _GRACE_S = 30.0
-# How long a process may take to leave by itself: interpreters end slowly on a machine with more ranks than cores.
+# Limit of a process's exit: interpreters end slowly on a machine with more ranks than cores.
 _LEAVING_S = 20.0
 
 
 class LocalWorld:
     """``world_size`` processes, ranks of one group (gloo, and NCCL for CUDA tensors), each with one compute thread.
 
-    With ``device="cuda"`` each rank's current device is its own, or shared in turn if there are fewer devices. The
-    processes have the environment of this one, and ``environment[rank]`` on top, set before NCCL or CUDA read it.
-    On the CPU they are forked from a process that has imported PyTorch and done nothing else; with CUDA, or
-    ``start_method="spawn"``, they are interpreters of their own, which take longer to start, and end as a user's do.
+    With ``device="cuda"`` each rank's current device is that of ``choose_gpu``. The processes inherit the environment
+    of this one, updated with ``environment[rank]`` before NCCL or CUDA read it. On the CPU they are forked from a
+    process that has imported PyTorch and done nothing else. With CUDA, or ``start_method="spawn"``, they are new
+    interpreters, which take longer to start and end like those of a user.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
-    ``num_ranks`` ranks. It must be importable, its result must pickle, and it must be done within ``limit_s`` seconds.
+    ``num_ranks`` ranks. It must be importable, its result must pickle, and it must finish within ``limit_s`` seconds.
 
-    Ctrl-C is for this process alone: the ranks do not hear of it. Left by an error, the world kills them.
+    Ctrl-C interrupts this process alone; the ranks ignore it. If an error ends the ``with`` block, they are killed.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class LocalWorld:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
         self.world_size, self.device, self._limit_s = world_size, device, limit_s
-        # The store lives here, so that it outlives any rank.
+        # This process serves the store, so that it outlives any rank.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context: Any = mp.get_context(start_method or ("spawn" if device == "cuda" else "forkserver"))
         if context.get_start_method() == "forkserver":
@@ -66,15 +67,15 @@ class LocalWorld:
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         try:
-            with _deaf_to_interrupts():
+            with _interrupts_blocked():
                 for rank in range(world_size):
-                    ours, theirs = context.Pipe()
+                    parent_end, rank_end = context.Pipe()
                     variables = {**os.environ, **(environment[rank] if environment else {})}
-                    arguments = (rank, world_size, device, self.store.port, variables, theirs)
+                    arguments = (rank, world_size, device, self.store.port, variables, rank_end)
                     process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                     process.start()
-                    theirs.close()
-                    self._pipes.append(ours)
+                    rank_end.close()
+                    self._pipes.append(parent_end)
                     self.processes.append(process)
         except BaseException:
             self.kill()
@@ -89,7 +90,7 @@ class LocalWorld:
     ) -> list[_Result]:
         """Call a function on the first ranks and return its results, by rank.
 
-        Raises ``RankFailedError`` if it raises anywhere or a process dies; the others may then still be at it.
+        Raises ``RankFailedError`` if it raises on any rank or a process dies; others may then still execute it.
         """
         self.start(function, num_ranks, *args, **kwargs)
         outcomes = self.collect(range(num_ranks), grace_s=_GRACE_S)
@@ -105,9 +106,9 @@ class LocalWorld:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function without waiting for it; ``collect`` brings what it gives.
+        """Call a function without waiting for it; ``collect`` returns its results.
 
-        Raises ``RankFailedError`` if a process has died meanwhile.
+        Raises ``RankFailedError`` if a process has died since the last call.
         """
         for rank, pipe in enumerate(self._pipes[:num_ranks]):
             try:
@@ -118,9 +119,10 @@ class LocalWorld:
     def collect(
         self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
     ) -> list[tuple[bool, Any]]:
-        """Wait for what ``start`` began, on the ranks given; for ``grace_s`` at most once one of them has failed.
+        """Wait for the calls of ``start`` on these ranks, for at most ``grace_s`` once one of them has failed.
 
-        Without ``timeout_s`` the world's limit holds. What failed has ``False`` and a ``RankFailure``.
+        Returns for each rank ``True`` and its result, or ``False`` and a ``RankFailure``. ``timeout_s`` is by default
+        the limit of the world.
         """
         timeout_s = self._limit_s if timeout_s is None else timeout_s
         outcomes: dict[int, tuple[bool, Any]] = {}
@@ -147,21 +149,21 @@ class LocalWorld:
         return [outcomes[rank] for rank in ranks]
 
     def kill(self) -> None:
-        """End the processes at once, whatever they are at."""
+        """Kill the processes at once."""
         for process in self.processes:
             process.kill()
 
     def _death(self, rank: int) -> RankFailure:
-        self.processes[rank].join(timeout=1.0)  # its pipe may be closed before it has ended
+        self.processes[rank].join(timeout=1.0)  # its pipe may close before it has ended
         return RankFailure(f"its process died with exit code {self.processes[rank].exitcode}")
 
     def close(self) -> None:
-        """End the processes; those that do not leave by themselves are killed."""
+        """End the processes; those that do not exit within a limit are killed."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)
             except OSError:
-                pass  # that process is gone
+                pass  # that process has died
             pipe.close()
         deadline = time.monotonic() + _LEAVING_S
         for process in self.processes:
@@ -177,25 +179,25 @@ class LocalWorld:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.kill()  # they may be at something that does not end
+            self.kill()  # they may be in a call that does not return
         self.close()
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started inside never gets a SIGINT, however early; one for this process waits for the end of the block.
+def _interrupts_blocked() -> Iterator[None]:
+    """Start processes that block SIGINT from their first instruction; defer this process's until the end of the block.
 
-    A terminal sends it to all processes, each of which would say where it was. Processes inherit what this thread
-    blocks; other threads of this process do not, so that its handler has to wait, too. So does a handler of SIGTERM,
-    as it would leave behind what is not quite started; processes started inside get that signal as ever.
+    A terminal sends SIGINT to all processes, and each would print a traceback. Processes inherit the mask of this
+    thread. Other threads of this process do not, so its handler is deferred, too. So is that of SIGTERM, which would
+    leave processes behind that have just been started; those still receive SIGTERM.
     """
-    ensure_running()  # where it starts multiprocessing's resource tracker it lets signals through again
-    came: list[int] = []
+    ensure_running()  # starting multiprocessing's resource tracker unblocks signals
+    received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
     handled = {each: handler for each, handler in before.items() if callable(handler)}
     for each in handled:
-        signal.signal(each, lambda number, _: came.append(number))
+        signal.signal(each, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -203,20 +205,18 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for each, handler in handled.items():
             signal.signal(each, handler)
-        for number in dict.fromkeys(came):
+        for number in dict.fromkeys(received):
             signal.raise_signal(number)
 
 
 def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
-    os.environ.update(variables)  # a process of our own; libraries such as NCCL can be told in no other way
+    os.environ.update(variables)  # NCCL and CUDA have no other configuration
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        torch.cuda.set_device(choose_gpu(rank, torch.cuda.device_count()))
+    dist.init_process_group(backends_for(device), store=store, rank=rank, world_size=world_size)
     groups: dict[int, dist.ProcessGroup] = {}
     while (task := pipe.recv()) is not None:
         function, num_ranks, args, kwargs = task
@@ -224,15 +224,15 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
             if num_ranks not in groups:
                 groups[num_ranks] = dist.new_group(list(range(num_ranks)), use_local_synchronization=True)
             outcome: tuple[bool, Any] = (True, function(groups[num_ranks], *args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
+        except BaseException as error:  # noqa: BLE001  any error is reported to the parent
             outcome = (False, RankFailure.of(error))
         pipe.send(outcome)
     if device == "cuda":
-        _leave_nccl()
+        _destroy_group()
 
 
-def _leave_nccl() -> None:
-    """Give back what NCCL has, which complains otherwise; other ranks may be gone, and need not be waited for long."""
+def _destroy_group() -> None:
+    """Destroy the process group, as NCCL warns otherwise; briefly, since other ranks may have died."""
     try:
         within(_LEAVING_S / 4, dist.destroy_process_group)
     except RuntimeError:

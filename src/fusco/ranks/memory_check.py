@@ -1,17 +1,17 @@
-"""Whether this machine's memory holds what a benchmark is about to make, so that it is refused and does not swap."""
+"""Check that a benchmark fits into this machine's memory, so that it raises an error instead of swapping."""
 
 from __future__ import annotations
 
 from fusco.core.available_memory import available_memory_bytes
-from fusco.ranks.joined_world import launched
+from fusco.ranks.torchrun import launched
 
 
 def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
-    """Raise ``ValueError`` if the ranks of this machine, all of them or those that a launcher started, need too much.
+    """Raise ``ValueError`` if the ranks on this machine (all, or those that a launcher started here) need too much.
 
     Args:
-        what: the benchmark's word for it, with the options that make it smaller.
-        bytes_per_rank: what each rank has at once, at least.
+        what: a name for the memory, with the options that make it smaller.
+        bytes_per_rank: lower bound of the memory of a rank.
         num_ranks: of the benchmark.
 
     """

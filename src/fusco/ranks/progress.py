@@ -1,4 +1,4 @@
-"""Progress of ranks, seen from the process that started them."""
+"""Progress of ranks, reported to the process that started them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/note"
 
 
 class ProgressReporter:
-    """A rank's end: counts steps in the store that started the ranks; without its port, tells nobody."""
+    """Counts a rank's steps in the store of the process that started the ranks; without its port, does nothing."""
 
     def __init__(self, port: int | None) -> None:
         self._store = None if port is None else TCPStore("127.0.0.1", port, is_master=False)
 
     @classmethod
     def of_rank(cls, rank: int, port: int | None) -> ProgressReporter:
-        """One that speaks for all ranks: rank 0's."""
+        """Return a reporter that counts on rank 0 only."""
         return cls(port if rank == 0 else None)
 
     def advance(self, note: str = "") -> None:
-        """One step is done; a note says what came of it."""
+        """Count a finished step, with a note on its result."""
         if not self._store:
             return
         if note:
@@ -32,20 +32,20 @@ class ProgressReporter:
 
 
 def latest_note(store: TCPStore) -> str:
-    """What was noted last; empty if nothing was."""
+    """Return the latest note; empty if there is none."""
     return store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else ""
 
 
 @contextmanager
 def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
-    """Call ``on_progress`` with the number of steps done so far, every now and then, from a thread of its own."""
+    """Call ``on_progress`` with the number of finished steps every ``seconds``, from a separate thread."""
     base, stop = store.add(_KEY, 0), threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not stop.wait(seconds):
             on_progress(store.add(_KEY, 0) - base)
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=poll, daemon=True)
     thread.start()
     try:
         yield

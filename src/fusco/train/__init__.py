@@ -1,5 +1,5 @@
-"""What ``fusco train`` runs: a small Qwen3-MoE on real text, with expert parallelism on FSDP2, measured.
+"""Training for ``fusco train``: a small Qwen3-MoE on real text, with expert parallelism on FSDP2, measured.
 
-``job`` is what to train and how, ``text``, ``model`` and ``seeds`` what it is made of, ``rank`` the loop of one rank,
-``observer`` what is measured inside a step, ``records`` what comes out, ``trace`` the routing as a file.
+``job`` is the configuration; ``text``, ``model`` and ``seeds`` make its inputs; ``rank`` is the loop of one rank;
+``observer`` measures inside a step; ``records`` are the results; ``trace`` writes the routing to a file.
 """

@@ -1,4 +1,4 @@
-"""A loss that is least where a router gives every expert equally many tokens."""
+"""Load-balancing loss: smallest if a router sends equally many tokens to every expert."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 def balance_loss(router_logits: Sequence[torch.Tensor], num_topk: int) -> torch.Tensor:
-    """Mean over layers of ``num_experts`` times the sum over experts of (share of rows) times (mean probability).
+    """Return the mean over layers of ``num_experts`` times the sum over experts of (row share) * (mean probability).
 
-    1 where tokens or probabilities are spread evenly, and ``num_experts / num_topk`` where all tokens choose the same
-    experts and are sure of it. The function of that name in transformers takes all layers as one, whose sum may be
-    even where no layer is.
+    It is 1 if tokens or probabilities are spread evenly, and ``num_experts / num_topk`` if all tokens choose the same
+    experts with probability 1. The corresponding function in transformers treats all layers as one; their sum may be
+    even although no layer is.
 
     Args:
         router_logits: (num_tokens, num_experts) for each layer.
-        num_topk: experts of a token.
+        num_topk: experts per token (top-k).
 
     Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 

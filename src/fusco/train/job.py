@@ -1,4 +1,4 @@
-"""What to train, and how: everything that ``fusco train`` can be told, checked before any process is started."""
+"""Configuration of ``fusco train``, validated before any process is started."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ModelShape:
         num_layers: blocks.
         hidden: elements of a token's row; a multiple of 32.
         num_experts: of each layer.
-        num_topk: experts of a token.
+        num_topk: experts per token (top-k).
         moe_intermediate: inner width of an expert.
 
     Raises:
-        ValueError: for sizes that do not go together.
+        ValueError: for sizes that do not fit together.
 
     """
 
@@ -44,7 +44,7 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Elements of an attention head: 128 where at least four such heads fit, or else 32."""
+        """Elements of an attention head: 128 if at least four such heads fit, else 32."""
         return 128 if self.hidden % 128 == 0 and self.hidden >= 4 * 128 else _HEAD_DIM
 
     @property
@@ -54,7 +54,7 @@ class ModelShape:
 
     @property
     def num_key_value_heads(self) -> int:
-        """Heads of keys and values: one for two heads."""
+        """Heads of keys and values: one for two attention heads."""
         return self.num_heads // 2 if self.num_heads % 2 == 0 else self.num_heads
 
 
@@ -64,26 +64,26 @@ class TrainingJob:
 
     Attributes:
         shape: of the model.
-        device: ``"cpu"`` or ``"cuda"``, with one rank a GPU.
+        device: ``"cpu"``, or ``"cuda"`` with one rank per GPU.
         num_ranks: processes.
-        ep_size: ranks among which a layer's experts are distributed.
+        ep_size: number of ranks over which a layer's experts are distributed.
         tokens: of each rank in each step.
         length: of a sequence; divides ``tokens``.
         num_steps: optimizer steps.
         learning_rate: of AdamW.
-        warmup_steps: in which the learning rate rises to that evenly; 0 for none.
+        warmup_steps: steps of linear learning-rate warm-up; 0 for none.
         router_loss: weight of ``balance_loss``, which evens out the experts' loads.
-        dispatchers: what moves tokens, ``"fusco"`` or ``"torch"``; one run each, from the same weights and data.
+        dispatchers: ``"fusco"`` or ``"torch"``, one run each, from the same weights and data.
         activation_checkpointing: as for ``fusco.fsdp.parallelize``.
-        dtype: ``"float32"``; or ``"bfloat16"`` to compute in it, while parameters, gradients that are added up, and
-            the optimizer stay in float32.
+        dtype: ``"float32"``; or ``"bfloat16"`` for computation, while parameters, accumulated gradients and the
+            optimizer stay in float32.
         seed: of weights and batches.
-        text: a file or directory to learn; ``None`` means the Python sources of this machine.
-        text_bytes: how many bytes of it at most.
+        text: a file or directory to train on; ``None`` means the Python sources of this machine.
+        text_bytes: maximum number of bytes of the text.
         timeout_s: the limit of every wait in fusco, in seconds.
 
     Raises:
-        ValueError: for values that do not go together.
+        ValueError: for values that do not fit together.
 
     """
 
@@ -133,5 +133,5 @@ class TrainingJob:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of text that one step of all ranks looks at."""
+        """Bytes of text that one step of all ranks reads."""
         return self.num_ranks * self.num_sequences * (self.length + 1)

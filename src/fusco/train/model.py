@@ -1,4 +1,4 @@
-"""The model of a job: made without memory, sharded, and only then filled, each rank its own part."""
+"""The model of a job: created on the meta device, sharded, then filled, each rank its local shards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fusco import fsdp
 from fusco.train.job import ModelShape, TrainingJob
 from fusco.train.seeds import mix_seed
 
-_STD = 0.02  # of initial weights, as Qwen3's
+_STD = 0.02  # of initial weights, as in Qwen3
 
 
 def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher) -> nn.Module:
-    """A parallelized Qwen3-MoE with weights that depend on seed, shape and device type only, not on the ranks."""
+    """Return a parallelized Qwen3-MoE; its weights depend on seed, shape and device type only, not on the ranks."""
     with fsdp.parameters_on_meta():
         model = _whole_model(job.shape)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -36,7 +36,7 @@ def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher)
 def _whole_model(shape: ModelShape) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415  an extra
 
-    make_config: Any = Qwen3MoeConfig  # its generated constructor misses head_dim
+    make_config: Any = Qwen3MoeConfig  # its generated constructor lacks head_dim
     config = make_config(
         vocab_size=256,
         hidden_size=shape.hidden,
@@ -56,7 +56,7 @@ def _whole_model(shape: ModelShape) -> nn.Module:
 
 @torch.no_grad()
 def _fill(model: nn.Module, seed: int) -> None:
-    """Draw each parameter whole, one at a time, and keep this rank's part; those of norms are one."""
+    """Draw each full parameter, one at a time, and keep this rank's shard; those of norms are one."""
     for index, parameter in enumerate(model.parameters()):
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
@@ -64,5 +64,5 @@ def _fill(model: nn.Module, seed: int) -> None:
         if parameter.ndim > 1:
             generator = torch.Generator(local.device).manual_seed(mix_seed(seed, index))
             whole.normal_(0, _STD, generator=generator)
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local.copy_(mine.to_local())
+        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local.copy_(sharded.to_local())

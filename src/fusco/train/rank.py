@@ -1,4 +1,4 @@
-"""What each rank does in ``fusco train``: train with one dispatcher after the other, and measure every step."""
+"""Each rank's part of ``fusco train``: train with one dispatcher after the other, and measure every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusco.core.config import Settings
 from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
-from fusco.train.observer import SECTIONS, ObservingDispatcher, Stopwatch
+from fusco.train.observer import SECTIONS, ObservingDispatcher, SectionTimer
 from fusco.train.records import Run, StepRecord
 from fusco.train.text import load_text, make_batch
 
@@ -27,7 +27,7 @@ _MAX_GRAD_NORM = 1.0
 
 
 def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:
-    """One rank's part of a job; a collective of all ranks of the default group.
+    """Train one rank's part of a job; a collective of all ranks of the default group.
 
     Args:
         job: the same on all ranks.
@@ -35,15 +35,14 @@ def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_
         keeps_routing: whether to gather the routing of the last step on rank 0.
 
     Returns:
-        One run for each dispatcher; steps are the same on all ranks, the rest is rank 0's.
+        One run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
 
     """
     text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
     runs = []
     for name in job.dispatchers:
         with _dispatcher(name, job, mesh) as inner:
-            stopwatch = Stopwatch(job.device)
-            observer = ObservingDispatcher(inner, stopwatch, job.shape.num_layers, keeps_routing)
+            observer = ObservingDispatcher(inner, SectionTimer(job.device), job.shape.num_layers, keeps_routing)
             runs.append(_run(job, name, mesh, observer, text, report))
         gc.collect()  # modules and their hooks are cycles, and the next run needs their memory
         if job.device == "cuda":
@@ -53,7 +52,7 @@ def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """What one rank measured in a step; loss, norm and imbalance are those of all ranks."""
+    """Measurements of one rank in a step; loss, norm and imbalance are those of all ranks."""
 
     loss: float
     gradient_norm: float
@@ -89,21 +88,21 @@ def _run(
     for index in range(job.num_steps):
         batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
         observer.start_step()
-        _meet()
+        _barrier()
         start = time.perf_counter()
         loss, router_loss = _losses(job, model, batch, mesh)
         (loss + router_loss).backward()  # type: ignore[no-untyped-call]
         norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
-        observer.synchronize()  # rows that did not arrive raise here: no step is made on their gradients
+        observer.synchronize()  # raises if rows did not arrive, before their gradients are used
         optimizer.step()
         warmup.step()
         optimizer.zero_grad()
-        mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has done all this
+        mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has finished the step
         measured = _Measured(
             loss=mean_loss,
             gradient_norm=float(norm),
             step_s=time.perf_counter() - start,
-            section_to_s=observer.stopwatch.take_s(),
+            section_to_s=observer.timer.take_s(),
             expert_imbalance=_imbalance(job, observer),
         )
         steps.append(_record(job, name, index, measured))
@@ -116,15 +115,15 @@ def _run(
     )
 
 
-def _meet() -> None:
-    """Wait for all ranks, on the host: nobody's clock runs while another still reports the step before."""
+def _barrier() -> None:
+    """Wait for all ranks on the host, so that no rank is timed while another still reports the previous step."""
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
 
 def _losses(
     job: TrainingJob, model: nn.Module, batch: torch.Tensor, mesh: fsdp.EPMesh
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """This rank's part of the mean loss, and of the router's, which counts every rank alike."""
+    """Return this rank's part of the mean loss and of the router loss, in which all ranks have equal weight."""
     has_router_loss = job.router_loss > 0
     out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=has_router_loss)
     targets = batch[:, 1:].flatten()
@@ -136,12 +135,12 @@ def _losses(
 
 
 def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> StepRecord:
-    """What all ranks measured, put together; a collective."""
-    mine = torch.tensor(
+    """Return the record of a step of all ranks; a collective."""
+    local = torch.tensor(
         [measured.step_s, *map(measured.section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu"
     )
-    gathered = [torch.empty_like(mine) for _ in range(job.num_ranks)]
-    dist.all_gather(gathered, mine)
+    gathered = [torch.empty_like(local) for _ in range(job.num_ranks)]
+    dist.all_gather(gathered, local)
     ranks = torch.stack(gathered)
     slowest_s = float(ranks[:, 0].max())
     mean_ms = {
@@ -161,18 +160,18 @@ def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> Ste
 
 
 def _imbalance(job: TrainingJob, observer: ObservingDispatcher) -> float:
-    """Rows of the busiest expert over those of the mean expert, mean over layers; a collective."""
-    mine = torch.stack(observer.num_rows).cpu()
-    first = dist.get_rank() % job.ep_size * mine.shape[1]
+    """Return rows of the busiest expert over those of the mean expert, mean over layers; a collective."""
+    local = torch.stack(observer.num_rows).cpu()
+    first = dist.get_rank() % job.ep_size * local.shape[1]
     rows = torch.zeros(job.shape.num_layers, job.shape.num_experts, dtype=torch.int64, device="cpu")
-    rows[:, first : first + mine.shape[1]] = mine
+    rows[:, first : first + local.shape[1]] = local
     dist.all_reduce(rows)
     return float((rows.max(1).values / rows.double().mean(1)).mean())
 
 
 def _gather_routing(job: TrainingJob, observer: ObservingDispatcher) -> np.ndarray | None:
-    """The last step's expert ids of all ranks on rank 0; a collective."""
-    mine = torch.stack([ids.view(job.tokens, job.shape.num_topk) for ids in observer.topk_idx], dim=1).int().cpu()
-    parts = [torch.empty_like(mine) for _ in range(job.num_ranks)] if dist.get_rank() == 0 else None
-    dist.gather(mine, parts)
+    """Return the last step's expert ids of all ranks on rank 0; a collective."""
+    local = torch.stack([ids.view(job.tokens, job.shape.num_topk) for ids in observer.topk_idx], dim=1).int().cpu()
+    parts = [torch.empty_like(local) for _ in range(job.num_ranks)] if dist.get_rank() == 0 else None
+    dist.gather(local, parts)
     return torch.cat(parts).numpy() if parts else None

@@ -1,4 +1,4 @@
-"""What training gives: a record of every step, and one of every run."""
+"""Results of training: a record of every step, and one of every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fusco.bench.environment import commit, hardware, versions
 from fusco.train.job import TrainingJob
 
-_NUM_AVERAGED = 10  # steps that the last loss is the mean of
+_NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class StepRecord:
     """One step of all ranks.
 
     Attributes:
-        dispatcher: what moved tokens.
+        dispatcher: its name.
         step: counted from 0.
         loss: mean over the tokens of all ranks, in nats, before the step.
         gradient_norm: before clipping.
-        step_ms: the slowest rank's, from the batch to the updated parameters; ranks begin together.
+        step_ms: the slowest rank's, from the batch to the updated parameters, after a barrier.
         tokens_per_s: of all ranks.
-        dispatch_ms, combine_ms: forward, means over ranks; what activation checkpointing repeats is counted.
+        dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included.
         dispatch_backward_ms, combine_backward_ms: likewise, backward.
         shuffle_share: these four over the step, mean over ranks.
         expert_imbalance: rows of the busiest expert over those of the mean expert, mean over layers.
@@ -54,13 +54,13 @@ class RunRecord:
     """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``.
 
     Attributes:
-        job: what was trained, and how.
+        job: its configuration.
         first_loss: of the first step.
         last_loss: mean of the last ten steps.
         max_loss_difference: the largest difference between the losses of a step of this run and of the first run.
         num_parameters: of the whole model.
-        num_warm_ups: steps that medians leave out.
-        peak_memory_gib: the most that PyTorch held on rank 0's GPU; 0 on the CPU.
+        num_warm_ups: steps that medians exclude.
+        peak_memory_gib: peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU.
         total_s: of all steps.
 
     """
@@ -91,13 +91,13 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Run:
-    """What ranks give for one dispatcher.
+    """Result of a run with one dispatcher.
 
     Attributes:
         steps: all of them.
         num_parameters: of the whole model.
         peak_memory_bytes: on rank 0's GPU.
-        routing: of the last step, (tokens of all ranks by rank, num_layers, num_topk), if it was to be recorded.
+        routing: of the last step, (tokens of all ranks by rank, num_layers, num_topk), if recorded.
 
     """
 
@@ -108,12 +108,12 @@ class Run:
 
 
 def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
-    """One record for each run."""
+    """Return one record for each run."""
     return [_summarize(job, run.steps, run, runs[0].steps) for run in runs]
 
 
 def num_warm_ups(num_steps: int) -> int:
-    """Steps in which memory is still being found and kernels are compiled: a tenth, at most ten."""
+    """Return the number of first steps, with allocation and compilation, that medians exclude: a tenth, at most ten."""
     return min(10, num_steps // 10)
 
 

@@ -1,4 +1,4 @@
-"""One seed out of several numbers."""
+"""Seeds made of several numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _NUM_SEEDS = 2**63  # PyTorch's generators take no more than 64 bits, with a sig
 
 
 def mix_seed(*numbers: int) -> int:
-    """A seed for a generator, however large the numbers are; small ones (three below a million) give each another.
+    """Return a seed for a generator from numbers of any size; it is unique for up to three below a million.
 
     >>> mix_seed(0, 2, 1)
     2000007

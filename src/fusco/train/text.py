@@ -1,4 +1,4 @@
-"""Real text to learn, a byte a token: the Python sources of this machine, or whatever the user has."""
+"""Text to train on, one token per byte: the Python sources of this machine, or files of the user."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
 
 
 def load_text(job: TrainingJob) -> torch.Tensor:
-    """Read a job's text: uint8 (num_bytes,), of files in order of their paths, the same in every process.
+    """Read a job's text, uint8 (num_bytes,): its files in order of their paths, the same in every process.
 
     Raises:
-        ValueError: if there is no such text, or less of it than one step of all ranks looks at.
+        ValueError: if there is no such text, or less of it than one step of all ranks reads.
 
     """
     text = bytearray()
@@ -32,20 +32,20 @@ def load_text(job: TrainingJob) -> torch.Tensor:
         where = "the Python sources of this machine have" if job.text is None else f"{job.text} has"
         raise ValueError(
             f"{where} {len(text)} bytes (of at most {job.text_bytes} to be read), and one step of {job.num_ranks} "
-            f"ranks with {job.num_sequences} sequences of {job.length} tokens each looks at {job.bytes_per_step}"
+            f"ranks with {job.num_sequences} sequences of {job.length} tokens each reads {job.bytes_per_step}"
         )
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> torch.Tensor:
-    """One rank's sequences in a step: int64 (num_sequences, length + 1) from places that seed, step and rank choose."""
+    """Return a rank's sequences in a step, int64 (num_sequences, length + 1), at offsets of (seed, step, rank)."""
     generator = torch.Generator().manual_seed(mix_seed(job.seed, step, rank))
     first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator, device="cpu")
     return text[first + torch.arange(job.length + 1, device="cpu")].long()
 
 
 def _python_sources() -> Iterator[Path]:
-    """The standard library's files, then torch's, without tests."""
+    """Yield the standard library's files, then those of torch, without tests."""
     torch_package = importlib.util.find_spec("torch")
     assert torch_package is not None
     assert torch_package.origin is not None
@@ -56,12 +56,12 @@ def _python_sources() -> Iterator[Path]:
 
 
 def _files_of(text: Path) -> Iterator[Path]:
-    """A file, or the files of a directory, without hidden ones."""
+    """Yield a file, or the files of a directory, without hidden ones."""
     if text.is_file():
         yield text
         return
     if not text.is_dir():
-        raise ValueError(f"there is no file or directory {text} to learn from")
+        raise ValueError(f"there is no file or directory {text} to train on")
     for path in sorted(text.rglob("*")):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(text).parts):
             yield path

@@ -1,13 +1,11 @@
-"""The ranks of a job: processes started here, or those that torchrun has started."""
+"""Run a job on processes started here, or on the ranks that torchrun has started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from fusco.bench.json_lines import write_json_lines
@@ -15,32 +13,23 @@ from fusco.bench.names import STDOUT
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks.local_world import LocalWorld
 from fusco.ranks.progress import ProgressReporter, latest_note, watching
+from fusco.ranks.torchrun import Launched, join_torchrun, launched
 from fusco.train.job import TrainingJob
 from fusco.train.rank import train_rank
 from fusco.train.records import Run, StepRecord
 
-_LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are noticed at once
-
-
-@dataclass(frozen=True)
-class Joined:
-    """This process among those that torchrun has started."""
-
-    rank: int
-    num_ranks: int
+_LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
 
 
 @contextmanager
-def joined_by_torchrun(device: str) -> Iterator[Joined | None]:
-    """Join the processes that torchrun has started, for the time of the block; ``None`` if it has started none."""
-    if not dist.is_torchelastic_launched():
+def joined_by_torchrun(device: str) -> Iterator[Launched | None]:
+    """Join the ranks that torchrun has started, for the ``with`` block; yield ``None`` if it has started none."""
+    if launched() is None:
         yield None
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    rank = join_torchrun(device)
     try:
-        if device == "cuda":
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-        yield Joined(dist.get_rank(), dist.get_world_size())
+        yield rank
     finally:
         dist.destroy_process_group()
 
@@ -48,44 +37,44 @@ def joined_by_torchrun(device: str) -> Iterator[Joined | None]:
 def run_here(
     job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool = False, log: Path | None = None
 ) -> list[Run]:
-    """Start a job's ranks on this machine.
+    """Run a job on ranks started on this machine.
 
     Args:
         job: the same on all ranks.
-        report: gets the number of steps done and what the latest one gave, now and then.
-        keeps_routing: whether the first run is to have the routing of its last step.
-        log: a file to which every step's record is added when the step is done.
+        report: called periodically with the number of finished steps and a description of the latest one.
+        keeps_routing: whether the first run includes the routing of its last step.
+        log: a file to which every step's record is appended when the step is done.
 
     """
-    warm_up_cpu()  # here, so that the ranks find compiled kernels on disk
+    warm_up_cpu()  # in this process, so that the ranks load compiled kernels from disk
     with LocalWorld(job.num_ranks, job.device, limit_s=_LIMIT_S) as world:
 
-        def look(num_done: int) -> None:
+        def on_progress(num_done: int) -> None:
             report(num_done, latest_note(world.store))
 
-        with watching(world.store, look):
-            path = log.resolve() if log and log != STDOUT else log  # ranks need not have our working directory
+        with watching(world.store, on_progress):
+            path = log.resolve() if log and log != STDOUT else log  # the ranks' working directory may differ
             return world.run(_train_local_rank, job.num_ranks, job, world.store.port, keeps_routing, path)[0]
 
 
 def run_joined(
     job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool = False, log: Path | None = None
 ) -> list[Run]:
-    """Train on the ranks that have joined; as ``run_here``."""
+    """Run a job on the ranks of torchrun, which have joined; arguments as for ``run_here``."""
     num_done = 0
 
-    def tell(step: StepRecord) -> None:
+    def on_step(step: StepRecord) -> None:
         nonlocal num_done
         num_done += 1
         if log and dist.get_rank() == 0:
             write_json_lines([step], log, appends=True)
         report(num_done, describe(step))
 
-    return train_rank(job, tell, keeps_routing=keeps_routing)
+    return train_rank(job, on_step, keeps_routing=keeps_routing)
 
 
 def describe(step: StepRecord) -> str:
-    """A step in a line."""
+    """Describe a step in one line."""
     return (
         f"{step.dispatcher}, step {step.step + 1}: loss {step.loss:.3f}, {step.tokens_per_s:,} tokens/s, dispatch and "
         f"combine {step.shuffle_share:.0%}, busiest expert {step.expert_imbalance:.2f} x mean"
@@ -96,16 +85,16 @@ def _train_local_rank(
     _: dist.ProcessGroup,
     job: TrainingJob,
     port: int,
-    keeps_routing: bool,  # noqa: FBT001  handed over by position
+    keeps_routing: bool,  # noqa: FBT001  passed by position
     log: Path | None,
 ) -> list[Run]:
     if dist.get_rank() != 0:
         return train_rank(job, lambda _: None, keeps_routing=keeps_routing)
     reporter = ProgressReporter(port)
 
-    def tell(step: StepRecord) -> None:
+    def on_step(step: StepRecord) -> None:
         if log:
             write_json_lines([step], log, appends=True)
         reporter.advance(describe(step))
 
-    return train_rank(job, tell, keeps_routing=keeps_routing)
+    return train_rank(job, on_step, keeps_routing=keeps_routing)

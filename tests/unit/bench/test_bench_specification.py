@@ -1,4 +1,4 @@
-"""The benchmark's law: right results pass, every kind of wrong one is caught."""
+"""The benchmark's specification: correct results pass, and every kind of wrong one is found."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""From ranks' figures to records, tables, and the verdict: between nodes on GPUs, and within one."""
+"""Records, tables and errors made of ranks' figures: between nodes on GPUs, and within one."""
 
 import dataclasses
 import io
@@ -86,13 +86,13 @@ def test_times_are_held_against_the_busiest_rank_at_the_best_peak(ranks, tmp_pat
 
 
 def test_a_row_too_many_is_an_error(ranks):
-    for way in (0, 1):
+    for call in (0, 1):
         counted = list(ranks[1][0].profiles["fusco"])
-        counted[way] = dataclasses.replace(counted[way], internode_row_bytes=50_001)
+        counted[call] = dataclasses.replace(counted[call], internode_row_bytes=50_001)
         ranks[1][0].profiles["fusco"] = tuple(counted)
     fusco, baseline = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
     assert not fusco.is_right
-    assert fusco.errors[0] == "dispatch sent 100001 bytes of rows between nodes, by its plan it is 75000"
+    assert fusco.errors[0] == "dispatch sent 100001 bytes of rows between nodes, its plan requires 75000"
     assert fusco.errors[1].startswith("combine sent")
     assert baseline.is_right
 
@@ -116,7 +116,7 @@ def test_the_table_between_nodes(ranks):
     assert "2 nodes x 1 GPUs" in shown
     assert "fusco: output sized exactly" in shown
     assert "5.00 with one rank, 6.25 with all of other nodes" in shown
-    assert "played on one machine" in shown
+    assert "emulated on one machine" in shown
     assert "NCCL_HOSTID=a | b" in shown
     on_a_cluster = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
     assert "played" not in text_of(print_internode_records, on_a_cluster)

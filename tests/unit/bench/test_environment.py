@@ -1,4 +1,4 @@
-"""What a record says of the machine: the GPU where rows were there, the processor otherwise."""
+"""Hardware of a record: the GPU if rows were on it, else the processor."""
 
 from dataclasses import dataclass
 

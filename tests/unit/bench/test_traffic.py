@@ -41,8 +41,8 @@ def test_single_node_traffic_stays_on_one_node_for_each_token():
 def test_imbalanced_traffic_is_bimodal():
     load = workload(Pattern.IMBALANCED, nodes=8, per_node=4, tokens=100)
     shares = []
-    for rank, own in enumerate(load.topology.rank_to_node):
-        is_remote = nodes_of(load, rank) != own
+    for rank, local_node in enumerate(load.topology.rank_to_node):
+        is_remote = nodes_of(load, rank) != local_node
         assert (is_remote == is_remote[:, :1]).all()  # a token leaves with all its experts, or stays
         shares.append(float(is_remote[:, 0].float().mean()))
     extreme = [share for share in shares if share < 0.15 or share > 0.85]
@@ -53,8 +53,8 @@ def test_imbalanced_traffic_is_bimodal():
 @pytest.mark.parametrize(
     ("pattern", "expert_to_rank", "message"),
     [
-        (Pattern.IMBALANCED, [0, 0, 1, 1], "4 experts of a token do not fit on one of 2 nodes: node 0 has 2"),
-        (Pattern.SINGLE_NODE, [0, 0, 0, 0, 0, 1], "4 experts of a token do not fit on one of 2 nodes: node 1 has 1"),
+        (Pattern.IMBALANCED, [0, 0, 1, 1], "4 experts per token do not fit on one of 2 nodes: node 0 has 2"),
+        (Pattern.SINGLE_NODE, [0, 0, 0, 0, 0, 1], "4 experts per token do not fit on one of 2 nodes: node 1 has 1"),
         (Pattern.IMBALANCED, [0, 0, 0, 0, 1, 1], "do not fit outside node 0: the other nodes have 2"),
     ],
 )
@@ -102,8 +102,8 @@ def test_traces_come_as_npz_or_npy(tmp_path):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.full((4, 8), -7), r"the trace ids, layer 0 names expert -7 \(token 0, slot 0\), but there are 64"),
-        (np.array([[0] * 8, [-1] * 7 + [64]]), r"names expert 64 \(token 1, slot 7\), .* 0 to 63, and -1 means none"),
+        (np.full((4, 8), -7), r"the trace ids, layer 0 names expert -7 \(token 0, k 0\), but there are 64"),
+        (np.array([[0] * 8, [-1] * 7 + [64]]), r"names expert 64 \(token 1, k 7\), .* 0 to 63, and -1 means none"),
         (np.zeros((0, 8), np.int64), "the trace ids, layer 0 has no tokens"),
         (np.full((4, 8), 2**63 + 5, np.uint64), "names expert 9223372036854775813, more than int64 holds"),
     ],
@@ -117,7 +117,7 @@ def test_ids_that_are_no_experts_are_refused(ids, message, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 and no more"], ids=["empty", "junk", "broken zip"])
 def test_a_file_that_is_no_trace_is_named(content, tmp_path):
     (tmp_path / "ids.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=r"/ids.npy is no npy or npz file of numbers$"):
+    with pytest.raises(ValueError, match=r"/ids.npy is not an npy or npz file of numbers$"):
         Trace.load(tmp_path / "ids.npy", None, 0)
 
 

@@ -1,11 +1,11 @@
-"""Which variants are measured where, and what is refused."""
+"""Variants by device and nodes, their factories, and names that are rejected."""
 
 import pytest
 
-from fusco.bench.variants import ABLATION, WHAT, choose_variants, recorded_variant
+from fusco.bench.variants import ABLATION, VARIANTS, choose_variants, recorded_variant
 
 
-def test_the_usual_ones():
+def test_the_default_ones():
     assert choose_variants("cpu", 2) == ("fusco", "baseline")
     assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "baseline")
     within = choose_variants("cuda", 1)
@@ -20,13 +20,13 @@ def test_the_ablation_comes_on_top_and_once(device):
     assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner")
 
 
-def test_every_variant_is_explained():
+def test_every_variant_has_an_entry():
     names = {name for device in ("cpu", "cuda") for nodes in (1, 2) for name in choose_variants(device, nodes)}
-    assert names | set(ABLATION) <= set(WHAT)
+    assert names | set(ABLATION) <= set(VARIANTS)
 
 
-def test_what_means_nothing_is_refused():
-    with pytest.raises(ValueError, match="between nodes, but there is 1: pass --nodes"):
+def test_names_that_are_not_offered_are_rejected():
+    with pytest.raises(ValueError, match="between nodes, but there is 1 node: pass --nodes"):
         choose_variants("cuda", 1, with_ablation=True)
     with pytest.raises(ValueError, match="'fusco-graph' is none of those on cuda with 2 nodes: fusco, fusco-static"):
         choose_variants("cuda", 2, ["fusco-graph"])
@@ -34,7 +34,12 @@ def test_what_means_nothing_is_refused():
         choose_variants("cpu", 1, ["deepep"])
 
 
-def test_a_timeline_shows_static_slots_if_it_can():
+def test_a_timeline_shows_static_rows_if_it_can():
     assert recorded_variant(("baseline", "fusco", "fusco-static")) == "fusco-static"
     assert recorded_variant(("fusco", "baseline")) == "fusco"
     assert recorded_variant(("baseline", "no-engine")) is None
+
+
+def test_only_what_is_measured_by_other_means_has_no_factory():
+    assert {name for name, variant in VARIANTS.items() if variant.make is None} == {"fusco-fp8", "deep_ep"}
+    assert all(variant.description for variant in VARIANTS.values())

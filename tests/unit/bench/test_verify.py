@@ -1,10 +1,10 @@
-"""The benchmark's verdict: a negative control, so that a check that cannot fail would show."""
+"""Verification in benchmarks: a negative control, so that a check that cannot fail would show."""
 
 import torch
 
-from fusco.bench.shuffle_variants import Shuffle
 from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Pattern, Workload
+from fusco.bench.variants import Shuffle
 from fusco.bench.verification import verify
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile

@@ -104,7 +104,7 @@ def test_plan_says_what_does_not_fit():
         done.exception
     )
     done = run("plan", "--traffic", "single-node", "--num-experts", "8", "--num-topk", "8")
-    assert "8 experts of a token do not fit on one of 2 nodes" in str(done.exception)
+    assert "8 experts per token do not fit on one of 2 nodes" in str(done.exception)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
     [
         (["--device", "cuda", "--nodes", "2", "--ranks-per-node", "4"], "8 ranks need a GPU each, but torch finds 4"),
         (["--device", "cuda", "--nodes", "3"], "4 GPUs do not divide among 3 nodes"),
-        (["--device", "cuda", "--ablation"], "there is 1: pass --nodes"),
+        (["--device", "cuda", "--ablation"], "there is 1 node: pass --nodes"),
         (["--device", "cuda", "--nodes", "2", "--variants", "fusco-graph"], "'fusco-graph' is none of those on cuda"),
         (["--variants", "fusco,best"], "variant 'best' is none of those on cpu with 2 nodes: fusco, baseline"),
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
@@ -143,9 +143,9 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
         (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
         (["--traffic", "uniform", "--trace-key", "ids"], "--trace-key goes with --traffic trace, not with uniform"),
-        (["--num-sms", "4"], "--num-sms is about GPUs: it goes with --device cuda"),
+        (["--num-sms", "4"], "--num-sms needs --device cuda"),
         (["--variants", ","], "--variants needs at least one name"),
-        (["--timeline", "out.json"], "it goes with --device cuda"),
+        (["--timeline", "out.json"], "it needs --device cuda"),
         (
             ["--device", "cuda", "--timeline", "out.json", "--variants", "baseline"],
             "shows fusco or fusco-static, but the variants are baseline",
@@ -341,14 +341,14 @@ def test_train_says_at_once_what_it_needs(packages, message, monkeypatch):
 def test_an_old_torch_is_refused_in_a_sentence(monkeypatch):
     check_torch.cache_clear()
     monkeypatch.setattr("fusco.core.requirements.installed", lambda name: "2.6.0+cu124")
-    told = "fusco needs torch 2.7 or newer; installed is torch 2.6.0+cu124: pip install 'torch>=2.7'"
-    with pytest.raises(ImportError, match=re.escape(told)):
+    message = "fusco needs torch 2.7 or newer; installed is torch 2.6.0+cu124: pip install 'torch>=2.7'"
+    with pytest.raises(ImportError, match=re.escape(message)):
         fusco.Communicator  # noqa: B018
     with pytest.raises(ImportError, match=r"fusco\.fsdp needs torch 2\.11 or newer"):
         check_fsdp("fusco.fsdp", ("torch",))
     done = run("plan")
     assert isinstance(done.exception, ValueError)
-    assert str(done.exception) == told
+    assert str(done.exception) == message
 
 
 def test_bench_schedule_says_which_figures_are_constants(capsys):
@@ -368,12 +368,12 @@ def test_warm_up_compiles_for_the_architectures_it_is_given(monkeypatch):
     assert "CPU kernels: kept in" in done.output
     assert [arch for arch, _ in compiled] == ["sm_90", "sm_100"]
     assert str(compiled[0][1]) == "KernelShape(num_ranks=8, num_topk=8, hidden=2048, dtype=torch.float16)"
-    assert "'hopper' is no architecture, such as sm_90" in str(run("warm-up", "--arch", "hopper").exception)
+    assert "'hopper' is not an architecture such as sm_90" in str(run("warm-up", "--arch", "hopper").exception)
 
 
 def test_warm_up_leaves_no_cpu_kernel_to_compile(tmp_path):
     variables = {**os.environ, "FUSCO_CACHE_DIR": str(tmp_path)}
-    # With a parent of its own: this process may have compiled, and said so for its children as well.
+    # In a separate parent: this process may have compiled, and printed that for its children as well.
     command = ["sh", "-c", f"{sys.executable} -m fusco warm-up; exit $?"]
     first = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert f"CPU kernels: kept in {tmp_path}" in first.stdout

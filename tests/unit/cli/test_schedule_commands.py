@@ -98,8 +98,8 @@ def test_what_is_refused(tmp_path):
     for path, message in (
         (text, "from a .npy or .csv file, got"),
         (ragged, f"{ragged}, line 3: 2 entries, but 3 in the first row"),
-        (words, f"{words}, line 2: integers with commas between them are needed, got '2,two'"),
-        (junk, f"{junk} is no npy or npz file of numbers"),
+        (words, f"{words}, line 2: expected integers with commas between them, got '2,two'"),
+        (junk, f"{junk} is not an npy or npz file of numbers"),
         (empty, f"{empty} is empty"),
         (wide, "must be a square matrix, got shape (2, 3)"),
         (halves, "must hold integers, got float64"),

@@ -10,6 +10,7 @@ from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.train import train
 from fusco.cli.train_presets import PRESETS, Preset
+from fusco.ranks.torchrun import Launched
 from fusco.train import text, world
 from fusco.train.job import TrainingJob
 
@@ -47,7 +48,7 @@ def test_presets_go_together_on_four_ranks(name, ep_size):
 
 def test_a_rank_of_torchrun_leaves_reading_the_text_to_its_training(monkeypatch):
     pytest.importorskip("transformers", reason="fusco train needs it")
-    monkeypatch.setattr(world, "joined_by_torchrun", lambda device: nullcontext(world.Joined(rank=1, num_ranks=2)))
+    monkeypatch.setattr(world, "joined_by_torchrun", lambda device: nullcontext(Launched(1, 2, 1, 2)))
     monkeypatch.setattr(world, "run_joined", lambda job, report, **_: [])
     monkeypatch.setattr(text, "load_text", lambda job: pytest.fail("read twice"))
     done = CliRunner().invoke(app, ["train"])

@@ -1,4 +1,4 @@
-"""What failed on ranks, as it is told: once, and with tracebacks only where they are of use."""
+"""Failures of ranks as text: each once, with tracebacks only if they are needed."""
 
 import pytest
 
@@ -24,20 +24,20 @@ ALLOCATION = RuntimeError(
 )
 
 
-def test_what_all_ranks_say_is_said_once():
+def test_a_failure_of_several_ranks_is_reported_once():
     error = RankFailedError({rank: raised(MISTAKE) for rank in (3, 0, 1)})
     assert error.summary == "ranks 0-1, 3: ValueError: ring_depth is 1, but must be 2 at least"
     assert str(error).startswith(error.summary + "\nrank 3:\nTraceback")
     assert not error.unexpected
 
 
-def test_memory_that_cannot_be_had_is_a_sentence():
+def test_a_failed_allocation_is_one_sentence():
     error = RankFailedError({0: raised(ALLOCATION)})
-    assert error.summary == "rank 0: RuntimeError: there is no memory for 1,000,000 bytes"
+    assert error.summary == "rank 0: RuntimeError: not enough memory for 1,000,000 bytes"
     assert not error.unexpected
 
 
-def test_an_error_that_nobody_expects_has_its_traceback():
+def test_an_unexpected_error_has_its_traceback():
     error = RankFailedError({0: raised(MISTAKE), 1: raised(KeyError("gone"))}, "rank(s) [2] gave no result")
     assert error.summary.splitlines() == [
         "rank 0: ValueError: ring_depth is 1, but must be 2 at least",
@@ -67,9 +67,9 @@ def test_one_message_names_the_root_cause_of_all_failures():
     assert "dispatch #3" in str(error), "the text has it all"
 
 
-def test_ranks_that_were_called_off_are_summarised():
-    called_off = RejectedInputError("rank 1 rejected its input: ValueError: ring_depth is 1")
-    error = RankFailedError({0: raised(called_off), 1: raised(MISTAKE), 2: raised(called_off)})
+def test_ranks_that_gave_up_are_summarised():
+    rejected = RejectedInputError("rank 1 rejected its input: ValueError: ring_depth is 1")
+    error = RankFailedError({0: raised(rejected), 1: raised(MISTAKE), 2: raised(rejected)})
     assert error.summary.splitlines() == [
         "rank 1: ValueError: ring_depth is 1, but must be 2 at least",
         "ranks 0, 2: gave up because of that",
@@ -85,17 +85,17 @@ def test_of_ranks_that_gave_up_for_the_same_cause_one_is_quoted():
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (RankFailedError({0: raised(MISTAKE)}), 1, "failed: rank 0: ValueError: ring_depth"),
         (RankFailedError({0: raised(KeyError("gone"))}), 1, "traceback: rank 0:"),
         (MISTAKE, 2, "error: ring_depth is 1"),
         (OverflowError("int too large"), 2, "error: int too large"),
         (MemoryError(), 1, "failed: there is not enough memory"),
-        (ALLOCATION, 1, "failed: there is no memory for 1,000,000 bytes"),
+        (ALLOCATION, 1, "failed: not enough memory for 1,000,000 bytes"),
     ],
 )
-def test_the_command_line_turns_errors_into_sentences(error, code, told, monkeypatch, capsys):
+def test_the_command_line_turns_errors_into_sentences(error, code, message, monkeypatch, capsys):
     def fail():
         raise error
 
@@ -103,4 +103,4 @@ def test_the_command_line_turns_errors_into_sentences(error, code, told, monkeyp
     with pytest.raises(SystemExit) as exit_info:
         main.run()
     assert exit_info.value.code == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

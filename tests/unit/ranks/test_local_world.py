@@ -1,4 +1,4 @@
-"""Where ranks come from: nodes played on one machine, and jobs that a launcher has started."""
+"""Ranks on one machine: emulated nodes, processes, the shape of a job."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from fusco import Topology
 from fusco.cli.running import choose_shape
 from fusco.core.shared_gpus import SHARE_GPUS
 from fusco.ranks.emulation import describe_emulation, emulated_network
-from fusco.ranks.joined_world import Launched
-from fusco.ranks.local_world import LocalWorld, RankFailedError, _deaf_to_interrupts
+from fusco.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked
+from fusco.ranks.torchrun import Launched
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
 
 
-def test_ranks_of_a_node_share_a_host_and_meet_others_over_the_loopback_device():
+def test_ranks_of_a_node_share_a_host_and_reach_others_over_the_loopback_device():
     ranks = emulated_network(TWO_BY_TWO, {})
     assert [rank["NCCL_HOSTID"] for rank in ranks] == ["fusco-node-0"] * 2 + ["fusco-node-1"] * 2
     shared = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "8"}
@@ -28,7 +28,7 @@ def test_ranks_of_a_node_share_a_host_and_meet_others_over_the_loopback_device()
         assert {**rank, **shared, "NCCL_IB_DISABLE": "1"} == rank
 
 
-def test_what_the_user_has_set_wins_and_is_told():
+def test_variables_of_the_user_take_precedence_and_are_named():
     inherited = {"NCCL_SOCKET_NTHREADS": "2", "PATH": "/bin"}
     ranks = emulated_network(TWO_BY_TWO, inherited)
     assert not any({"NCCL_SOCKET_NTHREADS", "PATH"} & set(rank) for rank in ranks)
@@ -123,17 +123,6 @@ def test_environments_must_be_as_many_as_ranks():
         LocalWorld(3, environment=[{}, {}])
 
 
-def test_what_a_launcher_says():
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "HOME": "/"}
-    assert Launched.from_environment(torchrun) == Launched(5, 8, 1, 4)
-    assert Launched.from_environment({"HOME": "/", "LOCAL_RANK": "0"}) is None
-    del torchrun["LOCAL_WORLD_SIZE"]
-    with pytest.raises(ValueError, match=r"needs RANK, WORLD_SIZE.*LOCAL_RANK=1, LOCAL_WORLD_SIZE=None"):
-        Launched.from_environment(torchrun)
-    with pytest.raises(ValueError, match="RANK=five"):
-        Launched.from_environment({**torchrun, "LOCAL_WORLD_SIZE": "4", "RANK": "five"})
-
-
 @pytest.mark.parametrize(
     ("device", "asked", "num_gpus", "shape"),
     [
@@ -186,11 +175,11 @@ def test_shape_of_a_launched_job():
 def test_an_interrupt_waits_until_ranks_are_started_and_does_not_reach_them():
     is_blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     done = threading.Event()
-    other = threading.Thread(target=done.wait)  # does not block the signal, and so is who gets it
+    other = threading.Thread(target=done.wait)  # does not block the signal, so it receives it
     other.start()
     goes_on = False
     try:
-        with pytest.raises(KeyboardInterrupt), _deaf_to_interrupts():  # noqa: PT012  the block is what is tested
+        with pytest.raises(KeyboardInterrupt), _interrupts_blocked():  # noqa: PT012  the block is what is tested
             child = subprocess.run([sys.executable, "-c", is_blocked], capture_output=True, text=True, check=True)
             signal.pthread_kill(other.ident, signal.SIGINT)
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""How the ranks of a launched job tell each other that something failed: one of them speaks."""
+"""Ranks of a launched job exchange their outcomes: one of them reports all failures."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fusco.ranks import joined_world
-from fusco.ranks.failures import RankFailedError, RankFailure, ToldElsewhereError
+from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
 from fusco.ranks.joined_world import Outcomes
 
 FAILURE = RankFailure("ValueError: no room for 3")
@@ -14,18 +14,18 @@ FAILURE = RankFailure("ValueError: no room for 3")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, seconds in (("_GRACE_S", 0.3), ("_TELLING_S", 0.02), ("_SECONDS_BETWEEN_LOOKS", 0.01)):
+    for name, seconds in (("_GRACE_S", 0.3), ("_REPORT_S", 0.02), ("_POLL_S", 0.01)):
         monkeypatch.setattr(joined_world, name, seconds)
 
 
 def settle(*failures, silent=()):
-    """What each rank gets: an error or ``None``."""
+    """Return each rank's error, or ``None``."""
     store = HashStore()
 
     def of_rank(rank):
         try:
             Outcomes(store, rank, len(failures)).settle(failures[rank])
-        except (RankFailedError, ToldElsewhereError) as error:
+        except (RankFailedError, ReportedElsewhereError) as error:
             return error
         return None
 
@@ -39,21 +39,21 @@ def test_nothing_failed():
 
 
 @pytest.mark.parametrize("failures", [(FAILURE, FAILURE, FAILURE), (None, FAILURE, FAILURE), (None, None, FAILURE)])
-def test_rank_0_tells_and_the_others_know_it(failures):
+def test_rank_0_reports_and_the_others_know_it(failures):
     first, *others = settle(*failures)
     assert isinstance(first, RankFailedError)
     assert first.summary.endswith(": ValueError: no room for 3")
-    assert [type(error) for error in others] == [ToldElsewhereError] * 2
+    assert [type(error) for error in others] == [ReportedElsewhereError] * 2
 
 
 def test_a_rank_that_goes_on_is_not_waited_for():
     first, other = settle(None, FAILURE, None, silent=[2])
     assert "rank 1: ValueError: no room for 3" in first.summary
     assert "rank(s) [2] gave no result within 0.3 s after another failed" in first.summary
-    assert isinstance(other, ToldElsewhereError)
+    assert isinstance(other, ReportedElsewhereError)
 
 
-def test_without_rank_0_ranks_tell_themselves(monkeypatch):
+def test_without_rank_0_ranks_raise_their_errors(monkeypatch):
     monkeypatch.setattr(joined_world, "_LIMIT_S", 0.1)
     failed, fine = settle(None, FAILURE, None, silent=[0])
     assert failed is None, "it raises its own error"

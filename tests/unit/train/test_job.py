@@ -1,4 +1,4 @@
-"""What a training job refuses, before any process is started."""
+"""Values that a training job rejects before any process is started."""
 
 import pytest
 

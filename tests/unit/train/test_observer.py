@@ -1,4 +1,4 @@
-"""What is measured inside a step: sections of known length, forward and backward, with and without checkpointing."""
+"""Sections of known length inside a step, forward and backward, with and without checkpointing."""
 
 import time
 
@@ -7,14 +7,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fusco.fsdp.dispatcher import Arrival
-from fusco.train.observer import SECTIONS, ObservingDispatcher, Stopwatch
+from fusco.train.observer import SECTIONS, ObservingDispatcher, SectionTimer
 
 DISPATCH_S, COMBINE_S, DISPATCH_BACKWARD_S, COMBINE_BACKWARD_S, ELSEWHERE_S = 0.01, 0.02, 0.03, 0.04, 0.1
 TOLERANCE_S = 0.08  # sleeping takes longer where cores are busy
 
 
 class Slow(torch.autograd.Function):
-    """Something that takes time, forward and backward."""
+    """Takes a given time, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, forward_s, backward_s):
@@ -31,7 +31,7 @@ class Slow(torch.autograd.Function):
 
 
 class SlowDispatcher:
-    """Moves nothing, and takes its time."""
+    """Moves no rows, and takes a given time."""
 
     def dispatch(self, x, topk_idx, topk_weights, num_experts):
         return Arrival(Slow.apply(x, DISPATCH_S, DISPATCH_BACKWARD_S), torch.tensor([len(x)]), None)
@@ -42,7 +42,7 @@ class SlowDispatcher:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_sections_hold_what_happens_in_them_and_nothing_else(recomputes):
-    observer = ObservingDispatcher(SlowDispatcher(), Stopwatch("cpu"), num_layers=1, keeps_routing=True)
+    observer = ObservingDispatcher(SlowDispatcher(), SectionTimer("cpu"), num_layers=1, keeps_routing=True)
     topk_idx = torch.zeros(3, 1, dtype=torch.int64)
 
     def layer(x):
@@ -55,7 +55,7 @@ def test_sections_hold_what_happens_in_them_and_nothing_else(recomputes):
     for _ in range(2):
         observer.start_step()
         (checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)).sum().backward()
-        section_to_s = observer.stopwatch.take_s()
+        section_to_s = observer.timer.take_s()
         times = 2 if recomputes else 1
         expected = {
             "dispatch": times * DISPATCH_S,
@@ -71,11 +71,11 @@ def test_sections_hold_what_happens_in_them_and_nothing_else(recomputes):
 
 
 def test_without_gradients_only_forward_sections_are_measured():
-    observer = ObservingDispatcher(SlowDispatcher(), Stopwatch("cpu"), num_layers=1)
+    observer = ObservingDispatcher(SlowDispatcher(), SectionTimer("cpu"), num_layers=1)
     with torch.no_grad():
         x = torch.randn(3, 4)
         observer.combine(x, observer.dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 1))
-    section_to_s = observer.stopwatch.take_s()
+    section_to_s = observer.timer.take_s()
     assert section_to_s["dispatch"] >= DISPATCH_S
     assert section_to_s["combine_backward"] == section_to_s["dispatch_backward"] == 0
     assert not observer.topk_idx
@@ -100,11 +100,11 @@ class DeviceEvent:
 
 def test_on_cuda_times_are_those_of_events_and_asked_for_at_the_end_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
-    stopwatch = Stopwatch("cuda")
+    timer = SectionTimer("cuda")
     for section, begin_ms, end_ms in (("dispatch", 0, 5), ("combine", 6, 8), ("dispatch", 10, 12)):
         for DeviceEvent.now_ms in (begin_ms, end_ms):
-            stopwatch.mark(section)
+            timer.mark(section)
     monkeypatch.setattr(DeviceEvent, "is_synchronized", True)
     expected = {"dispatch": 0.007, "combine": 0.002, "combine_backward": 0, "dispatch_backward": 0}
-    assert stopwatch.take_s() == pytest.approx(expected)
-    assert not any(stopwatch.take_s().values())
+    assert timer.take_s() == pytest.approx(expected)
+    assert not any(timer.take_s().values())

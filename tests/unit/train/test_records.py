@@ -1,4 +1,4 @@
-"""What a run's record says it was made with."""
+"""Environment in the record of a run."""
 
 import pytest
 import torch

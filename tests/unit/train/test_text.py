@@ -47,7 +47,7 @@ def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path):
 
 
 def test_what_is_wrong_with_a_text_is_said(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no file or directory .*nowhere to learn from"):
+    with pytest.raises(ValueError, match=r"there is no file or directory .*nowhere to train on"):
         load_text(make_job(text=tmp_path / "nowhere"))
     short = tmp_path / "short"
     short.write_text("x" * 100)
@@ -55,7 +55,7 @@ def test_what_is_wrong_with_a_text_is_said(tmp_path):
         load_text(make_job(text=short))
     assert str(error.value) == (
         f"{short} has 100 bytes (of at most 33554432 to be read), and one step of 4 ranks with 2 sequences of 16 "
-        f"tokens each looks at 136"
+        f"tokens each reads 136"
     )
 
 

@@ -1,10 +1,10 @@
-"""What must cross between nodes: by hand, and by fusco's own planner."""
+"""Rows between nodes: by hand, and by fusco's planner."""
 
 import numpy as np
 import pytest
 
 from fusco import BALANCERS, ExpertPlacement, Topology
-from fusco.bench.crossings import busiest_rows, crossing_rows, num_copies
+from fusco.bench.internode_bytes import busiest_rows, internode_rows, num_copies
 from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
 from fusco.planner.world import plan_world
 
@@ -22,7 +22,7 @@ def test_by_hand():
     # Experts 0 to 3 are node 0's, two to a rank. Every rank has the same two tokens.
     load = workload(Pattern.TRACE, trace=Trace(np.array([[0, 4, 6], [1, 2, 3]]), "by hand"))
     fusco, planner, baseline = (
-        crossing_rows(name, load, "static").tolist() for name in ("fusco", "no-planner", "baseline")
+        internode_rows(name, load, "static").tolist() for name in ("fusco", "no-planner", "baseline")
     )
     # From node 0 the first token leaves, for ranks 2 and 3; from node 1 both, the first for rank 0, the second for
     # both ranks.
@@ -43,18 +43,18 @@ def test_forwarded_rows_are_those_of_the_plans(pattern, balancer):
     for plan in plans:
         for src in plan.sources_held_by(plan.rank):
             expected[src, plan.rank] += plan.num_rows_from(src) if src != plan.rank else 0
-    crossing = crossing_rows("fusco", load, balancer)
-    assert crossing.tolist() == expected.tolist()
-    assert crossing.sum() == internode_rows_lower_bound(load)
-    assert (crossing_rows("no-planner", load, balancer).sum(1) >= crossing.sum(1)).all()
-    assert busiest_rows(crossing) == busiest_rows(crossing.T)
+    rows = internode_rows("fusco", load, balancer)
+    assert rows.tolist() == expected.tolist()
+    assert rows.sum() == internode_rows_lower_bound(load)
+    assert (internode_rows("no-planner", load, balancer).sum(1) >= rows.sum(1)).all()
+    assert busiest_rows(rows) == busiest_rows(rows.T)
 
 
 def test_without_the_balancer_rows_stay_on_their_lane():
-    crossing = crossing_rows("no-balancer", workload(Pattern.IMBALANCED, tokens=50), "send-and-receive")
-    assert crossing[[0, 1, 2, 3], [3, 2, 1, 0]].sum() == 0
+    rows = internode_rows("no-balancer", workload(Pattern.IMBALANCED, tokens=50), "send-and-receive")
+    assert rows[[0, 1, 2, 3], [3, 2, 1, 0]].sum() == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_node_has_nothing_to_send(name):
-    assert crossing_rows(name, workload(Pattern.UNIFORM, nodes=1, per_node=4), "rotation").sum() == 0
+    assert internode_rows(name, workload(Pattern.UNIFORM, nodes=1, per_node=4), "rotation").sum() == 0

@@ -1,0 +1,90 @@
+"""This process as one rank of a job that torchrun, or a launcher that sets the same variables, has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launcher's variables: ``rank`` of ``world_size``; ``local_rank`` of ``local_world_size`` on this machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Launched | None:
+        """Read torchrun's variables; ``None`` if no launcher started this process.
+
+        Raises ``ValueError`` if some of the variables are missing, or are no numbers.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        values = [environment.get(name) for name in names]
+        if values[0] is None and values[1] is None:
+            return None
+        listing = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        numbers = [int(value) for value in values if value is not None and value.isdecimal()]
+        if len(numbers) < len(names):
+            raise ValueError(f"a launched rank needs {', '.join(names)} (torchrun sets them), got {listing}")
+        return cls(*numbers)
+
+
+def launched() -> Launched | None:
+    """Return this process's rank in a launched job; ``None`` if no launcher started this process."""
+    return Launched.from_environment(os.environ)
+
+
+def join_torchrun(device: str) -> Launched:
+    """Choose this rank's GPU and initialise the default process group with all ranks of the launched job.
+
+    The caller destroys the process group.
+
+    Args:
+        device: ``"cpu"`` (gloo), or ``"cuda"`` (gloo for CPU tensors, NCCL for CUDA tensors).
+
+    Raises:
+        ValueError: if no launcher started this process, or if it has no GPU for this rank.
+
+    """
+    rank = launched()
+    if rank is None:
+        raise ValueError("RANK and WORLD_SIZE are not set: start this program with torchrun --nproc-per-node N")
+    if device == "cuda":
+        torch.cuda.set_device(choose_gpu(rank.local_rank, torch.cuda.device_count()))
+    dist.init_process_group(backends_for(device))
+    return rank
+
+
+def choose_gpu(local_rank: int, num_gpus: int) -> int:
+    """Return the index of a rank's GPU, among those that its process sees.
+
+    It is the local rank. A process that sees one GPU uses it, since some launchers show each rank its GPU only. With
+    ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` ranks share GPUs in turn.
+
+    Raises ``ValueError`` if there are too few GPUs.
+
+    >>> choose_gpu(2, 4), choose_gpu(2, 1)
+    (2, 0)
+    """
+    if local_rank < num_gpus:
+        return local_rank
+    if num_gpus == 1 or (num_gpus and may_share_gpus()):
+        return local_rank % num_gpus
+    raise ValueError(
+        f"the rank with LOCAL_RANK={local_rank} needs GPU {local_rank}, but torch finds {num_gpus} on this machine "
+        f"({SHARE_GPUS}=1 lets ranks share GPUs: right, but slow)"
+    )
+
+
+def backends_for(device: str) -> str:
+    """Return the backends of a process group whose ranks have rows on ``device``."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
