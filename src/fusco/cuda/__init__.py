@@ -1,4 +1,4 @@
-"""The CUDA engine: over NVLink within a node, whose ranks reach each other's memory, and over NCCL between nodes.
+"""CUDA engine: direct access to peers' memory over NVLink within a node, and NCCL between nodes.
 
 Every rank's arena is visible to all peers of its node. The device makes a plan from the routing of all ranks.
 ``dispatch`` pulls each row once, from any arena, into all its slots. ``combine`` pushes one partial sum for each token

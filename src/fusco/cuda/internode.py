@@ -112,7 +112,7 @@ class InternodeShuffle:
         return Pending(self._own_rows.publish(plan.num_tokens, payloads).pack(), run)
 
     def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows: those of other nodes first, slice by slice, so that sums cross while own tokens are summed up."""
+        """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
         plan, rows = request.plan, aligned(request.rows)
         timeline, launcher = self._context.timeline, self._context.launcher(stream)
         returned, arrival = self._return_sums(request, rows, call, stream)

@@ -39,13 +39,13 @@ class InternodePlan(DevicePlan):
 
     @cached_property
     def own_rows(self) -> HeldRows:
-        """The tokens of this node's ranks."""
+        """Rows of this node's ranks."""
         topology = self.traffic.groups.topology
         runs = [[(rank, 0, self.num_rows_of(rank))] for rank in topology.node_to_ranks[self.traffic.node]]
         return self.rows_of(runs, topology.rank_to_local[self.rank])
 
     def slices(self, rows_per_slice: int) -> list[HeldRows]:
-        """The rows of other nodes' ranks, slice by slice."""
+        """Return the rows of other nodes' ranks, by slice."""
         if rows_per_slice not in self._slices:
             traffic = self.traffic
             self._slices[rows_per_slice] = [

@@ -1,4 +1,4 @@
-"""The streams of a communicator: launches in issue order, and a wait with a timeout for all launched work."""
+"""Streams of a communicator: launches in issue order, and a wait with a timeout for all launched work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python and the CUDA sources must agree on: struct fields, chunk sizes, element types, and rows as bytes."""
+"""Definitions that Python and the CUDA sources share: struct fields, chunk sizes, element types, rows as bytes."""
 
 from __future__ import annotations
 
