@@ -175,7 +175,7 @@ def test_balancers_that_give_different_groups(world, mistaken, phrases):
     outcomes = world.run(jobs.dispatch_balanced_differently, 4, SETUP, mistaken)
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert {outcome.text for outcome in outcomes} == {
-        f"ranks disagree in dispatch: the balancer's groups is {phrases}. "
+        f"ranks disagree in dispatch: the balancer's result is {phrases}. "
         f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
     }
 

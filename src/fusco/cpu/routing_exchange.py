@@ -40,7 +40,7 @@ class DispatchCounts:
 
 
 class RoutingExchange:
-    """Gives every rank of a node the routing of all tokens that the node needs."""
+    """Exchanges routing, so that every rank of a node has the routing of all tokens that the node needs."""
 
     def __init__(self, memory: CpuMemory, transport: GlooTransport, watchdog: Watchdog) -> None:
         self._memory, self._transport, self._watchdog = memory, transport, watchdog

@@ -24,7 +24,7 @@ def agreed_groups(call: Call, balancer: Balancer, traffic: Traffic) -> Groups:
     needs_check = topology.num_nodes > 1 and topology.ranks_per_node > 1
     if needs_check and not is_builtin(balancer):
         try:
-            call.compare({"the balancer's groups": _fingerprint(groups)})
+            call.compare({"the balancer's result": _fingerprint(groups)})
         except MismatchError as error:
             raise MismatchError(
                 f"{error}. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"

@@ -452,6 +452,6 @@ def test_balancers_that_disagree_are_found_before_anything_travels():
     scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_weighted=False)
     errors = Disagreeing(scene).run(order=1)
     assert set(errors) == {
-        "ranks disagree in dispatch: the balancer's groups is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) on "
-        "rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+        "ranks disagree in dispatch: the balancer's result is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) "
+        "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
     }
