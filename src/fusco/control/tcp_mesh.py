@@ -81,7 +81,7 @@ class TcpMesh:
 
     @property
     def is_done(self) -> bool:
-        """Whether all messages of this round have been sent and received."""
+        """True once all messages of this round have been sent and received."""
         return not (self._sending or self._receiving)
 
     def close(self) -> None:

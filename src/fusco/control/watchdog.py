@@ -177,7 +177,7 @@ class Watchdog:
 
     @property
     def is_anybody_gone(self) -> bool:
-        """Whether a rank on this machine has died, or another rank has reported a failure. Any thread may ask."""
+        """True if a rank on this machine has died, or another rank has reported a failure. Any thread may ask."""
         return bool(self._status_server.failure_report or self._dead())
 
     def close(self) -> None:

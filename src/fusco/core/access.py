@@ -30,7 +30,7 @@ class Access:
 
     @property
     def is_own_process(self) -> bool:
-        """Whether this is the process that made the communicator."""
+        """True in the process that made the communicator."""
         return os.getpid() == self._pid
 
     def using(self, operation: str) -> _Call:

@@ -120,7 +120,7 @@ def test_nothing_is_launched_for_no_rows_or_columns():
 
 @dataclass(frozen=True)
 class Slots:
-    """What gradients need of a plan where every slot's row is for its token's only expert, token after token."""
+    """A plan for gradients only: every slot's row is for its token's only expert, token after token."""
 
     slot_weights: torch.Tensor
 
