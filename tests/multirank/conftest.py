@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from limited_world import LimitedWorld
+from limited_world import limited_world
 from on_device import DeviceWorld, use_network_only
 from rank_setup import no_op
 
@@ -38,15 +38,6 @@ def world(world_of):
         if world_of == "cuda-nodes":
             world.run(use_network_only, num_ranks)
         yield world if device == "cpu" else DeviceWorld(world, in_nodes=world_of == "cuda-nodes")
-
-
-def limited_world(world_of, num_ranks):
-    """A world whose default group has exactly ``num_ranks`` ranks, as device meshes require."""
-    from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
-
-    device = world_of.removesuffix("-nodes")
-    # Kernels are compiled when they are first used.
-    return LimitedWorld(num_ranks, import_models, LIMIT_S if device == "cpu" else 3 * LIMIT_S, device)
 
 
 @pytest.fixture(scope="session")

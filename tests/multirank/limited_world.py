@@ -39,3 +39,12 @@ class LimitedWorld:
             self._world.kill()
             self._world.close()
         self._world = None
+
+
+def limited_world(world_of, num_ranks):
+    """A world whose default group has exactly ``num_ranks`` ranks, as device meshes require."""
+    from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
+
+    device = world_of.removesuffix("-nodes")
+    # Kernels are compiled when they are first used.
+    return LimitedWorld(num_ranks, import_models, LIMIT_S if device == "cpu" else 3 * LIMIT_S, device)

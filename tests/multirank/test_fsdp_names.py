@@ -13,9 +13,8 @@ import torch
 import transformers
 from fsdp_architectures import REJECTED, UNMADE, find_kinds
 from fsdp_models import make_model
+from limited_world import limited_world
 from safetensors.torch import load_file
-
-from conftest import limited_world
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

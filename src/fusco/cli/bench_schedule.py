@@ -52,7 +52,7 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
     one = records[0]
     title = f"entries uniform in 1..100,000, {one.num_draws} matrices: medians, in brackets the worst"
     table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("nodes", "exact\nstages", "\nus", "FAST *\nus", "* / exact\n"):
+    for name in ("nodes", "exact\nstages", "\nus", "FAST*\nus", "* / exact\n"):
         table.add_column(name, justify="right")
     for name in ("few\nstages", "over\nbound", "\nus", "spread-out\nover bound", "\nus"):
         table.add_column(name, justify="right")

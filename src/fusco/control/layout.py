@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from fusco.core.topology import Topology
 
@@ -26,12 +27,12 @@ class ControlLayout:
     topology: Topology
     num_data_flags: int = 0
 
-    @property
+    @cached_property
     def record_ints(self) -> int:
         """Number of integers in a record: sizes and values of the verb, then two for each rank of the group."""
         return _RECORD_HEADER_INTS + 2 * self.topology.world_size
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of one record: its integers, then text."""
         return align(self.record_ints * 8 + RECORD_TEXT_BYTES)
@@ -61,7 +62,7 @@ class ControlLayout:
 
     # Sections.
 
-    @property
+    @cached_property
     def flags_bytes(self) -> int:
         """Bytes of the flags, which come first."""
         return align(8 * self.data_flag(self.num_data_flags))

@@ -61,7 +61,7 @@ class Topology:
                 raise ValueError(f"ranks_per_node={ranks_per_node} puts different hosts into node {node}: {where}")
         return topology
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.rank_to_node)
@@ -79,12 +79,12 @@ class Topology:
         """The local rank of each rank within its node."""
         return tuple(self.node_to_ranks[node].index(rank) for rank, node in enumerate(self.rank_to_node))
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         """Number of nodes."""
         return len(self.node_to_ranks)
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         """Number of ranks of each node."""
         return len(self.node_to_ranks[0])
