@@ -24,7 +24,8 @@ demo: setup
 # Unit tests in two processes; tests of several ranks one by one, since many of them compare times with timeouts.
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
-	$(BIN)/pytest tests/multirank tests/cuda
+	$(BIN)/pytest tests/multirank
+	$(BIN)/pytest tests/cuda
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
 test-minimum: .venv-minimum/.installed

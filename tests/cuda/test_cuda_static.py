@@ -56,7 +56,7 @@ def test_an_overflow_is_raised_by_the_next_synchronisation_once(one: OneRank):
     one.dispatch(case, [rows_of(case)], static=StaticRows(needed - 1))
     with pytest.raises(RowOverflowError, match=rf"needed {needed} .*StaticRows\({needed - 1}\)") as raised:
         one.comm.synchronize()
-    assert (raised.value.num_slots, raised.value.num_slots_needed) == (needed - 1, needed)
+    assert (raised.value.num_rows, raised.value.num_rows_needed) == (needed - 1, needed)
     one.comm.synchronize()
     one.dispatch(case, [rows_of(case)])
 
