@@ -39,7 +39,7 @@ BAD_INPUTS = [
     (jobs.id_too_large, jobs.dispatch, "ValueError", ["topk_idx[0, 1] = 8", "0 to 7"]),
     (jobs.id_below_minus_one, jobs.dispatch, "ValueError", ["topk_idx[0, 0] = -2", "0 to 7"]),
     (jobs.ids_on_another_device, jobs.dispatch, "ValueError", ["topk_idx", "meta", "the communicator on"]),
-    (jobs.too_many_experts, jobs.dispatch, "ValueError", ["6 slots", "3"]),
+    (jobs.too_many_experts, jobs.dispatch, "ValueError", ["6 experts per token", "3"]),
     (jobs.too_many_tokens, jobs.dispatch, "ValueError", ["100 tokens", "max_tokens_per_rank=20"]),
     (jobs.rows_too_wide, jobs.dispatch, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
     (jobs.rows_too_wide_together, jobs.dispatch, "ValueError", ["264 bytes", "max_bytes_per_token=256"]),
