@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(
 SLACK_S, CLOSING_S = 1.5, 3.0
 VICTIM = 1
 PLANNING = "fusco.cuda.planning:plan_slots"
-STAGING = "fusco.cuda.own_rows:stage_rows"
+SCATTERING = "fusco.cuda.own_rows:scatter_rows"
 SUMMING = "fusco.cuda.intranode:combine_rows"
 NETWORK = "fusco.cuda.network:Network.exchange"
 SETTLING = "fusco.api.communicator:Communicator._settle"
@@ -52,7 +52,7 @@ def assert_all_blame_the_victim(fates, fault, within_s):
 
 
 @pytest.mark.parametrize("static", [EXACT, STATIC], ids=["exact", "static"])
-@pytest.mark.parametrize("where", [PLANNING, STAGING, SUMMING], ids=["planning", "staging", "summing"])
+@pytest.mark.parametrize("where", [PLANNING, SCATTERING, SUMMING], ids=["planning", "scattering", "summing"])
 @pytest.mark.parametrize("how", [die, stop])
 def test_a_rank_fails_between_its_record_and_its_kernel(tmp_path, how, where, static):
     fault = Fault(how=how, victims=(VICTIM,), where=where, times=tmp_path)

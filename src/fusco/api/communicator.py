@@ -352,14 +352,14 @@ class Communicator:
                 self._engine.scatter_recv(segments, src)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in peer-visible memory; peers read its rows without staging.
+        """Return an uninitialised tensor in memory that all ranks of the node have mapped.
 
         A collective: all ranks pass the same dtype and the same shape, that of the rank with the largest one. The
-        memory lives until the communicator is closed. On the CPU it is plain memory, since rows are always copied.
+        memory lives until the communicator is closed. On the CPU it is plain memory. ``dispatch`` is as fast from any
+        other memory.
 
         Args:
-            shape: of the tensor, at most 6 dimensions; for ``dispatch``, (num_tokens, ...). A slice of the first tokens
-                is read in place, too.
+            shape: of the tensor, at most 6 dimensions.
             dtype: of the tensor.
 
         Raises:

@@ -29,7 +29,7 @@ from fusco.ranks.progress import ProgressReporter
 
 _FP8, _DEEP_EP = "fusco-fp8", "deep_ep"
 _FP8_BLOCK = 128  # values that share a scale
-KERNELS = ("plan", "stage_rows", "scatter_rows", "combine_rows")
+KERNELS = ("plan", "scatter_rows", "combine_rows")
 
 
 @dataclass

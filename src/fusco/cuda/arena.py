@@ -74,8 +74,8 @@ class Arena:
             timeout_ns=int(layout.settings.timeout_s * 1e9),
             rank=self.local,
             max_tokens=layout.max_rows,
-            max_chunks=layout.max_chunks,
             max_topk=layout.capacity.num_topk,
+            received_bytes=layout.received_bytes,
             **sections,
         )
 
@@ -85,15 +85,6 @@ class Arena:
         self._num_rendezvous += 1  # failed ones count, too: no key of the store is used twice
         handle = rendezvous(memory, self._store_gather, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
-
-    def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the buffer that contains a contiguous tensor, and the byte offset in it; (-1, 0) if none does."""
-        address, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        for i, buffer in enumerate(self.buffers[1:], start=1):
-            offset = address - buffer.addresses[self.local]
-            if offset >= 0 and offset + num_bytes <= len(buffer.memory):
-                return i, offset
-        return -1, 0
 
     def address(self, local: int, buffer: int, offset: int) -> int:
         """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""

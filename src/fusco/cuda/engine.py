@@ -122,7 +122,7 @@ class CudaEngine:
     def _make_shuffle(self) -> Shuffle[Any]:
         """Make the shuffle for one node or several; it takes the plans that it makes."""
         planner = DevicePlanner(self._context)
-        own_rows = OwnRows(self._context, self._order.new_stream())
+        own_rows = OwnRows(self._context)
         if not self._network:
             return IntranodeShuffle(self._context, planner, own_rows)
         packing_stream = self._order.new_stream(priority=-1)

@@ -20,11 +20,10 @@ class Phase:
 
 PHASES = (
     Phase("exchanging routing on the device", "its routing of epoch"),
-    Phase("reuse of the pool", "its release of rows of epoch"),
-    Phase("pulling rows", "a chunk of its rows of epoch"),
+    Phase("reuse of memory for rows", "its release of rows of epoch"),
+    Phase("receiving rows", "its row of epoch"),
     Phase("reuse of partial sums", "its release of sums of epoch"),
     Phase("adding partial sums", "its partial sum of epoch"),
-    Phase("leaving", "its release of rows in place of epoch"),
     Phase(
         "grid barrier",
         "all blocks of a kernel resident on this device at once, which are",

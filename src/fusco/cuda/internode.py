@@ -30,7 +30,6 @@ from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.plan_forwarding import plan_forwarding
-from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
 from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
@@ -90,7 +89,7 @@ class InternodeShuffle:
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, routing, forwarding, transfer)
 
-        return Pending(self._own_rows.publish(routing.num_tokens, payloads, num_rows_to_node).pack(), run)
+        return Pending(PublishedRows(routing.num_tokens, tuple(num_rows_to_node)).pack(), run)
 
     def prepare_redispatch(
         self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
@@ -102,14 +101,13 @@ class InternodeShuffle:
         def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
-            with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
-                arrivals = list(self._send(transfer, plan.forwarding, plan.traffic))
-                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
             with call.profile.spend("wire"):
+                arrivals = list(self._send(transfer, plan.forwarding, plan.traffic))
+                rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
                 self._scatter_slices(plan, transfer, rows, arrivals)
             return rows
 
-        return Pending(self._own_rows.publish(plan.num_tokens, payloads).pack(), run)
+        return Pending(PublishedRows(plan.num_tokens).pack(), run)
 
     def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
@@ -192,25 +190,23 @@ class InternodeShuffle:
             traffic = InternodeTraffic(self._context.rank, groups, num_rows)
             messages = RoutingMessages(routing, forwarding, traffic)
             self._pack_routing(messages, transfer)
-        with self._own_rows.staging(transfer) as staging_sms:
-            # Routing travels with the first slice: separate, it would cost the network's latency once more.
-            sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
-            with profile.spend("wire"):
-                arrivals = list(itertools.islice(sending, 1))
-            if arrivals:
-                stream.wait_event(arrivals[0])
-            on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
-            plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
-            with profile.spend("planning"):
-                plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
-            with profile.spend("wire"):
-                arrivals += sending
-            if not request.static:
-                with profile.spend("planning"):
-                    plan = self._planner.size_exactly(plan)
-            with profile.spend("wire"):
-                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
+        # Routing travels with the first slice: separate, it would cost the network's latency once more.
+        sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
         with profile.spend("wire"):
+            arrivals = list(itertools.islice(sending, 1))
+        if arrivals:
+            stream.wait_event(arrivals[0])
+        on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
+        plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
+        with profile.spend("planning"):
+            plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
+        with profile.spend("wire"):
+            arrivals += sending
+        if not request.static:
+            with profile.spend("planning"):
+                plan = self._planner.size_exactly(plan)
+        with profile.spend("wire"):
+            rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
             self._scatter_slices(plan, transfer, rows, arrivals)
         return DispatchOutput(plan, rows)
 
@@ -285,40 +281,21 @@ class InternodeShuffle:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        addresses = [
-            [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
-            for local in range(self._layout.num_ranks)
-        ]
-        moved = [
-            Payload(address=0, row_bytes=size, output_address=output.data_ptr())
-            for size, output in zip(sizes, outputs, strict=True)
-        ]
-        launcher = self._context.launcher(stream)
+        local = self._arena.local
+        starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
-            first_rows = [traffic.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
-            rows = [
-                [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
-                for of_rank, first_row in zip(addresses, first_rows, strict=True)
+            first_row = traffic.first_in_pool(local, number, rows_per_slice)
+            moved = [
+                Payload(address=start + first_row * size, row_bytes=size, output_address=output.data_ptr())
+                for start, size, output in zip(starts, sizes, outputs, strict=True)
             ]
-            # As rows in place: each rank announces its rows here and waits until all others have read them.
-            with self._context.timeline.span("scatter", f"slice {number}", stream):
-                num_sms = scatter_rows(
-                    launcher,
-                    plan,
-                    held,
-                    moved,
-                    rows,
-                    in_place_ranks=(1 << self._layout.num_ranks) - 1,
-                    clears_padding=False,
-                    num_sms=transfer.launch.num_sms,
-                )
-            transfer.call.profile.count_sms(num_sms)
+            self._own_rows.scatter_held(plan, held, moved, transfer, clears_padding=False)
 
     def _forwarded_starts(self, traffic: InternodeTraffic, local: int, sizes: list[int]) -> list[int]:
         """Return the arena offsets of the payloads that a rank of the node forwards."""
         num_rows = traffic.num_forwarded[local]
-        return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
+        return [self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
     def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
         self._has_summary.record(stream)

@@ -41,7 +41,7 @@ class IntranodeShuffle:
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, transfer)
 
-        return Pending(self._own_rows.publish(request.routing.num_tokens, payloads).pack(), run)
+        return Pending(PublishedRows(request.routing.num_tokens).pack(), run)
 
     def prepare_redispatch(
         self, request: RedispatchRequest[DevicePlan], call: Call, stream: torch.cuda.Stream
@@ -52,10 +52,10 @@ class IntranodeShuffle:
         def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
-                return self._own_rows.scatter(plan, plan.rows, transfer, staging_sms)
+            with call.profile.spend("wire"):
+                return self._own_rows.scatter(plan, plan.rows, transfer)
 
-        return Pending(self._own_rows.publish(plan.num_tokens, payloads).pack(), run)
+        return Pending(PublishedRows(plan.num_tokens).pack(), run)
 
     def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows."""
@@ -78,15 +78,14 @@ class IntranodeShuffle:
         routing, stream, profile = request.routing, transfer.stream, transfer.call.profile
         if not request.static:
             self._planner.begin(stream)
-        with self._own_rows.staging(transfer) as staging_sms:
-            with profile.spend("planning"):
-                routing_of_rank = [(routing.topk_idx.contiguous(), detached_weights(routing))]
-                num_rows = [of_rank.num_tokens for of_rank in transfer.published]
-                plan = self._planner.make_plan(DevicePlan, request, routing_of_rank, num_rows, stream)
-                if not request.static:
-                    plan = self._planner.size_exactly(plan)
-            with profile.spend("wire"):
-                rows = self._own_rows.scatter(plan, plan.rows, transfer, staging_sms)
+        with profile.spend("planning"):
+            routing_of_rank = [(routing.topk_idx.contiguous(), detached_weights(routing))]
+            num_rows = [of_rank.num_tokens for of_rank in transfer.published]
+            plan = self._planner.make_plan(DevicePlan, request, routing_of_rank, num_rows, stream)
+            if not request.static:
+                plan = self._planner.size_exactly(plan)
+        with profile.spend("wire"):
+            rows = self._own_rows.scatter(plan, plan.rows, transfer)
         if not request.static and (rejection := self._planner.rejection_of(routing)):
             raise LateRejection(rejection)
         return DispatchOutput(plan, rows)

@@ -8,7 +8,7 @@ from functools import cached_property
 from fusco.core.config import Capacity, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
 from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 
 MAX_PAYLOADS = 8  # per dispatch
@@ -23,8 +23,7 @@ def _align(num_bytes: int) -> int:
 class DeviceLayout:
     """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh.
 
-    The pool has room for this rank's rows, followed by the rows that it forwards for its node: from one rank of each
-    other node.
+    The pool has room for the rows that this rank forwards for its node: from one rank of each other node.
     """
 
     topology: Topology
@@ -42,11 +41,6 @@ class DeviceLayout:
         return max(self.capacity.max_tokens_per_rank, self.topology.num_nodes - 1)
 
     @property
-    def max_chunks(self) -> int:
-        """Chunks of one rank's rows."""
-        return -(-self.max_rows // CHUNK_ROWS)
-
-    @property
     def max_routing_chunks(self) -> int:
         """Chunks of one rank's routing."""
         return max(1, -(-self.max_rows * self.capacity.num_topk // CHUNK_PAIRS))
@@ -60,12 +54,12 @@ class DeviceLayout:
             "routing_ready": 4 * sources * self.max_routing_chunks,
             "rows_released": 4 * ranks,
             "sums_released": 4 * ranks,
-            "rows_ready": 4 * ranks * self.max_chunks,
+            "rows_ready": 4 * ranks * tokens * MAX_PARTS,
             "sums_ready": 4 * ranks * tokens * MAX_PARTS,
             "ids": 2 * sources * pairs * 4,
             "weights": 2 * sources * pairs * 8,
-            "pool": self._part_bytes(1) + self._part_bytes(self.topology.num_nodes - 1),
-            "sums": ranks * tokens * self.capacity.max_row_bytes,
+            "pool": self._part_bytes(self.topology.num_nodes - 1),
+            "received": ranks * self.received_bytes,
             "rings": ranks * self.ring_depth * self.slot_bytes,
         }
         offsets, end = {}, 0
@@ -107,14 +101,20 @@ class DeviceLayout:
         slot = consumer * self.ring_depth + message % self.ring_depth
         return self.offsets["rings"] + slot * self.slot_bytes
 
-    def pool_offset(self, num_tokens: int, row_bytes: list[int], payload: int) -> int:
-        """Return the offset of a payload's rows in the pool of a rank with ``num_tokens`` tokens."""
-        before = sum(_align(num_tokens * size) for size in row_bytes[:payload])
-        return self.offsets["pool"] + before
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a rank of the node pushes to another: its rows, or partial sums."""
+        return self._part_bytes(1)
 
-    def forwarded_offset(self, num_rows: int, row_bytes: list[int], payload: int) -> int:
-        """Return the same for the ``num_rows`` rows that a rank forwards."""
-        return self._part_bytes(1) + self.pool_offset(num_rows, row_bytes, payload)
+    def received_offset(self, src: int, num_tokens: int, row_bytes: list[int], payload: int) -> int:
+        """Return the offset of a payload's rows that rank ``src`` of the node, with ``num_tokens`` tokens, pushes."""
+        before = sum(_align(num_tokens * size) for size in row_bytes[:payload])
+        return self.offsets["received"] + src * self.received_bytes + before
+
+    def pool_offset(self, num_rows: int, row_bytes: list[int], payload: int) -> int:
+        """Return the offset of a payload's rows in the pool of a rank that forwards ``num_rows`` rows."""
+        before = sum(_align(num_rows * size) for size in row_bytes[:payload])
+        return self.offsets["pool"] + before
 
     def _part_bytes(self, num_nodes: int) -> int:
         """Return the bytes of the pool for the rows of one rank from each of ``num_nodes`` nodes."""

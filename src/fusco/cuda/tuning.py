@@ -15,19 +15,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """Launch shape of ``combine_rows``: threads of a block, blocks per SM, and vectors in flight per lane."""
+class RingShape:
+    """Launch shape of ``combine_rows``: threads of a block, blocks per SM, vectors of a stage per lane, and stages."""
 
     num_threads: int
     blocks_per_sm: int
     unroll: int
+    depth: int
 
 
 # --- SMs of a launch without a budget ---
 
-# 4 H200, single runs: with 16 SMs instead of all, the concurrent plan takes 0.034 ms instead of 0.067, and a dispatch
-# 1.026 instead of 1.095. 2 H200, aacd3b1: a dispatch takes 0.481 ms; single runs with 32 and 48 SMs took 0.486, 0.524.
-STAGE_SMS = 16
 # Packs rows several times as fast as any network takes them. Timeline of 2 x 2 H200 in docs/performance/internode.md:
 # both slices are packed in 0.19 ms, the network takes 5.6 ms for the first. Other values: source not recorded.
 GATHER_SMS = 8
@@ -38,64 +36,25 @@ INTERNODE_SMS = 32
 FSDP_SMS = 32
 
 
-def stage_sms(num_sms: int | None) -> int:
-    """Return the SMs that copy rows into the pool, of a budget ``num_sms`` or of the whole device (``None``).
-
-    A quarter of a budget: 8 of 32 staging concurrently took a dispatch from 1.083 to 1.059 ms (4 H200, single
-    runs). Staging is faster than links empty the pool, and more SMs would slow down the concurrent plan.
-
-    >>> stage_sms(None), stage_sms(32), stage_sms(1)
-    (16, 8, 1)
-
-    """
-    return max(1, num_sms // 4) if num_sms else STAGE_SMS
-
-
-def scatter_sms(num_ranks: int) -> int:
-    """Return the SMs that pull rows where there is no budget; more only contend.
-
-    12, 16, 24, 32, 48, 132 SMs took 1.51, 1.17, 1.01, 0.99, 0.99, 1.02 ms on 4 H200 (single runs, blocks of
-    1024 threads and 4 vectors; today's have 512 and 8). With fewer ranks, each writes more copies of a row; that this
-    is in proportion was not measured.
-
-    >>> scatter_sms(4), scatter_sms(2)
-    (48, 96)
-
-    """
-    return 192 // num_ranks
-
-
 # --- Blocks ---
 
-# Threads: half of an SM, so that staging fits next to it. Vectors in flight per lane: source not recorded.
-SCATTER_THREADS, SCATTER_UNROLL = 512, 8
 PLAN_THREADS, PLAN_PAIRS_PER_BLOCK = 512, 1024  # 4c3fc1a; source not recorded
 PLAN_FORWARDING_THREADS = 1024  # one block per node; source not recorded
-STAGE_THREADS = 512  # 4c3fc1a; source not recorded
 GATHER_THREADS = 512  # source not recorded
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
 # Chosen without a GPU (f9ad207). Measured later with these values: 0.734 ms for 65,536 rows of 7168 bf16, 3.84 TB/s of
 # the 4.15 that a copy reaches (one H200, mean of 10, b803365). Other values were not measured.
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
 
-# combine_rows, 4 H200, single runs: 132 SMs took 1.56 ms with 512 threads and 4 vectors in flight per lane, and 0.98
-# with fewer warps and 7; 32 SMs took 1.91 ms, and 1.23 with more warps and 2. On few SMs many warps hide latency; on
-# many, fewer warps with more vectors in flight do so with less contention. The boundary of 40 SMs: source not recorded.
-COMBINE_FEW_SMS = 40
-COMBINE_ON_FEW_SMS, COMBINE_ON_MANY_SMS = BlockShape(512, 2, 2), BlockShape(384, 1, 7)
+# Shapes of scatter_rows and combine_rows: 2 H200, 2026-11-22, a dispatch or a combine in a CUDA graph, medians of 15,
+# uniform routing, top-8, bf16. "Wide" is hidden 7168 of 256 experts, "narrow" 2048 of 128. Few SMs are a budget that
+# leaves the others to other work; more threads hide latency there.
+FEW_SMS = 40
+SCATTER_UNROLL = 8  # vectors in flight per lane. 8192 tokens: 4 and 14 were slower in all combinations
 
-# Below this number of rows, warps share them. 1024 tokens: combine 0.20 -> 0.15 ms (4 H200, single runs).
+# Below this number of rows on a node, warps share them. 1024 tokens: combine 0.20 -> 0.15 ms (4 H200, single runs).
 ROWS_FOR_ALL_WARPS = 12_000
-
-
-def combine_shape(num_sms: int) -> BlockShape:
-    """Return the launch shape of ``combine_rows`` on this number of SMs.
-
-    >>> combine_shape(32).num_threads, combine_shape(132).num_threads
-    (512, 384)
-
-    """
-    return COMBINE_ON_FEW_SMS if num_sms <= COMBINE_FEW_SMS else COMBINE_ON_MANY_SMS
+_SMALL, _MIDDLE = 1024, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, and 2048
 
 
 def parts_of_row(num_rows: int, max_parts: int) -> int:
@@ -108,6 +67,100 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
 
     """
     return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
+
+
+def scatter_threads(num_sms: int) -> int:
+    """Return the threads of a block of ``scatter_rows``, one block on each SM.
+
+    8192 tokens on 32 SMs: 0.213 instead of 0.224 ms narrow, 0.630 and 0.628 wide; on 132: 0.403 instead of 0.386 wide.
+
+    >>> scatter_threads(32), scatter_threads(132)
+    (1024, 512)
+
+    """
+    return 1024 if num_sms <= FEW_SMS else 512
+
+
+def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
+    """Return how many warps share a row of ``vectors_per_lane`` vectors; ranks must agree, as in ``parts_of_row``.
+
+    As many as have a round of vectors each: 8192 tokens wide took 0.394 ms with 4 parts and 0.418 with 1, narrow
+    0.202 with 4 and 0.141 with 1. With few rows more, as not all warps have one: 128 tokens narrow 0.029 with 2, 0.027
+    with 4.
+
+    >>> scatter_parts(16_384, 28, 4), scatter_parts(16_384, 8, 4), scatter_parts(256, 8, 4)
+    (4, 1, 4)
+
+    """
+    by_vectors = min(max_parts, -(-vectors_per_lane // SCATTER_UNROLL))
+    return max(1, max_parts if num_rows <= _SMALL else by_vectors)
+
+
+def scatter_senders(num_sms: int) -> int:
+    """Return the blocks of ``scatter_rows`` that move this rank's rows before others'.
+
+    Stores to peers are as fast as the link; the other blocks have the local memory for themselves. 8192 tokens wide
+    with 50, 66, 80, 99, 132 of 132: 0.420, 0.394, 0.386, 0.403, 0.45 ms; with 12, 16, 20, 24, 32 of 32: 0.658, 0.642,
+    0.632, 0.628, 0.632.
+
+    >>> scatter_senders(132), scatter_senders(32), scatter_senders(1)
+    (79, 24, 1)
+
+    """
+    return max(1, num_sms * 3 // 4 if num_sms <= FEW_SMS else num_sms * 3 // 5)
+
+
+def combine_shape(num_rows: int, vectors_per_lane: int, num_sms: int) -> RingShape:
+    """Return the launch shape of ``combine_rows`` for so many rows of ``vectors_per_lane`` vectors.
+
+    Pieces of 7 vectors if they divide a row, else of 4. The stages of a block take at most 192 KiB. 8192 tokens wide
+    on 132 SMs: 0.392 ms with 384 threads and pieces of 7, 0.447 with 768 and 4; on 32: 0.696 with 512 x 7, 0.716 with
+    768 x 4. Narrow: 0.140 with 768 x 4, 0.158 with 384 x 7; on 32: 0.237 with 1024 x 4, 0.246 with 768 x 4. Few rows:
+    128 tokens 0.025 ms with 256 threads wide, 0.028 with 384, narrow 0.021 with 256, 0.023 with 512.
+
+    >>> combine_shape(16_384, 28, 132)
+    RingShape(num_threads=384, blocks_per_sm=1, unroll=7, depth=4)
+    >>> combine_shape(256, 8, 132), combine_shape(16_384, 8, 32).num_threads
+    (RingShape(num_threads=256, blocks_per_sm=1, unroll=4, depth=4), 1024)
+
+    """
+    unroll = 7 if vectors_per_lane % 7 == 0 else 4
+    if num_sms <= FEW_SMS:
+        return RingShape(512, 1, 7, 3) if unroll == 7 else RingShape(1024, 1, 4, 3)
+    if num_rows <= _SMALL:
+        return RingShape(256, 1, unroll, 3 if unroll == 7 else 4)
+    return RingShape(384 if unroll == 7 or num_rows <= _MIDDLE else 768, 1, unroll, 4)
+
+
+def sum_parts(num_parts: int, num_pieces: int, max_parts: int, num_sms: int) -> int:
+    """Return how many warps share a token of ``num_pieces`` pieces to sum, where ``num_parts`` share a row to send.
+
+    The last token ends sooner. 8192 tokens: 0.392 instead of 0.404 ms with 4 instead of 1 wide, 0.140 instead of 0.142
+    with 2 narrow; on 32 SMs 0.786 instead of 0.736 wide.
+
+    >>> sum_parts(1, 4, 4, 132), sum_parts(1, 2, 4, 132), sum_parts(1, 4, 4, 32), sum_parts(4, 4, 4, 132)
+    (4, 2, 1, 4)
+
+    """
+    return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(max_parts, num_pieces))
+
+
+def combine_senders(num_rows: int, num_sms: int) -> int:
+    """Return the blocks of ``combine_rows`` that send before they sum; see ``scatter_senders``.
+
+    8192 tokens wide with 40, 48, 56, 66, 80 of 132: 0.415, 0.393, 0.392, 0.397, 0.406 ms; with 12, 16, 20, 24, 32 of
+    32: 0.740, 0.696, 0.696, 0.696, 0.720. 1024 tokens wide with 44, 88, 132: 0.081, 0.075, 0.081; 128 tokens with 66,
+    110, 132: 0.026, 0.025, 0.025.
+
+    >>> combine_senders(16_384, 132), combine_senders(16_384, 32), combine_senders(2048, 132)
+    (52, 20, 88)
+
+    """
+    if num_rows <= _SMALL:
+        return max(1, num_sms * 5 // 6)
+    if num_rows <= _MIDDLE:
+        return max(1, num_sms * 2 // 3)
+    return max(1, num_sms * 5 // 8 if num_sms <= FEW_SMS else num_sms * 2 // 5)
 
 
 # --- Bytes ---

@@ -123,9 +123,8 @@ def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], .
 
 def as_host_code(source: str) -> str:
     """Replace declarations that no macro can: shared memory, which belongs to a block."""
-    source = source.replace(
-        "extern __shared__ i32 shared[];", "i32* const shared = static_cast<i32*>(simt::dynamic_shared());"
-    )
+    dynamic = r"extern __shared__ (?:__align__\(\d+\) )?(\w+) shared\[\];"
+    source = re.sub(dynamic, r"\1* const shared = static_cast<\1*>(simt::dynamic_shared());", source)
     source = re.sub(r"__shared__ (\w+) (\w+)\[(.+?)\];", r"auto& \2 = simt::shared<\1[\3], __COUNTER__>();", source)
     source = re.sub(r"__shared__ (\w+) (\w+);", r"auto& \2 = simt::shared<\1, __COUNTER__>();", source)
     assert "__shared__" not in source
@@ -154,7 +153,7 @@ class EmulatedLibrary:
     """Stands in for ``Library`` on a simulated machine."""
 
     def __init__(self, machine: Machine, emulator: Emulator, num_sms: int) -> None:
-        self.device, self.num_sms = torch.device("cpu"), num_sms
+        self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), num_sms, 227 << 10
         self._machine, self._emulator = machine, emulator
 
     def get(self, name: str, constants: Mapping[str, Any]) -> EmulatedKernel:

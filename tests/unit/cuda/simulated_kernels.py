@@ -31,7 +31,7 @@ class NodeWords:
 
     def __init__(self, num_ranks: int) -> None:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))
-        self.staged, self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(4))
+        self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(3))
         self.plan_epoch = [0] * num_ranks
 
 
@@ -39,7 +39,7 @@ class SimulatedLibrary:
     """Stands in for ``Library``."""
 
     def __init__(self, machine: Machine, words: NodeWords) -> None:
-        self.device, self.num_sms = torch.device("cpu"), 132
+        self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), 132, 227 << 10
         self._machine, self._words = machine, words
 
     def get(self, name: str, constants: Mapping[str, Any]) -> SimulatedKernel:
@@ -117,43 +117,42 @@ class SimulatedKernel:
         if args.ticket:
             report.ticket = args.ticket
 
-    def _stage_rows(self, stream: Stream, args: Any) -> None:
-        words, rank = self._words, args.comm.rank
-
-        def stage() -> None:
-            for payload, pool, row_bytes in zip(args.payloads, args.pools, args.row_bytes, strict=True):
-                shape = (args.num_tokens, row_bytes)
-                self._at(pool, torch.uint8, shape).copy_(self._at(payload, torch.uint8, shape))
-            words.rows[rank] = words.staged[rank] = words.rows_epoch[rank] + 1
-
-        stream.launch("staging", stage, lambda: min(words.rows_released) >= words.rows_epoch[rank])
-
     def _scatter_rows(self, stream: Stream, args: Any) -> None:
         words, rank = self._words, args.comm.rank
-        is_in_place = args.in_place_ranks >> rank & 1
 
-        def announce() -> None:
-            if is_in_place:
-                words.rows[rank] = words.rows_epoch[rank] + 1
+        def push() -> None:
+            self._push(args)
+            words.rows[rank] = words.rows_epoch[rank] + 1
 
-        def pull() -> None:
-            self._pull(args)
-            words.rows_released[rank] = words.rows_epoch[rank] + 1
+        def is_memory_free() -> bool:
+            has_read = min(words.rows_released) >= words.rows_epoch[rank]
+            return has_read and min(words.sums_released) >= words.combine_epoch[rank]
+
+        def scatter() -> None:
+            self._scatter(args)
+            words.rows_epoch[rank] += 1
+            words.rows_released[rank] = words.rows_epoch[rank]
 
         wanted_from = cache(lambda: self._wanted_from(args))  # not asked before the plan is made
 
         def have_rows_come() -> bool:
             return all(words.rows[src] > words.rows_epoch[rank] for src in wanted_from())
 
-        def may_leave() -> bool:
-            return (min(words.rows_released) if is_in_place else words.staged[rank]) > words.rows_epoch[rank]
+        stream.launch("pushing rows", push, is_memory_free)
+        stream.launch("scattering rows", scatter, have_rows_come)
 
-        def leave() -> None:
-            words.rows_epoch[rank] += 1
+    def _row_bytes(self) -> list[int]:
+        return [int(size) for size in str(self._constants["PAYLOAD_BYTES"]).split(",")]
 
-        stream.launch("announcing rows", announce)
-        stream.launch("pulling rows", pull, have_rows_come)
-        stream.launch("leaving", leave, may_leave)
+    def _push(self, args: Any) -> None:
+        comm, marks = args.comm, self._marks(args)
+        for p, row_bytes in enumerate(self._row_bytes()):
+            rows = self._at(args.rows[p], torch.uint8, (len(marks), row_bytes))
+            for peer in range(self._constants["NUM_RANKS"]):
+                if peer != comm.rank:
+                    is_wanted = (marks >> peer & 1).bool()
+                    there = self._at(comm.arena[peer] + args.received[comm.rank][p], torch.uint8, rows.shape)
+                    there[is_wanted] = rows[is_wanted]
 
     def _slots_of(self, args: Any, holder: int) -> torch.Tensor:
         num_topk, first, end = self._constants["NUM_TOPK"], args.first_row[holder], args.first_row[holder + 1]
@@ -164,18 +163,18 @@ class SimulatedKernel:
         ranks = range(self._constants["NUM_RANKS"])
         return [src for src in ranks if src != args.comm.rank and (self._slots_of(args, src) >= 0).any()]
 
-    def _pull(self, args: Any) -> None:
-        ranks = range(self._constants["NUM_RANKS"])
+    def _scatter(self, args: Any) -> None:
+        comm, ranks = args.comm, range(self._constants["NUM_RANKS"])
         slots = [self._slots_of(args, src) for src in ranks]
         assert args.longest == max(map(len, slots))
         num_local = args.num_local_experts
         firsts = self._at(args.block_to_first_slot, _I32, (num_local + 1,)).tolist()
         counts = self._at(args.num_rows_per_expert, torch.int64, (num_local,)).tolist()
-        widths = [int(size) for size in str(self._constants["PAYLOAD_BYTES"]).split(",")]
-        for p, row_bytes in enumerate(widths):
+        for p, row_bytes in enumerate(self._row_bytes()):
             for src in ranks:
-                assert args.rows[src][p] % vector_bytes(row_bytes) == 0, "an access that is not aligned"
-                rows = self._at(args.rows[src][p], torch.uint8, (len(slots[src]), row_bytes))
+                at = args.rows[p] if src == comm.rank else comm.arena[comm.rank] + args.received[src][p]
+                assert at % vector_bytes(row_bytes) == 0, "an access that is not aligned"
+                rows = self._at(at, torch.uint8, (len(slots[src]), row_bytes))
                 num_slots = int(slots[src].max()) + 1 if slots[src].numel() else 0
                 scattered = scatter_rows(rows, slots[src], num_slots)
                 filled = slots[src][slots[src] >= 0].long()
@@ -204,7 +203,11 @@ class SimulatedKernel:
             words.combine_epoch[rank] += 1
             words.sums_released[rank] = words.combine_epoch[rank]
 
-        stream.launch("sending sums", send, lambda: min(words.sums_released) >= words.combine_epoch[rank])
+        def is_memory_free() -> bool:
+            has_added = min(words.sums_released) >= words.combine_epoch[rank]
+            return has_added and min(words.rows_released) >= words.rows_epoch[rank]
+
+        stream.launch("sending sums", send, is_memory_free)
         stream.launch("adding sums", add, have_sums_come)
 
     def _marks(self, args: Any) -> torch.Tensor:
@@ -231,8 +234,11 @@ class SimulatedKernel:
         """Where ``src`` leaves its partial sums for rank ``at``."""
         comm, wire_dtype = args.comm, _ELEMENT_TYPES[self._constants["WIRE_TYPE"]]
         assert num_rows <= comm.max_tokens
-        before = src * comm.max_tokens * self._constants["HIDDEN"] * wire_dtype.itemsize
-        return self._at(comm.arena[at] + comm.sums + before, wire_dtype, (num_rows, self._constants["HIDDEN"]))
+        return self._at(
+            comm.arena[at] + comm.received + src * comm.received_bytes,
+            wire_dtype,
+            (num_rows, self._constants["HIDDEN"]),
+        )
 
     def _send_sums(self, args: Any, dst: int) -> None:
         rows, slots, weights = self._terms(args, dst)

@@ -274,7 +274,7 @@ class World:
         library = self._library() if self._library else SimulatedLibrary(machine, words)
         context = CudaContext.of(library, arena, self.placement, SimulatedWatch(machine))
         session = SimulatedSession(self._records, rank)
-        planner, own_rows = DevicePlanner(context), OwnRows(context, machine.new_stream())
+        planner, own_rows = DevicePlanner(context), OwnRows(context)
         shuffle: Any = IntranodeShuffle(context, planner, own_rows)
         if layout.topology.num_nodes > 1:
             network = SimulatedNetwork(self.nccl, rank, machine.new_stream())

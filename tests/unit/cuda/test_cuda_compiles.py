@@ -15,9 +15,9 @@ import torch
 
 from fusco.core.errors import CompileError
 from fusco.cuda.kernels import compiler
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS, vector_bytes
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
-from fusco.cuda.kernels.combine_rows import combine_type
+from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.comm import Failure, Report
 from fusco.cuda.kernels.compiler import SOURCE_DIR, Compiler
 from fusco.cuda.kernels.copy_segments import CopyArgs
@@ -25,10 +25,10 @@ from fusco.cuda.kernels.gather_rows import gather_type
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
-from fusco.cuda.kernels.stage_rows import stage_type
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.cuda.tuning import combine_shape
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
 from cuda.bindings import nvrtc
@@ -42,8 +42,8 @@ Constants: TypeAlias = dict[str, object]
 
 
 def constants_of(struct: type[ctypes.Structure], num_ranks: int, num_threads: int, **others: object) -> Constants:
-    always = {"ARGUMENT_BYTES": ctypes.sizeof(struct), "NUM_RANKS": num_ranks, "NUM_THREADS": num_threads}
-    return {**always, **others}
+    sizes = {"ARGUMENT_BYTES": ctypes.sizeof(struct), "NUM_THREADS": num_threads}
+    return {**sizes, "NUM_RANKS": num_ranks, "MAX_PARTS": MAX_PARTS, **others}
 
 
 def plan(num_ranks: int, num_nodes: int, num_topk: int, id_bytes: int, weight_bytes: int) -> Constants:
@@ -59,11 +59,6 @@ def plan(num_ranks: int, num_nodes: int, num_topk: int, id_bytes: int, weight_by
     )
 
 
-def stage_rows(num_ranks: int, num_payloads: int) -> Constants:
-    struct = stage_type(num_ranks, num_payloads)
-    return constants_of(struct, num_ranks, 512, NUM_PAYLOADS=num_payloads, CHUNK_ROWS=CHUNK_ROWS)
-
-
 def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int) -> Constants:
     return constants_of(
         scatter_type(num_ranks, len(row_bytes)),
@@ -73,7 +68,6 @@ def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int) -> Constants:
         NUM_PAYLOADS=len(row_bytes),
         PAYLOAD_BYTES=",".join(map(str, row_bytes)),
         VECTOR_BYTES=",".join(str(vector_bytes(size)) for size in row_bytes),
-        CHUNK_ROWS=CHUNK_ROWS,
         UNROLL=8,
     )
 
@@ -87,11 +81,13 @@ def combine_rows(
     weight_bytes: int,
     out_type: str | None = None,
 ) -> Constants:
-    item_bytes, is_narrow = ITEM_BYTES[row_type], num_ranks % 4 == 0
+    item_bytes, wire_bytes = ITEM_BYTES[row_type], ITEM_BYTES[wire_type]
+    vectors_per_lane = -(-hidden * item_bytes // (vector_bytes(hidden * item_bytes) * 32))
+    shape = fitting_ring(combine_shape(1, vectors_per_lane, 132), 227 << 10, item_bytes, wire_bytes)
     return constants_of(
         combine_type(num_ranks),
         num_ranks,
-        384 if is_narrow else 512,
+        shape.num_threads,
         NUM_TOPK=num_topk,
         HIDDEN=hidden,
         ROW_TYPE=row_type,
@@ -99,9 +95,9 @@ def combine_rows(
         OUT_TYPE=out_type or row_type,
         WEIGHT_BYTES=weight_bytes,
         VECTOR_ELEMENTS=vector_bytes(hidden * item_bytes) // item_bytes,
-        MAX_PARTS=MAX_PARTS,
-        BLOCKS_PER_SM=1 if is_narrow else 2,
-        UNROLL=7 if is_narrow else 2,
+        BLOCKS_PER_SM=shape.blocks_per_sm,
+        UNROLL=shape.unroll,
+        DEPTH=shape.depth,
     )
 
 
@@ -146,9 +142,6 @@ GRID: dict[str, list[Constants]] = {
             itertools.product((4, 8), (0, 4, 8)),
             strict=False,
         )
-    ],
-    "stage_rows": [
-        stage_rows(num_ranks, num_payloads) for num_ranks, num_payloads in zip(NUM_RANKS, (1, 2, 8, 1), strict=True)
     ],
     "scatter_rows": [
         scatter_rows(8, 8, 14336),
@@ -252,7 +245,7 @@ def test_the_grid_covers_every_kind_of_constants():
     def seen(kernel: str, constant: str) -> set[object]:
         return {constants[constant] for constants in GRID[kernel]}
 
-    for kernel in ("plan", "stage_rows", "scatter_rows", "combine_rows"):
+    for kernel in ("plan", "scatter_rows", "combine_rows"):
         assert seen(kernel, "NUM_RANKS") == set(NUM_RANKS), kernel
     for kernel in ("plan", "scatter_rows", "combine_rows"):
         assert seen(kernel, "NUM_TOPK") == {1, 8, 32}, kernel
@@ -261,8 +254,7 @@ def test_the_grid_covers_every_kind_of_constants():
     assert seen("plan", "ID_BYTES") == {4, 8}
     assert seen("combine_rows", "ROW_TYPE") == seen("combine_rows", "WIRE_TYPE") == set(ITEM_BYTES)
     assert seen("combine_rows", "VECTOR_ELEMENTS") == {1, 2, 4, 8}
-    for kernel in ("stage_rows", "scatter_rows"):
-        assert seen(kernel, "NUM_PAYLOADS") == {1, 2, MAX_PAYLOADS}, kernel
+    assert seen("scatter_rows", "NUM_PAYLOADS") == {1, 2, MAX_PAYLOADS}
     widths = {width for listing in seen("scatter_rows", "VECTOR_BYTES") for width in str(listing).split(",")}
     assert widths == {"1", "2", "4", "8", "16"}
 
@@ -424,13 +416,12 @@ def test_without_a_folder_that_can_be_written_a_private_one_is_used(tmp_path, mo
 def test_warming_up_compiles_what_dispatch_and_combine_launch(tmp_path):
     counting = Counting("sm_90", tmp_path)
     names = warm_up_cuda(counting, KernelShape(num_ranks=8, num_topk=8, hidden=7168, dtype=torch.bfloat16))
-    assert set(names) == {"plan", "stage_rows", "scatter_rows", "combine_rows", "weight_gradients"}
+    assert set(names) == {"plan", "scatter_rows", "combine_rows", "weight_gradients"}
     assert counting.num_compiled == len(list(tmp_path.glob("*.cubin"))) == len(names)
     # What a launch asks for is there: the very constants of the grid above.
     for name, constants in (
         ("scatter_rows", scatter_rows(8, 8, 14336)),
         ("combine_rows", combine_rows(8, 8, 7168, "BF16", "BF16", 4)),
-        ("stage_rows", stage_rows(8, 1)),
         ("plan", plan(8, 1, 8, 8, 4)),
         ("weight_gradients", weight_gradients(7168, "BF16", 4, 1)),
     ):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.internode import _take
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, CHUNK_ROWS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
 from fusco.cuda.layout import MAX_PAYLOADS, DeviceLayout
 
 CACHE_LINE = 128
@@ -25,7 +25,7 @@ SECTIONS = (
     "ids",
     "weights",
     "pool",
-    "sums",
+    "received",
     "rings",
 )
 
@@ -65,18 +65,17 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
     topology, ranks = layout.topology, layout.topology.ranks_per_node
     rows, pairs = layout.max_rows, layout.max_rows * layout.capacity.num_topk
     assert rows >= layout.capacity.max_tokens_per_rank
-    assert layout.max_chunks * CHUNK_ROWS >= rows
     assert layout.max_routing_chunks * CHUNK_PAIRS >= pairs
     taken = {  # as comm.cuh describes them
         "routing_ready": 4 * topology.world_size * layout.max_routing_chunks,
         "rows_released": 4 * ranks,
         "sums_released": 4 * ranks,
-        "rows_ready": 4 * ranks * layout.max_chunks,
+        "rows_ready": 4 * ranks * rows,
         "sums_ready": 4 * ranks * rows * MAX_PARTS,
         "ids": 4 * 2 * topology.world_size * pairs,
         "weights": 8 * 2 * topology.world_size * pairs,
         "pool": 0,
-        "sums": ranks * rows * layout.capacity.max_row_bytes,
+        "received": ranks * rows * layout.capacity.max_row_bytes,
         "rings": ranks * layout.ring_depth * layout.slot_bytes,
     }
     assert list(layout.offsets) == [*SECTIONS, "end"]
@@ -86,29 +85,20 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
 
 
 @given(layouts(), st.data())
-def test_the_pool_has_room_for_own_and_forwarded_rows_however_a_token_is_split(layout, data):
+def test_there_is_room_for_pushed_and_forwarded_rows_however_a_token_is_split(layout, data):
     most, num_remote = layout.capacity.max_tokens_per_rank, layout.topology.num_nodes - 1
-    num_tokens = data.draw(st.sampled_from([0, most]) | st.integers(0, most))
     num_forwarded = data.draw(st.sampled_from([0, most * num_remote]) | st.integers(0, most * num_remote))
-    # What one dispatch has in the pool; other ranks may still read rows of this node when others arrive.
+    num_tokens = [data.draw(st.sampled_from([0, most]) | st.integers(0, most)) for _ in range(layout.num_ranks)]
     sizes = data.draw(splits(layout))
     runs = []
     for p, size in enumerate(sizes):
-        runs.append((layout.pool_offset(num_tokens, sizes, p), num_tokens * size))
-        runs.append((layout.forwarded_offset(num_forwarded, sizes, p), num_forwarded * size))
+        runs.append((layout.pool_offset(num_forwarded, sizes, p), num_forwarded * size))
+        runs += [(layout.received_offset(src, n, sizes, p), n * size) for src, n in enumerate(num_tokens)]
     ends = sorted((first, first + num_bytes) for first, num_bytes in runs)
     assert all(first % CACHE_LINE == 0 for first, _ in ends)
     assert all(end <= first for (_, end), (first, _) in itertools.pairwise(ends))
     assert layout.offsets["pool"] <= ends[0][0]
-    assert ends[-1][1] <= end_of(layout, "pool")
-
-
-@given(layouts(), st.data())
-def test_forwarded_rows_begin_at_the_same_place_however_many_own_rows_there_are(layout, data):
-    """For own rows are staged while others' arrive, and ranks of a node have different numbers of them."""
-    sizes = data.draw(splits(layout))
-    most = layout.pool_offset(layout.capacity.max_tokens_per_rank, sizes, len(sizes))
-    assert layout.forwarded_offset(0, sizes, 0) >= most
+    assert ends[-1][1] <= end_of(layout, "received")
 
 
 @given(layouts(least_nodes=2), st.data())

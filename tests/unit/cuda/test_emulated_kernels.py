@@ -23,6 +23,7 @@ from fusco.cuda import tuning
 from fusco.cuda.arena import Arena
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import stall_of
+from fusco.cuda.kernels import combine_rows as combine_kernel
 from fusco.cuda.kernels import plan as plan_kernel
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
@@ -130,12 +131,12 @@ def test_sums_have_the_bits_of_the_twins(kind, folder):
 @pytest.mark.parametrize("order", range(6))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
     """As with concurrent kernels that wait for other ranks: only one of combine's blocks is resident."""
-    monkeypatch.setattr(tuning, "COMBINE_ON_FEW_SMS", tuning.BlockShape(512, 3, 2))
+    monkeypatch.setattr(combine_kernel, "combine_shape", lambda *_: tuning.RingShape(512, 3, 2, 3))
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
 
 
 NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 6, 3, 40
-EPOCHS = [1, 2, 3, 9]  # PLAN_EPOCH, ROWS_EPOCH, COMBINE_EPOCH and STAGED_EPOCH of comm.cuh
+EPOCHS = [1, 2, 3]  # PLAN_EPOCH, ROWS_EPOCH and COMBINE_EPOCH of comm.cuh
 
 
 class Repeated:

@@ -22,8 +22,8 @@ def phase_of(name: str) -> int:
 
 
 def test_a_wait_for_a_peer_names_it_and_what_was_seen():
-    failure = Failure(is_set=1, phase=phase_of("STAGING_ROWS"), peer=2, expected=8, seen=7)
-    assert stall_of(failure, NODE_RANKS) == Stall("pulling rows", (6,), "a chunk of its rows of epoch 8", "7")
+    failure = Failure(is_set=1, phase=phase_of("RECEIVING_ROWS"), peer=2, expected=8, seen=7)
+    assert stall_of(failure, NODE_RANKS) == Stall("receiving rows", (6,), "its row of epoch 8", "7")
 
 
 def test_a_grid_barrier_that_times_out_blames_no_rank():

@@ -44,7 +44,8 @@ def test_a_launch_that_fails_hints_at_kernels_before_it():
 def test_so_does_asking_for_shared_memory():
     kernel = loaded()
     with (
-        mock.patch.object(kernel._driver, "cuFuncSetAttribute", return_value=ILLEGAL),
+        mock.patch.object(kernel._driver, "cuCtxGetDevice", return_value=(*OK, 0)),
+        mock.patch.object(kernel._driver, "cuKernelSetAttribute", return_value=ILLEGAL),
         mock.patch.object(kernel._driver, "cuLaunchKernelEx", return_value=OK) as launched,
         pytest.raises(LaunchError, match=HINT),
     ):

@@ -12,8 +12,9 @@ POINTER = ctypes.c_uint64  # an integer, so that torch's addresses fit without a
 
 # Granularity of signalling: one ready flag per chunk in each rank's arena.
 CHUNK_PAIRS = 512  # expert ids per chunk of routing
-CHUNK_ROWS = 16  # rows per chunk of staged rows; any 16 rows begin at a multiple of 16 bytes
 MAX_PARTS = 4  # maximum number of warps that share a row when there are few rows
+
+WARP_SIZE = 32
 
 ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 

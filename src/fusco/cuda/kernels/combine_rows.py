@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, address, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, address, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.tuning import combine_shape
+from fusco.cuda.tuning import RingShape, combine_senders, combine_shape, parts_of_row, sum_parts
+
+_ACCESS_BYTES = 16  # of a lane
+
+
+def fitting_ring(shape: RingShape, max_shared_bytes: int, row_item_bytes: int, wire_item_bytes: int) -> RingShape:
+    """Return a shape whose stages fit into a block's shared memory: wide partial sums take as much as several rows."""
+    shape = replace(shape, num_threads=shape.num_threads // max(1, wire_item_bytes // row_item_bytes))
+    depth = min(shape.depth, max_shared_bytes // _stage_bytes(shape, row_item_bytes, wire_item_bytes))
+    return replace(shape, depth=max(2, depth))
+
+
+def _stage_bytes(shape: RingShape, row_item_bytes: int, wire_item_bytes: int) -> int:
+    """Return the bytes of a stage of all warps of a block: of the wider of rows and partial sums."""
+    return shape.num_threads * shape.unroll * _ACCESS_BYTES * max(1, wire_item_bytes // row_item_bytes)
 
 
 @cache
@@ -21,7 +36,7 @@ def combine_type(num_ranks: int) -> type[ctypes.Structure]:
         ("comm", comm_type(num_ranks)),
         *((name, POINTER) for name in ("rows", "out", "row_to_slots", "row_weights", "token_to_ranks")),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("longest", "parts")),
+        *((name, I32) for name in ("longest", "parts", "sum_parts", "num_senders")),
     ]
     return type("CombineArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -41,7 +56,13 @@ def combine_rows(
     Returns the number of SMs that it takes.
     """
     sms = launcher.sms(num_sms)
-    shape = combine_shape(sms)
+    hidden, item_bytes = rows.shape[1], rows.element_size()
+    num_rows, num_vectors = held.longest * launcher.num_ranks, hidden * item_bytes // vector_bytes(hidden * item_bytes)
+    vectors_per_lane = -(-num_vectors // WARP_SIZE)
+    wanted = combine_shape(num_rows, vectors_per_lane, sms)
+    shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
+    num_pieces = vectors_per_lane // shape.unroll
+    parts = parts_of_row(num_rows, max(1, min(MAX_PARTS, num_pieces)))
     weights = held.weights if is_weighted else None
     arguments = combine_type(launcher.num_ranks)(
         comm=launcher.comm,
@@ -52,9 +73,10 @@ def combine_rows(
         token_to_ranks=held.token_to_ranks.data_ptr(),
         first_row=held.first_row,
         longest=held.longest,
-        parts=held.num_parts,
+        parts=parts,
+        sum_parts=sum_parts(parts, num_pieces, MAX_PARTS, sms),
+        num_senders=combine_senders(num_rows, sms) if launcher.num_ranks > 1 else 0,
     )
-    hidden, item_bytes = rows.shape[1], rows.element_size()
     constants = {
         "NUM_TOPK": held.row_to_slots.shape[1],
         "HIDDEN": hidden,
@@ -63,9 +85,16 @@ def combine_rows(
         "OUT_TYPE": ELEMENT_TYPES[out.dtype],
         "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
         "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
-        "MAX_PARTS": MAX_PARTS,
         "BLOCKS_PER_SM": shape.blocks_per_sm,
         "UNROLL": shape.unroll,
+        "DEPTH": shape.depth,
     }
-    launcher.launch("combine_rows", constants, arguments, grid=sms * shape.blocks_per_sm, num_threads=shape.num_threads)
+    launcher.launch(
+        "combine_rows",
+        constants,
+        arguments,
+        grid=sms * shape.blocks_per_sm,
+        num_threads=shape.num_threads,
+        shared_bytes=shape.depth * _stage_bytes(shape, item_bytes, wire_dtype.itemsize),
+    )
     return sms

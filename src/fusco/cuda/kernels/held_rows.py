@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-
-from fusco.cuda.kernels.abi import MAX_PARTS
-from fusco.cuda.tuning import parts_of_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +33,11 @@ class HeldRows:
         return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
 
     @property
-    def longest(self) -> int:
-        """Maximum number of rows that a rank holds."""
-        return max(end - first for first, end in zip(self.first_row, self.first_row[1:], strict=False))
+    def num_rows_of_ranks(self) -> list[int]:
+        """Number of rows that each rank of the node holds."""
+        return [end - first for first, end in pairwise(self.first_row)]
 
     @property
-    def num_parts(self) -> int:
-        """Number of warps that share a row."""
-        num_ranks = len(self.first_row) - 1
-        return parts_of_row(self.longest * num_ranks, MAX_PARTS)
+    def longest(self) -> int:
+        """Maximum number of rows that a rank holds."""
+        return max(self.num_rows_of_ranks)

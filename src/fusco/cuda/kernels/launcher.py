@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fusco.cuda.kernels.abi import MAX_PARTS
 from fusco.cuda.kernels.library import Library
 
 
@@ -49,6 +50,7 @@ class Launcher:
             "ARGUMENT_BYTES": ctypes.sizeof(arguments),
             "NUM_RANKS": self.num_ranks,
             "NUM_THREADS": num_threads,
+            "MAX_PARTS": MAX_PARTS,
         }
         kernel = self.library.get(name, always | dict(constants))
         kernel.launch(

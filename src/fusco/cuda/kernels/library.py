@@ -11,7 +11,7 @@ import torch
 from fusco.core.errors import LaunchError
 from fusco.cuda.kernels.compiler import Compiler
 
-_FREE_SHARED_BYTES = 48 << 10  # more than this needs an attribute of the function
+_FREE_SHARED_BYTES = 46 << 10  # of 48 KiB, of which a kernel's own variables take some; more needs an attribute of it
 
 
 class Kernel:
@@ -45,7 +45,8 @@ class Kernel:
         """Launch on a stream handle; with ``is_dependent``, a programmatic dependent launch that may begin early."""
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+            kernel, device = self._driver.CUkernel(int(self._function)), self._check(self._driver.cuCtxGetDevice())
+            self._check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
             self._shared_bytes = shared_bytes
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         config = self._driver.CUlaunchConfig()
@@ -56,9 +57,10 @@ class Kernel:
             config.attrs, config.numAttrs = [self._serialization], 1
         self._check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
-    def _check(self, result: tuple[Any, ...]) -> None:
+    def _check(self, result: tuple[Any, ...]) -> Any:
         if int(result[0]):
             raise self._error("launched", result[0].name)
+        return result[-1]
 
     def _error(self, done: str, why: str) -> LaunchError:
         return LaunchError(

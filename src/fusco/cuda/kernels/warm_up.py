@@ -17,9 +17,6 @@ from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan import PlannedRows, PlanTables, PlanTerms, PublishedRouting, plan_slots
 from fusco.cuda.kernels.scatter_rows import scatter_rows
-from fusco.cuda.kernels.stage_rows import stage_rows
-
-_FEW_SMS, _MANY_SMS = 32, 128  # one on either side of tuning.COMBINE_FEW_SMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ class CompilingLibrary:
 
     """
 
-    device, num_sms = torch.device("cpu"), _MANY_SMS
+    device, num_sms, max_shared_bytes = torch.device("cpu"), 132, 227 << 10
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -77,14 +74,10 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     held = _held(shape, weights)
     payload = Payload(address=0, row_bytes=rows.nbytes)
     _plan(launcher, shape, weights)
-    stage_rows(launcher, [payload], [0], 1, None)
-    pools = [[0]] * shape.num_ranks
-    scatter_rows(
-        launcher, _planned(shape, weights), held, [payload], pools, in_place_ranks=0, clears_padding=False, num_sms=None
-    )
-    for num_sms in (_FEW_SMS, None):
-        for is_weighted in (True, False):  # of combine, and of dispatch's backward
-            combine_rows(launcher, held, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=num_sms)
+    received = [[0]] * shape.num_ranks
+    scatter_rows(launcher, _planned(shape, weights), held, [payload], received, clears_padding=False, num_sms=None)
+    for is_weighted in (True, False):  # of combine, and of dispatch's backward
+        combine_rows(launcher, held, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
     return list(library.names)
 

@@ -76,6 +76,13 @@ inline u32 __match_any_sync(u32, i32 value) {
         return lanes_for_which([&](u32 lane) { return of_lane(lane) == value; });
     });
 }
+inline u32 __reduce_or_sync(u32, u32 value) {
+    return simt::with_all_lanes(value, [](auto of_lane) {
+        u32 bits = 0;
+        for (u32 lane = 0; lane < WARP_SIZE; ++lane) bits |= of_lane(lane);
+        return bits;
+    });
+}
 inline i32 __reduce_add_sync(u32, i32 value) {
     return simt::with_all_lanes(value, [](auto of_lane) {
         i32 sum = 0;
@@ -123,6 +130,14 @@ template <int BYTES> void store_row(Vector<BYTES>* at, const Vector<BYTES>& valu
     check_alignment(at);
     *at = value;
 }
+
+template <int BYTES> void begin_copy(Vector<BYTES>* to, const Vector<BYTES>* from) {
+    check_alignment(to);
+    check_alignment(from);
+    simt::begin_copy(to, from, BYTES);
+}
+inline void commit_copies() { simt::commit_copies(); }
+template <int MAX_GROUPS> void wait_for_copies() { simt::wait_for_copies(MAX_GROUPS); }
 
 inline u16 round_to_bf16(float value) {
     const u32 bits = __float_as_uint(value);

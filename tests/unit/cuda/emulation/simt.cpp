@@ -20,12 +20,20 @@ constexpr std::uint64_t NS_PER_TURN = 50, NS_PER_IDLE_ROUND = 1'000'000;
 struct Block;
 struct Launch;
 
+struct Copy {
+    void* to;
+    const void* from;
+    std::size_t num_bytes;
+};
+
 struct Thread {
     Block* block;
     unsigned index;
     std::unique_ptr<char[]> stack;
     ucontext_t context;
     bool is_done = false;
+    std::vector<Copy> begun;                // not committed yet
+    std::deque<std::vector<Copy>> groups;  // in flight
 };
 
 // Barrier; threads in `arrived` are suspended until the last one arrives.
@@ -249,6 +257,21 @@ void launch_dependents() {
 bool are_prerequisites_done() {
     const Launch& launch = *current->block->launch;
     return !launch.ahead || launch.ahead->is_done();
+}
+
+void begin_copy(void* to, const void* from, std::size_t num_bytes) {
+    if (draw(2)) current->begun.push_back({to, from, num_bytes});
+    else std::memcpy(to, from, num_bytes);
+}
+
+void commit_copies() {
+    current->groups.push_back(std::move(current->begun));
+    current->begun.clear();
+}
+
+void wait_for_copies(unsigned max_groups) {
+    for (auto& groups = current->groups; groups.size() > max_groups; groups.pop_front())
+        for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.num_bytes);
 }
 
 void* dynamic_shared() { return current->block->dynamic_shared.data(); }

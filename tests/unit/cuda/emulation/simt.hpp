@@ -25,6 +25,9 @@ std::uint64_t* warp_slots();  // 64 bits for each lane of the warp
 std::uint64_t nanoseconds();
 void launch_dependents();
 bool are_prerequisites_done();
+void begin_copy(void* to, const void* from, std::size_t num_bytes);  // done at any time until its group is waited for
+void commit_copies();
+void wait_for_copies(unsigned max_groups);
 void* dynamic_shared();
 void* shared_at(const void* key, std::size_t num_bytes);
 [[noreturn]] void fail(const char* what);

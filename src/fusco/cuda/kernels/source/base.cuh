@@ -65,6 +65,21 @@ __device__ __forceinline__ void store_row(Vector<16>* at, const Vector<16>& v) {
 }
 template <int BYTES> __device__ __forceinline__ void store_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
 
+// Copies into shared memory by one thread, for itself, that bypass L1; those of 16 bytes are asynchronous. All between two
+// commits are a group.
+__device__ __forceinline__ void begin_copy(Vector<16>* to, const Vector<16>* from) {
+    const u32 at = static_cast<u32>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(at), "l"(from) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void begin_copy(Vector<BYTES>* to, const Vector<BYTES>* from) {
+    *to = load_shared_row(from);
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until at most MAX_GROUPS groups are in flight.
+template <int MAX_GROUPS> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(MAX_GROUPS) : "memory");
+}
+
 // Conversions of 16-bit elements: round to nearest, ties to even.
 __device__ __forceinline__ u16 round_to_bf16(float value) {
     u16 bits;

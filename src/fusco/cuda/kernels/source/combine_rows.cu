@@ -5,7 +5,7 @@
 // Twin: fusco.reference.combine_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE, WIRE_TYPE and OUT_TYPE (BF16, F16, F32,
-// F64), WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL.
+// F64), WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL, DEPTH.
 #include "comm.cuh"
 #include "elements.cuh"
 
@@ -19,6 +19,8 @@ struct CombineArgs {
     i32 first_row[NUM_RANKS + 1];
     i32 longest;  // maximum number of rows of a rank
     i32 parts;    // warps that share a row
+    i32 sum_parts;    // of a row that is summed: as many, or any number if a warp sends a whole row
+    i32 num_senders;  // blocks that send before they sum
 };
 static_assert(sizeof(CombineArgs) == ARGUMENT_BYTES, "combine_rows.py mirrors this struct");
 
@@ -34,6 +36,10 @@ using OutPack = Pack<Out, N>;
 constexpr u64 ROW_BYTES = HIDDEN * sizeof(Row::Bits);
 constexpr u64 WIRE_BYTES = HIDDEN * sizeof(Wire::Bits);
 constexpr u64 OUT_BYTES = HIDDEN * sizeof(Out::Bits);
+
+constexpr i32 PIECE = UNROLL * WARP_SIZE;
+constexpr u32 STAGE_BYTES = PIECE * 16 * (RowPack::NUM_ACCESSES > WirePack::NUM_ACCESSES ? RowPack::NUM_ACCESSES
+                                                                                       : WirePack::NUM_ACCESSES);
 
 struct Terms {
     i32 slot;     // of the lane-th pair, or negative
@@ -59,24 +65,6 @@ __device__ __forceinline__ Terms terms_of(const CombineArgs& args, i32 row) {
     return terms;
 }
 
-// Add a token's local rows: vectors first, first + 32, ...
-__device__ __forceinline__ void add_local_rows(
-    const CombineArgs& args, const Terms& terms, i32 first, i32 end, Sum (&sums)[UNROLL][N]) {
-    for (u32 left = terms.filled; left; left &= left - 1) {
-        const int lane = __ffs(left) - 1;
-        const i64 slot = __shfl_sync(ALL_LANES, terms.slot, lane);
-        const Sum weight = __shfl_sync(ALL_LANES, terms.weight, lane);
-        const u8* const from = args.rows + slot * ROW_BYTES;
-        RowPack held[UNROLL];
-#pragma unroll
-        for (u32 u = 0; u < UNROLL; ++u)
-            if (first + u * WARP_SIZE < end) held[u].load_constant(from + (first + u * WARP_SIZE) * RowPack::BYTES);
-#pragma unroll
-        for (u32 u = 0; u < UNROLL; ++u)
-            if (first + u * WARP_SIZE < end) held[u].add_to(sums[u], weight);
-    }
-}
-
 struct Range {
     i32 begin, end;
 };
@@ -85,129 +73,206 @@ __device__ __forceinline__ Range range_of(i32 part, i32 parts) {
     return {min(NUM_VECTORS, part * per_part), min(NUM_VECTORS, (part + 1) * per_part)};
 }
 
-__device__ void send_partial_sum(const CombineArgs& args, i32 dst, i32 token, i32 part, u32 epoch) {
-    const Comm& comm = args.comm;
-    const Terms terms = terms_of(args, args.first_row[dst] + token);
-    if (!terms.is_any) return;
-    const Range range = range_of(part, args.parts);
-    const u64 place = static_cast<u64>(comm.rank) * comm.max_tokens + token;
-    u8* const to = section<u8>(comm, dst, comm.sums) + place * WIRE_BYTES;
-    for (i32 base = range.begin; base < range.end; base += UNROLL * WARP_SIZE) {
-        const i32 first = base + static_cast<i32>(lane_index());
-        Sum sums[UNROLL][N] = {};
-        add_local_rows(args, terms, first, range.end, sums);
-#pragma unroll
-        for (u32 u = 0; u < UNROLL; ++u)
-            if (first + u * WARP_SIZE < range.end) {
-                WirePack pack;
-                pack.round_from(sums[u]);
-                pack.store(to + (first + u * WARP_SIZE) * WirePack::BYTES);
-            }
+// Rows and partial sums that a warp adds up for a part of a token, in order of summation.
+struct Sources {
+    u32 ranks;        // that have a term; this rank's terms are the slots
+    Terms terms;
+    const u8* received;  // the partial sum of rank 0
+    u32 num_terms;
+};
+
+// Position of a walk over the terms of each piece of a range. A piece is UNROLL vectors of each lane.
+struct Walk {
+    i32 first;  // this lane's first vector
+    u32 ranks, slots;
+};
+
+// What a walk arrives at.
+struct Term {
+    const u8* at;  // the row
+    Sum weight;
+    bool is_row;   // else a partial sum
+};
+
+__device__ __forceinline__ Walk begin_walk(const Sources& sources, i32 begin) {
+    return {begin + static_cast<i32>(lane_index()), sources.ranks, sources.terms.filled};
+}
+
+__device__ __forceinline__ Term next_term(const CombineArgs& args, const Sources& sources, Walk& walk) {
+    const u32 src = __ffs(walk.ranks) - 1;
+    Term term = {sources.received + src * args.comm.received_bytes, 1, false};
+    bool is_last = true;
+    if (src == static_cast<u32>(args.comm.rank)) {
+        const int lane = __ffs(walk.slots) - 1;
+        const i64 slot = __shfl_sync(ALL_LANES, sources.terms.slot, lane);
+        term = {args.rows + slot * ROW_BYTES, __shfl_sync(ALL_LANES, sources.terms.weight, lane), true};
+        walk.slots &= walk.slots - 1;
+        is_last = !walk.slots;
     }
-    __syncwarp();
-    if (lane_index() == 0)
-        store_release_system(section<u32>(comm, dst, comm.sums_ready) + place * MAX_PARTS + part, epoch);
+    if (is_last) walk.ranks &= walk.ranks - 1;
+    return term;
+}
+__device__ __forceinline__ void go_to_next_piece(const Sources& sources, Walk& walk) {
+    walk.first += PIECE, walk.ranks = sources.ranks, walk.slots = sources.terms.filled;
 }
 
-enum class Patience { LOOK, WAIT };
-enum class Arrival { ALL_HERE, NOT_YET, NEVER };
-
-// Check, or wait, for all partial sums of a local token.
-__device__ Arrival look_for_sums(const CombineArgs& args, i32 token, i32 part, u32 epoch, Patience patience) {
-    const Comm& comm = args.comm;
-    const u32 ranks = args.token_to_ranks[token];
-    bool is_here = true;
-    for (u32 src = lane_index(); src < NUM_RANKS; src += WARP_SIZE)
-        if ((ranks >> src & 1) && src != comm.rank) {
-            const u64 place = static_cast<u64>(src) * comm.max_tokens + token;
-            const u32* const flag = section<u32>(comm, comm.rank, comm.sums_ready) + place * MAX_PARTS + part;
-            is_here = patience == Patience::WAIT ? wait_for_epoch(comm, flag, epoch, SUMMING_ROWS, src)
-                                                 : has_reached(load_acquire_system(flag), epoch);
-        }
-    const bool are_all_here = __all_sync(ALL_LANES, is_here);
-    __syncwarp();  // all lanes may rely on what one lane has seen
-    if (are_all_here) return Arrival::ALL_HERE;
-    return patience == Patience::WAIT ? Arrival::NEVER : Arrival::NOT_YET;
+// A lane's vectors of one term in shared memory.
+template <typename E>
+__device__ __forceinline__ void begin_piece(u8* stage, const u8* row, i32 first, i32 end) {
+    using P = Pack<E, N>;
+#pragma unroll
+    for (u32 u = 0; u < UNROLL; ++u)
+        if (first + u * WARP_SIZE < end)
+#pragma unroll
+            for (int i = 0; i < P::NUM_ACCESSES; ++i)
+                begin_copy(reinterpret_cast<Vector<P::ACCESS_BYTES>*>(stage + (u * P::NUM_ACCESSES + i) * (16 * WARP_SIZE)),
+                           reinterpret_cast<const Vector<P::ACCESS_BYTES>*>(row + (first + u * WARP_SIZE) * P::BYTES) + i);
 }
-
-__device__ void sum_token(const CombineArgs& args, i32 token, i32 part) {
-    const Comm& comm = args.comm;
-    const u32 lane = lane_index(), ranks = args.token_to_ranks[token];
-    const Terms terms = terms_of(args, args.first_row[comm.rank] + token);
-    const Range range = range_of(part, args.parts);
-    u8* const to = args.out + token * OUT_BYTES;
-    for (i32 base = range.begin; base < range.end; base += UNROLL * WARP_SIZE) {
-        const i32 first = base + static_cast<i32>(lane);
-        Sum sums[UNROLL][N] = {};
-        for (u32 left = ranks; left; left &= left - 1) {
-            const u32 src = __ffs(left) - 1;
-            if (src == comm.rank) {
-                add_local_rows(args, terms, first, range.end, sums);
-                continue;
-            }
-            const u64 place = static_cast<u64>(src) * comm.max_tokens + token;
-            const u8* const from = section<u8>(comm, comm.rank, comm.sums) + place * WIRE_BYTES;
-            WirePack held[UNROLL];
+template <typename E>
+__device__ __forceinline__ void add_piece(Sum (&sums)[UNROLL][N], const u8* stage, Sum weight) {
+    using P = Pack<E, N>;
 #pragma unroll
-            for (u32 u = 0; u < UNROLL; ++u)
-                if (first + u * WARP_SIZE < range.end) held[u].load_shared(from + (first + u * WARP_SIZE) * WirePack::BYTES);
+    for (u32 u = 0; u < UNROLL; ++u) {
+        P pack;
 #pragma unroll
-            for (u32 u = 0; u < UNROLL; ++u)
-                if (first + u * WARP_SIZE < range.end) held[u].add_to(sums[u], 1);
-        }
-#pragma unroll
-        for (u32 u = 0; u < UNROLL; ++u)
-            if (first + u * WARP_SIZE < range.end) {
-                OutPack pack;
-                pack.round_from(sums[u]);
-                pack.store(to + (first + u * WARP_SIZE) * OutPack::BYTES);
-            }
+        for (int i = 0; i < P::NUM_ACCESSES; ++i)
+            pack.vectors[i] =
+                *reinterpret_cast<const Vector<P::ACCESS_BYTES>*>(stage + (u * P::NUM_ACCESSES + i) * (16 * WARP_SIZE));
+        pack.add_to(sums[u], weight);
     }
 }
-
-// Warps take partial sums to send from a counter, so only running warps get them. All sums are sent even if most blocks of
-// this grid are not resident yet, for example because NCCL kernels occupy the device and wait for ranks that wait for these
-// sums. The number is in lane 0 until `for_all_lanes` broadcasts it, later, since the atomic takes a microsecond.
-__device__ __forceinline__ i32 take_send(const Comm& comm) {
-    return lane_index() == 0 ? static_cast<i32>(atomicAdd(comm.state + NEXT_SEND, 1u)) : 0;
+template <typename E>
+__device__ __forceinline__ void store_piece(const Sum (&sums)[UNROLL][N], u8* to, i32 first, i32 end) {
+#pragma unroll
+    for (u32 u = 0; u < UNROLL; ++u)
+        if (first + u * WARP_SIZE < end) {
+            Pack<E, N> pack;
+            pack.round_from(sums[u]);
+            pack.store(to + (first + u * WARP_SIZE) * Pack<E, N>::BYTES);
+        }
 }
-__device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
+
+// Add up the terms of a part of a token, and store the sums: to a peer, or where the caller wants them. Each lane copies its
+// own vectors into shared memory, DEPTH - 1 terms ahead of the one that it adds.
+__device__ __forceinline__ void sum_terms(
+    const CombineArgs& args, const Sources& sources, const Range& range, u8* to, bool is_sent) {
+    extern __shared__ __align__(16) u8 shared[];
+    u8* const ring = shared + threadIdx.x / WARP_SIZE * (DEPTH * STAGE_BYTES) + lane_index() * 16;
+    const u32 num_terms = max(1u, sources.num_terms);  // without terms, the sums are zero
+    const u32 num_steps = (range.end - range.begin + PIECE - 1) / PIECE * num_terms;
+    Walk ahead = begin_walk(sources, range.begin), walk = ahead;
+    u32 begun = 0, added = 0;  // terms of the piece
+    Sum sums[UNROLL][N] = {};
+#pragma unroll 1
+    for (u32 step = 0; step < num_steps + DEPTH - 1; ++step) {
+        if (step < num_steps) {
+            if (sources.num_terms) {
+                const Term term = next_term(args, sources, ahead);
+                u8* const stage = ring + step % DEPTH * STAGE_BYTES;
+                if (ROW_TYPE == WIRE_TYPE || term.is_row) begin_piece<Row>(stage, term.at, ahead.first, range.end);
+                else begin_piece<Wire>(stage, term.at, ahead.first, range.end);
+            }
+            if (++begun == num_terms) begun = 0, go_to_next_piece(sources, ahead);
+        }
+        commit_copies();
+        if (step + 1 < DEPTH) continue;
+        wait_for_copies<DEPTH - 1>();
+        if (sources.num_terms) {
+            const Term term = next_term(args, sources, walk);
+            const u8* const stage = ring + (step + 1) % DEPTH * STAGE_BYTES;
+            if (ROW_TYPE == WIRE_TYPE || term.is_row) add_piece<Row>(sums, stage, term.weight);
+            else add_piece<Wire>(sums, stage, 1);
+        }
+        if (++added < num_terms) continue;
+        if (WIRE_TYPE == OUT_TYPE || !is_sent) store_piece<Out>(sums, to, walk.first, range.end);
+        else store_piece<Wire>(sums, to, walk.first, range.end);
+        added = 0;
+        go_to_next_piece(sources, walk);
+#pragma unroll
+        for (u32 u = 0; u < UNROLL; ++u)
+#pragma unroll
+            for (u32 i = 0; i < N; ++i) sums[u][i] = 0;
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     combine_rows(const __grid_constant__ CombineArgs args) {
+    constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
+    __shared__ i32 first_item;
     const Comm& comm = args.comm;
     if (is_broken(comm)) return;
+    // The first blocks send, the others sum: a multiprocessor whose stores to peers queue for the link could not load rows
+    // fast enough.
+    const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
+    if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
+        first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
     const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
-    i32 taken = take_send(comm);
-    if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
+    if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return;
 
-    // Each warp has partial sums to send and tokens to add up. It never waits for sums while it can send, so there is no
-    // circular wait between ranks.
-    const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
+    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
-    const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
-    i32 sum = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;  // consecutive items go to different multiprocessors
-    i32 send = for_all_lanes(taken);
-    while (send < num_sends || sum < num_sums) {
-        if (sum < num_sums) {
-            const i32 token = sum / args.parts, part = sum % args.parts;
-            const Patience patience = send < num_sends ? Patience::LOOK : Patience::WAIT;
-            const Arrival arrival = look_for_sums(args, token, part, epoch, patience);
-            if (arrival == Arrival::NEVER) break;
-            if (arrival == Arrival::ALL_HERE) {
-                sum_token(args, token, part);
-                sum += num_warps;
+    const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.sum_parts;
+    // -1: none is taken. A warp never waits long for sums while there may be one to send, so there is no circular wait between
+    // ranks.
+    i32 send = sends_first ? first_item + warp : -1, sum = sends_first ? -1 : first_item + warp;
+    bool may_send = num_sends > 0;
+    while (true) {
+        const bool is_sent = send >= 0 && send < num_sends;
+        i32 next;  // in lane 0
+        Terms terms;
+        Sources sources;
+        Range range;
+        u8* to;
+        u32* flag;
+        if (is_sent) {
+            next = sends_first ? take(comm, NEXT_SEND, num_sends) : -1;
+            const Item item = item_of(comm, send, max(1, NUM_RANKS - 1), args.parts, num_warps);
+            const i32 row = args.first_row[item.rank] + item.token;
+            if (row < args.first_row[item.rank + 1]) terms = terms_of(args, row);
+            if (row >= args.first_row[item.rank + 1] || !terms.is_any) {
+                send = for_all_lanes(next);
                 continue;
             }
+            sources = {terms.filled ? 1u << comm.rank : 0, terms, nullptr, static_cast<u32>(__popc(terms.filled))};
+            range = range_of(item.part, args.parts);
+            to = section<u8>(comm, item.rank, comm.received) + comm.rank * comm.received_bytes + item.token * WIRE_BYTES;
+            flag = sum_flag(comm, item.rank, comm.rank, item.token, item.part);
+        } else {
+            may_send &= send < 0;
+            if (sum < 0) sum = for_all_lanes(take(comm, NEXT_RECEIVE, num_sums));
+            if (sum >= num_sums && !may_send) break;
+            const i32 token = sum / args.sum_parts, part = sum % args.sum_parts;
+            Arrival arrival = Arrival::NOT_YET;
+            u32 peers = 0;
+            if (sum < num_sums) {
+                peers = args.token_to_ranks[token] & ~(1u << comm.rank);
+                const u32 src = lane_index() % NUM_RANKS;
+                const bool has_flag = lane_index() < NUM_RANKS && (peers >> src & 1);
+                const u32* const awaited = sum_flag(comm, comm.rank, src, token, args.parts == 1 ? 0 : part);
+                arrival = warp_looks_for(comm, awaited, epoch, SUMMING_ROWS, src, has_flag, may_send ? MAX_LOOKS : 0);
+            }
+            if (arrival == Arrival::NEVER) break;
+            if (arrival == Arrival::NOT_YET) {
+                send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
+                continue;
+            }
+            next = take(comm, NEXT_RECEIVE, num_sums);
+            terms = terms_of(args, args.first_row[comm.rank] + token);
+            sources = {peers | (terms.filled ? 1u << comm.rank : 0), terms,
+                       section<u8>(comm, comm.rank, comm.received) + token * WIRE_BYTES,
+                       static_cast<u32>(__popc(terms.filled) + __popc(peers))};
+            range = range_of(part, args.sum_parts);
+            to = args.out + token * OUT_BYTES;
         }
-        taken = take_send(comm);
-        const Item item = item_of(comm, send, max(1, NUM_RANKS - 1), args.parts, num_warps);
-        if (item.token < args.first_row[item.rank + 1] - args.first_row[item.rank])
-            send_partial_sum(args, item.rank, item.token, item.part, epoch);
-        send = for_all_lanes(taken);
+        sum_terms(args, sources, range, to, is_sent);
+        if (is_sent) {
+            __syncwarp();
+            if (lane_index() == 0) store_release_system(flag, epoch);
+        }
+        (is_sent ? send : sum) = for_all_lanes(next);
     }
     if (block_is_last(comm.state + NUM_DONE)) {
         signal_peers(comm, comm.sums_released, epoch, threadIdx.x, NUM_THREADS);
-        if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0;
+        if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0, comm.state[NEXT_RECEIVE] = 0;
     }
 }

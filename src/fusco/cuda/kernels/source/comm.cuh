@@ -1,6 +1,6 @@
 // Communicator arguments of every kernel, and the waits and signals between ranks of a node. Ranks here are local ranks.
 //
-// Compile-time constants: NUM_RANKS, of the node. The structs mirror those of fusco/cuda/kernels/comm.py, field by field.
+// Compile-time constants: NUM_RANKS, of the node, and MAX_PARTS, flags of a row. The structs mirror those of fusco/cuda/kernels/comm.py, field by field.
 #pragma once
 
 #include "base.cuh"
@@ -15,13 +15,12 @@ enum State : u32 {
     GRID_GENERATION,
     NUM_DONE,       // blocks that finished their kernel
     FIRST_BAD_PAIR, // of a plan: the complement of the first pair with an invalid expert id; 0 for none
-    NUM_STAGED,     // blocks that finished staging
-    STAGED_EPOCH,   // dispatches whose rows were staged, all of them
-    NEXT_SEND,      // partial sums of this combine that warps have taken
+    NEXT_SEND,      // rows or partial sums, of this dispatch or combine, that warps have taken to send
+    NEXT_RECEIVE,   // rows or tokens that warps have taken to scatter or sum once all has arrived
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
-enum Phase : u32 { EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER };
+enum Phase : u32 { EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER };
 
 // The first wait that timed out, in host memory.
 struct Failure {
@@ -36,16 +35,16 @@ struct Comm {
     u64 timeout_ns;
     // Byte offsets of the sections of an arena.
     u64 routing_ready;  // [source][chunk] plan epoch of the chunk of a source's routing that is here
-    u64 rows_released;  // [peer] dispatch epoch after which peer no longer reads here
+    u64 rows_released;  // [peer] dispatch epoch after which peer has read what this rank pushed to it
     u64 sums_released;  // [peer] combine epoch after which peer has read what this rank pushed to it
-    u64 rows_ready;     // [src][chunk] dispatch epoch of the chunk of src's rows that is in its pool
+    u64 rows_ready;     // [src][token][part] dispatch epoch of src's row that is here
     u64 sums_ready;     // [src][token][part] combine epoch of the partial sum that is here
     u64 ids;            // [parity][source][max_tokens * num_topk] i32
     u64 weights;        // [parity][source][max_tokens * num_topk] 4 or 8 bytes
-    u64 sums;           // [src][max_tokens] partial sums
+    u64 received;       // [src][received_bytes] rows or partial sums that a rank of the node pushes
+    u64 received_bytes;
     i32 rank;
     i32 max_tokens;
-    i32 max_chunks;
     i32 max_topk;
 };
 
@@ -133,6 +132,20 @@ __device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flag
     return __syncthreads_and(is_ready);
 }
 
+// Wait until every rank has read what this one has pushed to it: rows of dispatches and partial sums of combines are in the
+// same memory. All threads get the result.
+__device__ __forceinline__ bool block_waits_for_memory(const Comm& comm, u32 rows_epoch, u32 sums_epoch) {
+    bool is_ready = true;
+    for (u32 i = threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
+        const u32 peer = i % NUM_RANKS;
+        is_ready &= i < NUM_RANKS ? wait_for_epoch(comm, section<u32>(comm, comm.rank, comm.rows_released) + peer,
+                                                   rows_epoch, REUSING_ROWS, peer)
+                                  : wait_for_epoch(comm, section<u32>(comm, comm.rank, comm.sums_released) + peer,
+                                                   sums_epoch, REUSING_SUMS, peer);
+    }
+    return __syncthreads_and(is_ready);
+}
+
 // Set this rank's flag on every rank.
 __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 epoch, u32 thread, u32 num_threads) {
     for (u32 peer = thread; peer < NUM_RANKS; peer += num_threads)
@@ -165,6 +178,44 @@ __device__ __forceinline__ Item item_of(const Comm& comm, i32 number, i32 num_tu
     const i32 round = static_cast<i32>(static_cast<i64>(token) * num_turns * parts / num_warps);
     const i32 turn = (whole % num_turns + round) % num_turns;
     return {token, static_cast<i32>((comm.rank + 1 + turn) % NUM_RANKS), number % parts};
+}
+
+// Warps take what to send and what to receive from counters, so only running warps get work. All is sent even if most blocks
+// of a grid are not resident yet, for example because NCCL kernels occupy the device and wait for ranks that wait for this
+// one. The number is in lane 0 until `for_all_lanes` broadcasts it, later, since the atomic takes a microsecond. At the end
+// thousands of warps find nothing left: a load tells them, since atomics to one address follow each other.
+__device__ __forceinline__ i32 take(const Comm& comm, State counter, i32 num_items) {
+    if (lane_index() != 0) return 0;
+    const u32 taken = *reinterpret_cast<volatile u32*>(comm.state + counter);
+    return static_cast<i32>(taken < static_cast<u32>(num_items) ? atomicAdd(comm.state + counter, 1u) : taken);
+}
+__device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
+
+enum class Arrival { ALL_HERE, NOT_YET, NEVER };
+constexpr u32 MAX_LOOKS = 32;  // of about a microsecond each, before a warp sends instead
+
+// Look for the flags of a warp's lanes: `max_looks` times, or if that is 0 until all are set.
+__device__ __forceinline__ Arrival warp_looks_for(
+    const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, bool has_flag, u32 max_looks) {
+    bool is_here = true;
+    if (has_flag && !max_looks) is_here = wait_for_epoch(comm, flag, epoch, phase, peer);
+    else if (has_flag) {
+        u32 looks = 0;
+        do is_here = has_reached(load_acquire_system(flag), epoch);
+        while (!is_here && ++looks < max_looks);
+    }
+    const bool are_all_here = __all_sync(ALL_LANES, is_here);
+    __syncwarp();  // all lanes may rely on what one lane has seen
+    if (are_all_here) return Arrival::ALL_HERE;
+    return max_looks ? Arrival::NOT_YET : Arrival::NEVER;
+}
+
+// Flags, at a rank, of a part of a row or partial sum that `src` pushes there.
+__device__ __forceinline__ u32* row_flag(const Comm& comm, u32 at, u32 src, i32 token, i32 part) {
+    return section<u32>(comm, at, comm.rows_ready) + (static_cast<u64>(src) * comm.max_tokens + token) * MAX_PARTS + part;
+}
+__device__ __forceinline__ u32* sum_flag(const Comm& comm, u32 at, u32 src, i32 token, i32 part) {
+    return section<u32>(comm, at, comm.sums_ready) + (static_cast<u64>(src) * comm.max_tokens + token) * MAX_PARTS + part;
 }
 
 // Grid barrier. The grid must not have more blocks than multiprocessors: then all of them become resident, at once or when

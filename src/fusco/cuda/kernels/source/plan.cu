@@ -33,7 +33,7 @@ struct PlanArgs {
     i64* num_rows_per_expert;
     i32* block_to_first_slot;  // [num_local_experts + 1]
     u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
-    i32* run_counts;           // [expert][block]: scratch
+    i32* run_counts;           // [block][expert]: scratch
     Report* report;
     i32 first_row[NUM_SOURCES + 1];
     i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
@@ -124,6 +124,20 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     }
 }
 
+// Mark the ranks that own an expert of each token; `id_of` gives the id of a pair.
+template <typename F> __device__ __forceinline__ void mark_ranks(const PlanArgs& args, i32 num_tokens, u32* marks, F&& id_of) {
+    for (i32 token = blockIdx.x * NUM_THREADS + threadIdx.x; token < num_tokens; token += gridDim.x * NUM_THREADS) {
+        u32 ranks = 0;
+#pragma unroll 8
+        for (u32 k = 0; k < NUM_TOPK; ++k) {
+            const i64 id = id_of(token * NUM_TOPK + k);
+            const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
+            if (rank >= 0) ranks |= 1u << rank;
+        }
+        marks[token] = ranks;
+    }
+}
+
 // Wait for the routing chunks of rows `first` to `end`. The first block waits for a chunk of every source, so no rank gets
 // ahead of another by more than one plan.
 __device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end, u32 epoch) {
@@ -159,6 +173,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const u32 parity = epoch % 2;
     push_routing(args, parity, epoch);
     for (i32 i = threadIdx.x; i < NUM_WARPS * num_experts; i += NUM_THREADS) warp_counts[i] = 0;
+    mark_ranks(args, num_pairs_of(args, args.published[0]) / NUM_TOPK, args.token_to_ranks, [&](i32 pair) -> i64 {
+        return ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[0])[pair]
+                             : reinterpret_cast<const i32*>(args.topk_idx[0])[pair];
+    });
     const i32 num_rows = args.first_row[NUM_SOURCES];
     const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
     const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
@@ -202,22 +220,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             warp_counts[w * num_experts + expert] = sum;
             sum += count;
         }
-        args.run_counts[expert * gridDim.x + blockIdx.x] = sum;
+        args.run_counts[blockIdx.x * num_experts + expert] = sum;
+        num_before[expert] = num_all[expert] = 0;
     }
-    if (!grid_barrier(comm)) return;
+    if (gridDim.x > 1 && !grid_barrier(comm)) return;
     launch_dependents();
+    __syncthreads();
 
     // Step 3: compute where this block's run begins in every expert's block, and where the experts' blocks begin.
-    for (i32 expert = warp; expert < num_experts; expert += NUM_WARPS) {
+    const i32 num_groups = max(1, static_cast<i32>(NUM_THREADS) / max(1, num_experts));  // of threads, one for each expert
+    for (i32 i = threadIdx.x; i < num_groups * num_experts; i += NUM_THREADS) {
+        const i32 expert = i % num_experts;
         i32 before = 0, all = 0;
-        for (u32 block = lane; block < gridDim.x; block += WARP_SIZE) {
-            const i32 count = *reinterpret_cast<volatile i32*>(args.run_counts + expert * gridDim.x + block);
+#pragma unroll 8
+        for (u32 block = i / num_experts; block < gridDim.x; block += num_groups) {
+            const i32 count = *reinterpret_cast<volatile i32*>(args.run_counts + block * num_experts + expert);
             all += count;
             if (block < blockIdx.x) before += count;
         }
-        before = __reduce_add_sync(ALL_LANES, before);
-        all = __reduce_add_sync(ALL_LANES, all);
-        if (lane == 0) num_before[expert] = before, num_all[expert] = all;
+        atomicAdd(num_before + expert, before);
+        atomicAdd(num_all + expert, all);
     }
     __syncthreads();
     if (warp == 0) {
@@ -267,15 +289,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     for (u32 i = 0; i < NUM_NODES; ++i) {
         const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
         const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
-        for (i32 token = blockIdx.x * NUM_THREADS + threadIdx.x; token < num_tokens; token += gridDim.x * NUM_THREADS) {
-            u32 ranks = 0;
-            for (u32 k = 0; k < NUM_TOPK; ++k) {
-                const i32 id = *reinterpret_cast<const volatile i32*>(ids_of_source + token * NUM_TOPK + k);
-                const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
-                if (rank >= 0) ranks |= 1u << rank;
-            }
-            args.token_to_ranks[num_before_source + token] = ranks;
-        }
+        if (src != args.published[0])  // those of this rank are marked already
+            mark_ranks(args, num_tokens, args.token_to_ranks + num_before_source, [&](i32 pair) {
+                return static_cast<i64>(*reinterpret_cast<const volatile i32*>(ids_of_source + pair));
+            });
         num_before_source += num_tokens;
     }
 
@@ -306,8 +323,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 report->overflow_needed = needed;
             }
             report->num_slots = needed;
-            __threadfence_system();
-            if (args.ticket) *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
+            if (args.ticket) {
+                __threadfence_system();
+                *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
+            }
             comm.state[PLAN_EPOCH] = epoch;
         }
     }

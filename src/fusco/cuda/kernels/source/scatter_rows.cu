@@ -1,67 +1,85 @@
-// Dispatch: read each row for this rank's experts once, from any rank of the node, and write it to all its slots.
+// Dispatch: write each of this rank's rows to its slots here, and push it to each rank of the node that wants it, where it is
+// written to its slots there.
 //
-// One warp per row, or per part of a row if there are few. Sources take turns, so all links are busy.
+// A row crosses each link at most once, and is read from this rank's memory once. One warp per row, or per part of a row.
 // Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
-// entry for each payload), NUM_THREADS, CHUNK_ROWS, UNROLL.
+// entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL.
 #include "comm.cuh"
 
 struct ScatterArgs {
     Comm comm;
-    const u8* rows[NUM_RANKS][NUM_PAYLOADS];  // every rank's rows: this rank's in the caller's tensor, others in their pools
+    const u8* rows[NUM_PAYLOADS];            // of this rank
     u8* outputs[NUM_PAYLOADS];
+    u64 received[NUM_RANKS][NUM_PAYLOADS];   // offset, in the arena of every rank, of the rows that a rank pushes there
     const i32* row_to_slots;
+    const u32* token_to_ranks;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
-    i32 longest;          // maximum number of tokens of a rank
-    i32 parts;            // warps that share a row
-    u32 in_place_ranks;   // bit r is set if peers read rank r's rows from the caller's tensor
+    i32 longest;      // maximum number of tokens of a rank
+    i32 parts;        // warps that share a row
+    i32 num_senders;  // blocks that move this rank's rows before others'
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
 
 constexpr u64 ROW_BYTES[NUM_PAYLOADS] = {PAYLOAD_BYTES};
 constexpr u32 WIDTHS[NUM_PAYLOADS] = {VECTOR_BYTES};
 
-struct Slots {
-    i32 mine;    // the slot of the lane-th pair, or negative
-    u32 filled;  // lanes that have a slot
+struct Targets {
+    i32 slot;     // of the lane-th pair, or negative
+    u32 filled;   // lanes that have a slot
+    u32 peers;    // that want the row
 };
 
-template <int BYTES, bool IS_SHARED>
-__device__ __forceinline__ void copy_part(
-    const u8* row, u8* output, u64 row_bytes, i32 part, i32 parts, const Slots& slots) {
-    const auto* const from = reinterpret_cast<const Vector<BYTES>*>(row);
-    const i32 num_vectors = static_cast<i32>(row_bytes / BYTES);
-    const i32 per_part = (num_vectors + parts - 1) / parts;
-    const i32 begin = part * per_part, end = min(num_vectors, begin + per_part);
-    for (i32 first = begin + static_cast<i32>(lane_index()); first - static_cast<i32>(lane_index()) < end;
-         first += UNROLL * WARP_SIZE) {
-        Vector<BYTES> held[UNROLL];
-#pragma unroll
-        for (u32 u = 0; u < UNROLL; ++u)
-            if (first + u * WARP_SIZE < end)
-                held[u] = IS_SHARED ? load_shared_row(from + first + u * WARP_SIZE)
-                                    : load_constant_row(from + first + u * WARP_SIZE);
-        for (u32 left = slots.filled; left; left &= left - 1) {
-            const i64 slot = __shfl_sync(ALL_LANES, slots.mine, __ffs(left) - 1);
-            auto* const to = reinterpret_cast<Vector<BYTES>*>(output + slot * row_bytes);
+// Copy a part of a row to its slots, and to the memory of peers. A row of this rank is constant; others were pushed.
+template <bool IS_OWN, u32 P = 0>
+__device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, i32 token, i32 part, const Targets& targets) {
+    if constexpr (P < NUM_PAYLOADS) {
+        using Vectors = Vector<WIDTHS[P]>;
+        constexpr i32 NUM_VECTORS = ROW_BYTES[P] / WIDTHS[P];
+        const Comm& comm = args.comm;
+        const u64 in_received = args.received[src][P] + token * ROW_BYTES[P];
+        const auto* const from = reinterpret_cast<const Vectors*>(
+            IS_OWN ? args.rows[P] + token * ROW_BYTES[P] : section<u8>(comm, comm.rank, in_received));
+        const i32 per_part = (NUM_VECTORS + args.parts - 1) / args.parts;
+        const i32 begin = part * per_part, end = min(NUM_VECTORS, begin + per_part);
+        for (i32 first = begin + static_cast<i32>(lane_index()); first - static_cast<i32>(lane_index()) < end;
+             first += UNROLL * WARP_SIZE) {
+            Vectors held[UNROLL];
 #pragma unroll
             for (u32 u = 0; u < UNROLL; ++u)
-                if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+                if (first + u * WARP_SIZE < end)
+                    held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE)
+                                     : load_shared_row(from + first + u * WARP_SIZE);
+            if (IS_OWN)
+                for (u32 left = targets.peers; left; left &= left - 1) {
+                    auto* const to = reinterpret_cast<Vectors*>(section<u8>(comm, __ffs(left) - 1, in_received));
+#pragma unroll
+                    for (u32 u = 0; u < UNROLL; ++u)
+                        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+                }
+            for (u32 left = targets.filled; left; left &= left - 1) {
+                const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
+                auto* const to = reinterpret_cast<Vectors*>(args.outputs[P] + slot * ROW_BYTES[P]);
+#pragma unroll
+                for (u32 u = 0; u < UNROLL; ++u)
+                    if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+            }
         }
+        copy_payloads<IS_OWN, P + 1>(args, src, token, part, targets);
     }
 }
 
-template <bool IS_SHARED, u32 P = 0>
-__device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, i32 token, i32 part, const Slots& slots) {
-    if constexpr (P < NUM_PAYLOADS) {
-        const u8* const row = args.rows[src][P] + token * ROW_BYTES[P];
-        copy_part<WIDTHS[P], IS_SHARED>(row, args.outputs[P], ROW_BYTES[P], part, args.parts, slots);
-        copy_payloads<IS_SHARED, P + 1>(args, src, token, part, slots);
-    }
+__device__ __forceinline__ Targets targets_of(const ScatterArgs& args, i32 src, i32 token) {
+    const i32* const slots = args.row_to_slots + static_cast<i64>(args.first_row[src] + token) * NUM_TOPK;
+    Targets targets = {};
+    targets.slot = lane_index() < NUM_TOPK ? slots[lane_index()] : -1;
+    targets.filled = __ballot_sync(ALL_LANES, targets.slot >= 0);
+    if (src == args.comm.rank) targets.peers = args.token_to_ranks[token] & ~(1u << args.comm.rank);
+    return targets;
 }
 
 // Experts' blocks are padded to the alignment; padding is zero.
@@ -79,50 +97,67 @@ __device__ void clear_padding(const ScatterArgs& args) {
                     args.block_to_first_slot[expert + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
+    scatter_rows(const __grid_constant__ ScatterArgs args) {
+    constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
+    __shared__ i32 first_item;
     const Comm& comm = args.comm;
-    const u32 lane = lane_index();
-    wait_for_prerequisites();
     if (is_broken(comm)) return;
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
-    const bool is_in_place = args.in_place_ranks >> comm.rank & 1;
-    if (is_in_place && blockIdx.x == gridDim.x - 1)
-        for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
-            store_release_system(section<u32>(comm, peer, comm.rows_ready) + comm.rank * comm.max_chunks, epoch);
+    const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
+    if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
+        first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
+    if (!block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH])) return;
+    wait_for_prerequisites();  // the plan; all that came before it ended before it began
+    if (is_broken(comm)) return;
 
-    const i32 num_items = args.longest * NUM_RANKS * args.parts;
-    const i32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
-    // Consecutive items go to different multiprocessors.
-    bool is_alive = true;
-    for (i32 item = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x; is_alive && item < num_items; item += num_warps) {
-        const auto [token, src, part] = item_of(comm, item, NUM_RANKS, args.parts, num_warps);
-        if (token >= args.first_row[src + 1] - args.first_row[src]) continue;
-        const i32* const row_slots = args.row_to_slots + static_cast<i64>(args.first_row[src] + token) * NUM_TOPK;
-        Slots slots;
-        slots.mine = lane < NUM_TOPK ? row_slots[lane] : -1;
-        slots.filled = __ballot_sync(ALL_LANES, slots.mine >= 0);
-        if (!slots.filled) continue;
-        if (src == comm.rank) {
-            copy_payloads<false>(args, src, token, part, slots);
-        } else {
-            // Rows in place are announced as one chunk, the first.
-            const i32 chunk = args.in_place_ranks >> src & 1 ? 0 : token / CHUNK_ROWS;
-            const u32* const flag = section<u32>(comm, comm.rank, comm.rows_ready) + src * comm.max_chunks + chunk;
-            is_alive = __all_sync(ALL_LANES, lane != 0 || wait_for_epoch(comm, flag, epoch, STAGING_ROWS, src, LONG_PAUSE));
-            __syncwarp();  // all lanes may rely on what one lane has seen
-            if (is_alive) copy_payloads<true>(args, src, token, part, slots);
+    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
+    const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
+    const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
+    // -1: none is taken. A warp never waits long for a row while there may be one to send, so there is no circular wait
+    // between ranks.
+    i32 send = sends_first ? first_item + warp : -1, receive = sends_first ? -1 : first_item + warp;
+    bool may_send = true;
+    while (true) {
+        if (send >= 0 && send < num_sends) {
+            const i32 next = sends_first ? take(comm, NEXT_SEND, num_sends) : -1, token = send / args.parts, part = send % args.parts;
+            const Targets targets = targets_of(args, comm.rank, token);
+            if (targets.filled | targets.peers) {
+                copy_payloads<true>(args, comm.rank, token, part, targets);
+                __syncwarp();
+                for (u32 peer = lane_index(); peer < NUM_RANKS; peer += WARP_SIZE)
+                    if (targets.peers >> peer & 1)
+                        store_release_system(row_flag(comm, peer, comm.rank, token, part), epoch);
+            }
+            send = for_all_lanes(next);
+            continue;
         }
+        may_send &= send < 0;
+        if (receive < 0) receive = for_all_lanes(take(comm, NEXT_RECEIVE, num_receives));
+        if (receive >= num_receives && !may_send) break;
+        bool is_here = receive < num_receives;
+        if (is_here) {
+            const auto [token, src, part] = item_of(comm, receive, max(1, NUM_RANKS - 1), args.parts, num_warps);
+            Targets targets = {};
+            if (token < args.first_row[src + 1] - args.first_row[src]) targets = targets_of(args, src, token);
+            if (targets.filled) {
+                const Arrival arrival = warp_looks_for(comm, row_flag(comm, comm.rank, src, token, part), epoch,
+                                                       RECEIVING_ROWS, src, lane_index() == 0, may_send ? MAX_LOOKS : 0);
+                if (arrival == Arrival::NEVER) break;
+                is_here = arrival == Arrival::ALL_HERE;
+            }
+            if (is_here) {
+                const i32 next = take(comm, NEXT_RECEIVE, num_receives);
+                if (targets.filled) copy_payloads<false>(args, src, token, part, targets);
+                receive = for_all_lanes(next);
+            }
+        }
+        if (!is_here) send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
     }
     clear_padding(args);
 
     if (block_is_last(comm.state + NUM_DONE)) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
-        // The caller may overwrite its rows as soon as this kernel ends.
-        if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);
-        if (threadIdx.x == 0) {
-            // Staging is concurrent with this kernel and reads the same epoch, which must not advance before all its blocks end.
-            if (!is_in_place) wait_for_epoch(comm, comm.state + STAGED_EPOCH, epoch, STAGING_ROWS, comm.rank);
-            comm.state[ROWS_EPOCH] = epoch;
-        }
+        if (threadIdx.x == 0) comm.state[ROWS_EPOCH] = epoch, comm.state[NEXT_SEND] = 0, comm.state[NEXT_RECEIVE] = 0;
     }
 }
