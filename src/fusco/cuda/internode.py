@@ -5,8 +5,10 @@ into the pool of the node's forwarder. On the caller's stream, all ranks of that
 slots. Tokens of this node are scattered before all others. Combine is the mirror: one sum of a row returns from each
 node.
 
-NCCL needs the size of a message at launch. So the host waits once in each dispatch, until the device has counted the
-rows for each node. Exactly sized outputs need a second wait, as within a node.
+NCCL needs the size of a message at launch. So the host waits once in each exactly sized dispatch, until the device has
+counted the rows for each node, and once more for the size of the output, as within a node. A dispatch into static rows
+sends messages of a fixed size instead: a row for each token of the source, or as many as ``StaticRows.max_rows_to_node``
+allows. The rows that no token fills have no expert, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from functools import partial
 import torch
 
 from fusco.core.config import Launch
+from fusco.core.errors import MismatchError, RowOverflowError
+from fusco.core.groups import Groups
 from fusco.core.profile import Call
-from fusco.core.rows import accumulation_dtype, aligned, row_bytes
+from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
@@ -29,7 +33,7 @@ from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.plan_forwarding import plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
@@ -61,36 +65,46 @@ class InternodeShuffle:
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
         self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.device)
-        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64, device="cpu").pin_memory()
-        self._has_summary = torch.cuda.Event()
+        self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
+        self._num_counts = 0  # dispatches whose rows the host has counted
+
+    def pending_error(self) -> RowOverflowError | None:
+        """Return and clear the error of a message of fixed size that was too small."""
+        overflow = self._summary.take_overflow()
+        if overflow is None:
+            return None
+        node, needed, limit = overflow
+        return RowOverflowError(self._context.rank, limit, needed, node)
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[InternodePlan]]:
-        """Prepare planning and moving rows; waits until the device has counted the rows for each node.
+        """Prepare planning and moving rows; without static rows, waits until the device has counted those for each node.
 
-        Raises ``ValueError`` for an invalid expert id.
+        Raises ``ValueError`` for an invalid expert id, which static rows report later.
         """
-        request = replace(request, launch=_with_sms(request.launch))
-        routing = replace(request.routing, topk_idx=request.routing.topk_idx.contiguous())
+        weights = request.routing.topk_weights
+        routing = Routing(request.routing.topk_idx.contiguous(), None if weights is None else plain(weights))
+        request = replace(request, launch=_with_sms(request.launch), routing=routing)
         payloads = list(map(aligned, request.payloads))
+        terms = self._terms_of(request)
         with self._context.timeline.span("plan", "rows for each node"):
-            forwarding = plan_forwarding(
-                self._context.launcher(stream),
-                routing.topk_idx,
-                self._context.expert_to_node,
-                self._context.node,
-                self._summary,
+            forwarding, packed = plan_forwarding(
+                self._context.launcher(stream), routing, self._context.expert_to_node, self._summary, terms
             )
-        *num_rows_to_node, bad_pair, bad_id = self._read_summary(stream)
-        self._require_experts(routing, bad_pair, bad_id)
+        if terms.max_rows is None:
+            num_rows_to_node = self._count_rows(routing, terms.ticket)
+        else:
+            num_rows_to_node = [terms.max_rows * (n != self._context.node) for n in range(self._topology.num_nodes)]
 
         def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[InternodePlan]:
-            published = list(map(PublishedRows.unpack, counts))
+            _require_alike([is_static for is_static, *_ in counts])
+            published = [PublishedRows.unpack(of_rank) for _, *of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            return self._dispatch(request, routing, forwarding, transfer)
+            return self._dispatch(request, forwarding, packed, transfer)
 
-        return Pending(self._own_rows.publish(routing.num_tokens, payloads, num_rows_to_node).pack(), run)
+        published = self._own_rows.publish(routing.num_tokens, payloads, num_rows_to_node)
+        return Pending([int(request.static is not None), *published.pack()], run)
 
     def prepare_redispatch(
         self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
@@ -143,7 +157,6 @@ class InternodeShuffle:
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in traffic.destinations}
         arrival = None
-        self._network.stream.wait_stream(stream)
         for number, held in enumerate(plan.slices(rows_per_slice)):
             num_rows = sum(end - first for _, first, end in traffic.receives(number, rows_per_slice))
             slot = self._ring.slot(number, stream)
@@ -158,7 +171,7 @@ class InternodeShuffle:
                 (forwarder, returned[remote][first:end])
                 for remote, forwarder, first, end in traffic.sends(number, rows_per_slice)
             )
-            _count_rows(sends, call)
+            _count_bytes(sends, call)
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
         return returned, arrival
 
@@ -183,15 +196,13 @@ class InternodeShuffle:
         call.profile.count_sms(num_sms)
 
     def _dispatch(
-        self, request: DispatchRequest, routing: Routing, forwarding: DeviceForwarding, transfer: Transfer
+        self, request: DispatchRequest, forwarding: DeviceForwarding, packed: torch.Tensor, transfer: Transfer
     ) -> DispatchOutput[InternodePlan]:
         stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
         with profile.spend("planning"):
-            num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
-            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
-            traffic = InternodeTraffic(self._context.rank, groups, num_rows)
-            messages = RoutingMessages(routing, forwarding, traffic)
-            self._pack_routing(messages, transfer)
+            traffic = self._traffic(request, transfer)
+            messages = RoutingMessages(request.routing, packed, traffic)
+            profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
         with self._own_rows.staging(transfer) as staging_sms:
             # Routing travels with the first slice: separate, it would cost the network's latency once more.
             sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
@@ -214,12 +225,14 @@ class InternodeShuffle:
             self._scatter_slices(plan, transfer, rows, arrivals)
         return DispatchOutput(plan, rows)
 
-    def _pack_routing(self, routing: RoutingMessages, transfer: Transfer) -> None:
-        """Pack routing before any rows."""
-        self._packing_stream.wait_stream(transfer.stream)
-        with self._context.timeline.span("gather", "routing", self._packing_stream):
-            routing.pack(self._context.launcher(self._packing_stream))
-        transfer.call.profile.internode_metadata_bytes += sum(message.num_bytes for message in routing.sends)
+    def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
+        """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
+        num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
+        if request.static:
+            groups = Groups.of_same_local_rank(self._topology)
+        else:
+            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
+        return InternodeTraffic(self._context.rank, groups, num_rows)
 
     def _send(
         self,
@@ -236,10 +249,10 @@ class InternodeShuffle:
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
         starts = self._forwarded_starts(traffic, local, sizes)
-        # No peer reads the pool once all earlier work is complete.
-        self._network.stream.wait_stream(transfer.stream)
-        packing.wait_stream(transfer.stream)
-        for number in range(traffic.num_slices(rows_per_slice)):
+        num_slices = traffic.num_slices(rows_per_slice)
+        if num_slices:
+            packing.wait_stream(transfer.stream)  # and so does the network: no peer reads the pool after earlier work
+        for number in range(num_slices):
             free = self._ring.slot(number, packing)
             outgoing = traffic.sends(number, rows_per_slice)
             places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in outgoing]
@@ -256,7 +269,7 @@ class InternodeShuffle:
                     arriving = self._arena.bytes_at(start + first_row * size, (end - first) * size)
                     receives += messages_of([(src, arriving)])
                 first_row += end - first
-            _count_rows(sends, transfer.call)
+            _count_bytes(sends, transfer.call)
             more = with_first if number == 0 else ((), ())
             sends, receives = [*sends, *more[0]], [*receives, *more[1]]
             yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
@@ -320,19 +333,37 @@ class InternodeShuffle:
         num_rows = traffic.num_forwarded[local]
         return [self._layout.forwarded_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
-    def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
-        self._has_summary.record(stream)
-        wait_until = self._context.watchdog.wait_until
-        wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
-        return [int(entry) for entry in self._summary.tolist()]
+    def _terms_of(self, request: DispatchRequest) -> ForwardingTerms:
+        static, num_tokens = request.static, request.routing.num_tokens
+        if static is None:
+            self._num_counts += 1
+            return ForwardingTerms(max_rows=None, is_overflow_reported=False, ticket=self._num_counts)
+        limit = num_tokens if static.max_rows_to_node is None else min(num_tokens, static.max_rows_to_node)
+        return ForwardingTerms(max_rows=limit, is_overflow_reported=static.on_overflow == "raise", ticket=0)
 
-    def _require_experts(self, routing: Routing, bad_pair: int, bad_id: int) -> None:
-        if bad_pair != routing.topk_idx.numel():
-            token, k = divmod(bad_pair, routing.num_topk)
-            raise ValueError(describe_invalid_id(token, k, bad_id, self._context.placement.num_experts))
+    def _count_rows(self, routing: Routing, ticket: int) -> list[int]:
+        """Wait for the number of rows for each node, and return them; ``ValueError`` for an invalid expert id."""
+        summary = self._summary
+        self._context.watchdog.wait_until(
+            lambda: summary.is_of(ticket), lambda: own_backlog("the number of rows for each node")
+        )
+        if summary.bad_pair != routing.topk_idx.numel():
+            token, k = divmod(summary.bad_pair, routing.num_topk)
+            raise ValueError(describe_invalid_id(token, k, summary.bad_id, self._context.placement.num_experts))
+        return summary.num_rows_to_node
 
 
-def _count_rows(sends: Sequence[Message], call: Call) -> None:
+def _require_alike(is_static: Sequence[int]) -> None:
+    """Raise ``MismatchError``, the same on all ranks, unless all pass static rows or none does."""
+    if len(set(is_static)) > 1:
+        ranks = {kind: ", ".join(str(rank) for rank, of in enumerate(is_static) if of == kind) for kind in (0, 1)}
+        raise MismatchError(
+            f"ranks disagree in dispatch: ranks {ranks[1]} passed static rows, ranks {ranks[0]} did not. Between nodes "
+            f"messages are of a fixed size on all ranks or on none"
+        )
+
+
+def _count_bytes(sends: Sequence[Message], call: Call) -> None:
     call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
 
 

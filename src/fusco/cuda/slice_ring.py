@@ -13,7 +13,11 @@ from fusco.cuda.network import Network
 
 
 class SliceRing:
-    """Local ring buffer; slots are used round-robin across calls."""
+    """Local ring buffer, which each call uses from the first slot on, with slices numbered from 0.
+
+    A call's stream waits for its last slice, and the next call comes after it on every stream. So nothing that an
+    earlier call recorded is waited for, as a graph capture could not.
+    """
 
     def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
         self._network = network
@@ -22,9 +26,10 @@ class SliceRing:
 
     def slot(self, number: int, stream: torch.cuda.Stream) -> torch.Tensor:
         """Return the slot of a slice; the stream waits until it is free."""
-        if is_free := self._is_free[number % len(self._is_free)]:
+        place = number % len(self._is_free)
+        if number >= len(self._is_free) and (is_free := self._is_free[place]):
             stream.wait_event(is_free)
-        return self._slots[number % len(self._slots)]
+        return self._slots[place]
 
     def exchange(
         self,

@@ -32,7 +32,8 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[to
     Args:
         launcher: the rank's launcher.
         rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
-        parts: pairs of int32 ``places`` and a message (uint8); the same number in every call, some may be empty.
+        parts: pairs of int32 ``places`` and a message (uint8); the same number in every call, some may be empty. A
+            negative place leaves its row of the message as it is.
 
     """
     size = row_bytes(rows)

@@ -19,7 +19,10 @@ _WARP_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRouting:
-    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous."""
+    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous.
+
+    Ids of this rank are int32 or int64, those of other nodes int32.
+    """
 
     source: int
     topk_idx: torch.Tensor
