@@ -7,8 +7,8 @@ node.
 
 NCCL needs the size of a message at launch. So the host waits once in each exactly sized dispatch, until the device has
 counted the rows for each node, and once more for the size of the output, as within a node. A dispatch into static rows
-sends messages of a fixed size instead: a row for each token of the source, or as many as ``StaticRows.max_rows_to_node``
-allows. The rows that no token fills have no expert, and nothing reads them.
+sends messages of a fixed size instead: a row for each token of the source, or as many as
+``StaticRows.max_rows_to_node`` allows. Rows that no token fills have no expert, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class InternodeShuffle:
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[InternodePlan]]:
-        """Prepare planning and moving rows; without static rows, waits until the device has counted those for each node.
+        """Prepare planning and moving rows; unless they are static, waits until the device has counted them.
 
         Raises ``ValueError`` for an invalid expert id, which static rows report later.
         """

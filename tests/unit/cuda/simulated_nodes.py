@@ -36,7 +36,7 @@ class AllGathers:
     """All-gathers of a world, one after the other; each blocks until all ranks have taken part."""
 
     def __init__(self, machine: Machine, num_ranks: int) -> None:
-        self._machine, self._num_ranks = machine, num_ranks
+        self.machine, self._num_ranks = machine, num_ranks
         self._num_met = [0] * num_ranks
         self._brought: list[dict[int, Any]] = []
 
@@ -47,7 +47,7 @@ class AllGathers:
             self._brought.append({})
         here = self._brought[number]
         here[rank] = thing
-        self._machine.wait(lambda: len(here) == self._num_ranks)
+        self.machine.wait(lambda: len(here) == self._num_ranks)
         return [here[r] for r in range(self._num_ranks)]
 
 
@@ -129,6 +129,7 @@ class SimulatedSession:
     def __init__(self, gathers: AllGathers, rank: int) -> None:
         self.profile = CallProfile()
         self._gathers, self._rank, self._num_calls = gathers, rank, 0
+        self.machine = gathers.machine
         self.access = Access(f"rank {rank}'s simulated communicator")
 
     @contextmanager
@@ -190,6 +191,10 @@ class Rank:
     session: SimulatedSession
     library: Any
     engine = SimpleNamespace(pending_error=lambda: None)
+
+    def machine_is_idle(self) -> None:
+        """Wait, on the host, for all that the caller's stream has."""
+        self.session.machine.wait(lambda: self.stream.is_idle)
 
     @property
     def profile(self) -> CallProfile:

@@ -70,12 +70,13 @@ class ForwardingSummary:
         return int(self._memory[self.num_nodes])
 
     def take_overflow(self) -> tuple[int, int, int] | None:
-        """Return and clear an overflow: the node, its tokens, and the limit."""
-        for node, word in enumerate(self._words[self.num_nodes + 1 :]):
-            if word:
-                self._words[self.num_nodes + 1 + node] = 0
-                return node, word >> 32, word & 0xFFFFFFFF
-        return None
+        """Return the largest overflow: the node, its tokens, and the limit; clear all."""
+        words = self._words[self.num_nodes + 1 :]
+        if not any(words):
+            return None
+        self._words[self.num_nodes + 1 :] = [0] * self.num_nodes
+        node = words.index(max(words))
+        return node, words[node] >> 32, words[node] & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
