@@ -23,8 +23,8 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.errors import MismatchError, RowOverflowError
 from fusco.core.groups import Groups
-from fusco.core.profile import Call
-from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
+from fusco.core.profile import Call, CallProfile
+from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes, wants_grad
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
@@ -37,6 +37,7 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerm
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, messages_of
+from fusco.cuda.output_bound import bound_of_rows, is_bound_affordable
 from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
@@ -216,19 +217,35 @@ class InternodeShuffle:
                 plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
             with profile.spend("wire"):
                 arrivals += sending
-            if not request.static:
-                with profile.spend("planning"):
-                    plan = self._planner.size_exactly(plan)
+            # Where a bound on the output is affordable, its size is read while rows move.
+            bound = request.static.num_rows if request.static else self._affordable_bound(request, plan)
+            sized = replace(plan, num_slots=bound) if bound else self._size_exactly(plan, profile)
             with profile.spend("wire"):
-                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms)
+                rows = self._own_rows.scatter(sized, plan.own_rows, transfer, staging_sms)
         with profile.spend("wire"):
             self._scatter_slices(plan, transfer, rows, arrivals)
-        return DispatchOutput(plan, rows)
+        if bound and not request.static:
+            sized = self._size_exactly(plan, profile)
+            for of_payload in rows:
+                of_payload.resize_(sized.num_slots, *of_payload.shape[1:])
+        return DispatchOutput(sized, rows)
+
+    def _size_exactly(self, plan: InternodePlan, profile: CallProfile) -> InternodePlan:
+        with profile.spend("planning"):
+            return self._planner.size_exactly(plan)
+
+    def _affordable_bound(self, request: DispatchRequest, plan: InternodePlan) -> int:
+        """Return rows that are enough for any plan of this size, or 0 if they take too much memory."""
+        num_pairs, num_local = plan.first_row[-1] * plan.num_topk, len(plan.num_rows_per_expert)
+        bound = bound_of_rows(num_pairs, num_local, request.expert_alignment)
+        needs_grad = any(map(wants_grad, request.payloads))
+        num_bytes, num_ranks = sum(map(row_bytes, request.payloads)), self._topology.world_size
+        return bound if is_bound_affordable(bound, num_pairs, num_ranks, num_bytes, needs_grad=needs_grad) else 0
 
     def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
         """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
         num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
-        if request.static:
+        if request.static or self._topology.ranks_per_node == 1:
             groups = Groups.of_same_local_rank(self._topology)
         else:
             groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))

@@ -82,8 +82,8 @@ class Network:
         peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
         num_bytes = sum(message.num_bytes for message in receives)
         stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
-        has_launched = threading.Event()
-        self.nccl_watchdog.watch(has_launched.is_set, stall)
+        has_launched: list[bool] = []
+        self.nccl_watchdog.watch(lambda: bool(has_launched), stall)
         if is_captured:
             self._replays.begin(self.stream, peers)
         try:
@@ -91,7 +91,7 @@ class Network:
         except TransportError as error:
             self._watchdog.ask_everybody(stall, str(error))
             raise  # all ranks are alive
-        has_launched.set()
+        has_launched.append(True)
         if is_captured:
             self._replays.end(self.stream)
             self.nccl_watchdog.watch_replays(self._replays)
@@ -142,27 +142,27 @@ class NcclWatchdog:
         self._in_flight: deque[_InFlight] = deque()
         self._replays: ReplayedMessages | None = None
         self._since_progress = time.monotonic()
-        self._has_work, self._is_closed = threading.Event(), False
+        self._is_closed = threading.Event()
         self.stall: Stall | None = None  # the wait that timed out
         self._thread = threading.Thread(target=self._run, name="fusco NCCL watchdog", daemon=True)
         self._thread.start()
 
     def watch(self, is_done: Callable[[], bool], stall: Stall) -> None:
-        """Time out if ``is_done`` stays false and no other watched condition becomes true."""
+        """Time out if ``is_done`` stays false and no other watched condition becomes true.
+
+        Waking the thread would cost the caller more than a launch, so the thread looks now and then in any case.
+        """
         if not self._in_flight:
             self._since_progress = time.monotonic()
         self._in_flight.append(_InFlight(is_done, stall))
-        self._has_work.set()
 
     def watch_replays(self, replays: ReplayedMessages) -> None:
         """Time out if messages that a graph replays do not complete, from now on."""
         self._replays = replays
-        self._has_work.set()
 
     def close(self) -> None:
         """End the thread; if it is aborting NCCL, wait for a limited time only."""
-        self._is_closed = True
-        self._has_work.set()
+        self._is_closed.set()
         self._thread.join(_ENDING * self._timeout_s)
 
     def _run(self) -> None:
@@ -174,18 +174,13 @@ class NcclWatchdog:
             self._give_up(Stall("watching the network", (), "its state", seen))
 
     def _poll(self) -> None:
-        while not self._is_closed:
+        while not self._is_closed.wait(_POLL_INTERVAL_S):
             while self._in_flight and self._in_flight[0].is_done():
                 self._in_flight.popleft()
                 self._since_progress = time.monotonic()
             if stall := self._hopeless():
                 self._give_up(stall)
                 return
-            if self._in_flight or self._replays:
-                time.sleep(_POLL_INTERVAL_S)
-            else:
-                self._has_work.wait()
-                self._has_work.clear()
 
     def _hopeless(self) -> Stall | None:
         """Return a wait that is too long, or that will not end."""
