@@ -33,6 +33,14 @@ def test_rows_are_packed_in_the_order_of_their_places(one, launcher, shape, dtyp
         assert bool((message[expected.nbytes :] == 0xFF).all()), "bytes behind the message were written"
 
 
+def test_a_row_without_a_place_is_left_as_it_is(one, launcher):
+    rows, places = any_bits((9, 40), torch.uint8, "gather"), torch.tensor([4, -1, 0, -1], dtype=torch.int32)
+    message = torch.full((4 * 40,), 0xFF, dtype=torch.uint8, device=one.device)
+    gather_rows(launcher, rows.to(one.device), [(places.to(one.device), message)])
+    left = torch.full((40,), 0xFF, dtype=torch.uint8)
+    assert_same_bits(message.cpu(), torch.cat([rows[4], left, rows[0], left]), "the message")
+
+
 @pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 900, 1), (700, 1, 0, 0, 300, 0)], ids=str)
 def test_rows_for_all_nodes_are_packed_together(one, launcher, counts):
     rows = any_bits((300, 36), torch.uint8, "gather")
