@@ -31,12 +31,12 @@ from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.gather_rows import gather_rows
+from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
-from fusco.cuda.network import Network, messages_of
+from fusco.cuda.network import Network
 from fusco.cuda.output_bound import bound_of_rows, is_bound_affordable
 from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
 from fusco.cuda.planning import DevicePlanner
@@ -47,7 +47,7 @@ from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
-from fusco.planner.internode import InternodeTraffic
+from fusco.planner.internode import InternodeTraffic, Send
 from fusco.planner.routing import Routing, describe_invalid_id
 
 
@@ -158,20 +158,20 @@ class InternodeShuffle:
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in traffic.destinations}
         arrival = None
+        size = hidden * wire_dtype.itemsize
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            num_rows = sum(end - first for _, first, end in traffic.receives(number, rows_per_slice))
-            slot = self._ring.slot(number, stream)
-            sums = slot[: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
+            sums = self._ring.slot(number, stream, wire_dtype)
             with timeline.span("sum", f"slice {number}", stream):
                 self._sum(request, held, rows, sums, call, stream)
-            sends, first_row = [], 0
+            sends, address = [], sums.data_ptr()
             for src, first, end in traffic.receives(number, rows_per_slice):
-                sends += messages_of([(src, sums[first_row : first_row + end - first])])
-                first_row += end - first
-            receives = messages_of(
-                (forwarder, returned[remote][first:end])
+                sends.append(Message(src, address, (end - first) * size))
+                address += (end - first) * size
+            receives = [
+                Message(forwarder, returned[remote].data_ptr() + first * size, (end - first) * size)
                 for remote, forwarder, first, end in traffic.sends(number, rows_per_slice)
-            )
+                if first < end
+            ]
             _count_bytes(sends, call)
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
         return returned, arrival
@@ -265,45 +265,40 @@ class InternodeShuffle:
         timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        starts = self._forwarded_starts(traffic, local, sizes)
+        starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
         num_slices = traffic.num_slices(rows_per_slice)
         if num_slices:
             packing.wait_stream(transfer.stream)  # and so does the network: no peer reads the pool after earlier work
         for number in range(num_slices):
-            free = self._ring.slot(number, packing)
-            outgoing = traffic.sends(number, rows_per_slice)
-            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in outgoing]
+            free = self._ring.slot(number, packing, torch.uint8).data_ptr()
             with timeline.span("gather", f"slice {number}", packing):
-                packed = self._pack(transfer.payloads, places, free)
-            sends: list[Message] = []
-            for messages in packed:
-                forwarders = (forwarder for _, forwarder, _, _ in outgoing)
-                sends += messages_of(zip(forwarders, messages, strict=True))
+                sends = self._pack(transfer.payloads, forwarding, traffic.sends(number, rows_per_slice), free)
             receives: list[Message] = []
             first_row = traffic.first_in_pool(local, number, rows_per_slice)
             for src, first, end in traffic.receives(number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
-                    arriving = self._arena.bytes_at(start + first_row * size, (end - first) * size)
-                    receives += messages_of([(src, arriving)])
+                    receives.append(Message(src, start + first_row * size, (end - first) * size))
                 first_row += end - first
             _count_bytes(sends, transfer.call)
-            more = with_first if number == 0 else ((), ())
-            sends, receives = [*sends, *more[0]], [*receives, *more[1]]
+            if number == 0:
+                sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
             yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
 
     def _pack(
-        self, payloads: Sequence[torch.Tensor], places: Sequence[torch.Tensor], free: torch.Tensor
-    ) -> list[list[torch.Tensor]]:
-        """Return, per payload, a message to each other node: its rows at ``places``, packed into ``free`` bytes."""
-        launcher, packed = self._context.launcher(self._packing_stream), []
+        self, payloads: Sequence[torch.Tensor], forwarding: DeviceForwarding, outgoing: Sequence[Send], free: int
+    ) -> list[Message]:
+        """Pack the rows of a slice into messages from the address ``free`` on, and return the messages."""
+        launcher, messages = self._context.launcher(self._packing_stream), []
+        tokens, node_bytes = forwarding.node_to_tokens.data_ptr(), 4 * forwarding.node_to_tokens.shape[1]
         for payload in payloads:
-            messages = []
-            for of_node in places:
-                message, free = _take(free, len(of_node) * row_bytes(payload))
-                messages.append(message)
-            gather_rows(launcher, payload, list(zip(places, messages, strict=True)))
-            packed.append(messages)
-        return packed
+            parts, size = [], row_bytes(payload)
+            for remote, forwarder, first, end in outgoing:
+                parts.append(Part(tokens + remote * node_bytes + 4 * first, free, end - first))
+                if first < end:
+                    messages.append(Message(forwarder, free, (end - first) * size))
+                free += -(-(end - first) * size // 16) * 16
+            gather_rows(launcher, payload, parts)
+        return messages
 
     def _scatter_slices(
         self,
@@ -386,9 +381,3 @@ def _count_bytes(sends: Sequence[Message], call: Call) -> None:
 
 def _with_sms(launch: Launch) -> Launch:
     return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)
-
-
-def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first bytes, and the rest, aligned."""
-    aligned = -(-num_bytes // 16) * 16
-    return free[:num_bytes], free[aligned:]

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from fusco.cuda.network import messages_of
+from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.nccl import Message
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 
 _ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Received:
+    """Received ids or weights: views of tensors would take longer to make than a kernel to launch."""
+
+    address: int
+    item_bytes: int
+
+    def data_ptr(self) -> int:
+        """See ``Memory``."""
+        return self.address
+
+    def element_size(self) -> int:
+        """See ``Memory``."""
+        return self.item_bytes
 
 
 class RoutingMessages:
@@ -28,19 +48,22 @@ class RoutingMessages:
         self._incoming = packed.new_empty(len(peers), most)
         outgoing = [traffic.num_rows[rank][remote] * row_bytes for remote in remotes]
         incoming = [num_rows * row_bytes for num_rows in self._num_incoming]
-        self.sends = messages_of((peer, packed[i, : outgoing[i]]) for i, peer in enumerate(peers))
-        self.receives = messages_of((peer, self._incoming[i, : incoming[i]]) for i, peer in enumerate(peers))
+        self.sends = _messages(peers, packed, outgoing)
+        self.receives = _messages(peers, self._incoming, incoming)
 
     @property
-    def published(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def published(self) -> list[tuple[Memory, Memory | None]]:
         """Ids and weights of this rank's tokens, then the received ones."""
         own = self._routing
-        known = [(own.topk_idx, own.topk_weights)]
-        for num_rows, message in zip(self._num_incoming, self._incoming, strict=True):
-            end = num_rows * self._weight_bytes
-            ids = message[end : end + num_rows * own.num_topk * 4].view(torch.int32).view(num_rows, own.num_topk)
-            weights = None
-            if own.topk_weights is not None:
-                weights = message[:end].view(own.topk_weights.dtype).view(num_rows, own.num_topk)
-            known.append((ids, weights))
+        known: list[tuple[Memory, Memory | None]] = [(own.topk_idx, own.topk_weights)]
+        for i, num_rows in enumerate(self._num_incoming):
+            at = self._incoming.data_ptr() + i * self._incoming.shape[1]
+            weights = None if own.topk_weights is None else Received(at, own.topk_weights.element_size())
+            known.append((Received(at + num_rows * self._weight_bytes, 4), weights))
         return known
+
+
+def _messages(peers: Sequence[int], memory: torch.Tensor, sizes: Sequence[int]) -> list[Message]:
+    """Return the messages in the rows of ``memory`` to or from each peer, except for empty ones."""
+    places = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, memory.shape[1])
+    return [Message(peer, place, size) for peer, place, size in zip(peers, places, sizes, strict=True) if size]

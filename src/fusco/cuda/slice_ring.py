@@ -22,14 +22,17 @@ class SliceRing:
     def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
         self._network = network
         self._slots = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
 
-    def slot(self, number: int, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Return the slot of a slice; the stream waits until it is free."""
+    def slot(self, number: int, stream: torch.cuda.Stream, dtype: torch.dtype) -> torch.Tensor:
+        """Return the slot of a slice, as a row of ``dtype``; the stream waits until it is free."""
         place = number % len(self._is_free)
         if number >= len(self._is_free) and (is_free := self._is_free[place]):
             stream.wait_event(is_free)
-        return self._slots[place]
+        if dtype not in self._typed:
+            self._typed[dtype] = self._slots.view(dtype)
+        return self._typed[dtype][place]
 
     def exchange(
         self,

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, Memory, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
@@ -25,8 +25,8 @@ class PublishedRouting:
     """
 
     source: int
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
+    topk_idx: Memory
+    topk_weights: Memory | None
 
 
 @dataclass(frozen=True, kw_only=True)
