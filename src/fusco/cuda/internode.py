@@ -50,6 +50,8 @@ from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Send
 from fusco.planner.routing import Routing, describe_invalid_id
 
+_LAUNCH = Launch(num_sms=INTERNODE_SMS)
+
 
 class InternodeShuffle:
     """Dispatch and combine of one rank where there are several nodes."""
@@ -380,4 +382,6 @@ def _count_bytes(sends: Sequence[Message], call: Call) -> None:
 
 
 def _with_sms(launch: Launch) -> Launch:
+    if launch == Launch():
+        return _LAUNCH
     return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)
