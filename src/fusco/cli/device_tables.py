@@ -21,8 +21,11 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
     """Print a row for each variant within a node, and notes on the run."""
     first = records[0]
     table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
-    columns = ("dispatch", "combine", "both", "baseline / it", "dispatch", "of peak", "combine", "of peak", "verified")
-    table.add_column("ms, and GB/s of rows")
+    columns = (
+        *("dispatch", "combine", "both", "baseline\n/ it", "20 in\na row", "idle\nto idle"),
+        *("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak", "verified"),
+    )
+    table.add_column("ms")
     for name in columns:
         table.add_column(name, justify="right")
     for record in records:
@@ -31,6 +34,8 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
             record.variant,
             *(_number(time_ms, ".3f") for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
             ratio,
+            _number(record.loop_ms, ".3f"),
+            _number(record.idle_ms, ".3f"),
             _number(record.dispatch_gbs, ".0f"),
             _number(record.dispatch_of_peak, ".0%"),
             _number(record.combine_gbs, ".0f"),
@@ -46,15 +51,19 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
     table = _table(first, f"{first.nodes} nodes x {first.ranks_per_node} GPUs", _internode_notes(records))
     baseline_ms = _baseline_ms(records)
     table.add_column("")
-    for name in ("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "all ranks\nMB", "lower\nbound, MB"):
-        table.add_column(name, justify="right")
-    for name in ("busiest\nMB", "its time at\nthe peak, ms", "dispatch\n/ that", "combine\n/ that", "verified"):
+    for name in (
+        *("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "20 in\na row", "idle\nto idle"),
+        *("all ranks\nMB", "lower\nbound, MB", "busiest\nMB", "its time at\nthe peak, ms"),
+        *("dispatch\n/ that", "combine\n/ that", "verified"),
+    ):
         table.add_column(name, justify="right")
     for record in records:
         table.add_row(
             record.variant,
             *(f"{time_ms:.3f}" for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
             f"{baseline_ms / record.total_ms:.2f}" if baseline_ms else "-",
+            f"{record.loop_ms:.3f}",
+            f"{record.idle_ms:.3f}",
             f"{record.internode_row_bytes / 1e6:,.1f}",
             f"{record.internode_row_bytes_lower_bound / 1e6:,.1f}",
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
@@ -136,6 +145,7 @@ def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
 
     return [
         f"medians of {records[0].num_iterations}, the slowest rank's, on the device, after an all-reduce; "
-        f"planning and barriers included",
+        f"planning and barriers included; enqueued half a millisecond ahead",
+        "20 in a row, idle to idle: the host's time for both, a call of 20 in a row, and of one between idle devices",
         *(f"{record.variant}: {VARIANTS[record.variant].description}" for record in records),
     ]
