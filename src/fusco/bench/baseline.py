@@ -1,15 +1,16 @@
 """Baseline: permute, ``all_to_all_single``, permute, and the same back. It also serves as reference result.
 
-Written as well as these operations allow. Indices come from one sort and from counts. One exchange tells ranks the
-counts of each expert, and one copy brings them to the host, the only wait of a dispatch. A combine waits for nothing,
-and one pass gathers and sums the rows of a token.
+Written as well as these operations allow. Indices come from one sort and from counts. Ranks exchange the counts of all
+experts, and one copy brings them to the host: the only wait of a dispatch, and a combine has none. What the host
+computes of them it computes while rows travel. One pass gathers and sums the rows of a token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -62,9 +63,12 @@ class BaselineShuffle:
         self._edges = torch.arange(self._num_experts + 1, dtype=torch.int32, device=device)
         self._per_rank = [len(experts) for experts in placement.rank_to_experts]
         self._num_local = self._per_rank[self._rank]
+        # The ends of the experts' rows among those sent, then the rows received of each (rank, local expert).
         num_counts = len(self._edges) + self._world_size * self._num_local
-        is_cuda = torch.device(device).type == "cuda"
-        self._counts = torch.empty(num_counts, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._counts = torch.empty(num_counts, dtype=torch.int64, device=device)
+        is_cuda = self._counts.is_cuda
+        self._counts_on_host = torch.empty(num_counts, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._numbers = torch.arange(0, device=device)
         self.profile = CallProfile()
 
     def dispatch(
@@ -74,36 +78,28 @@ class BaselineShuffle:
         self.profile = CallProfile("baseline dispatch")
         with self.profile.spend("planning"):
             positions, token_order = self._expert_to_position[topk_idx.view(-1)].sort(stable=True)
-            ends = torch.searchsorted(positions, self._edges)  # of the experts before each: pairs without one are last
-            sent = ends.diff()
-            received = sent.new_empty(self._world_size, self._num_local)
-            dist.all_to_all_single(
-                received.view(-1), sent, [self._num_local] * self._world_size, self._per_rank, group=self._group
-            )
-            copied = self._copy_to_host(ends, received)
-            shift = _expert_major_shift(received)
-            numbers = torch.arange(len(token_order), device=x.device)
-            pair_to_row = torch.empty_like(token_order).scatter_(0, token_order, numbers)
+            copied = self._exchange_counts(positions)
+            if len(self._numbers) < len(token_order):
+                self._numbers = torch.arange(len(token_order), device=x.device)
+            pair_to_row = torch.empty_like(token_order).scatter_(0, token_order, self._numbers[: len(token_order)])
             if copied:
                 copied.synchronize()
-            send_counts, from_ranks = self._counts_on_host()
-            receive_counts = list(map(sum, from_ranks))
-            num_rows = sum(receive_counts)
+            send_counts, received = self._read_counts()
+            receive_counts: list[int] = received.sum(1).tolist()
             self._count_bytes(send_counts, x)
-            self.profile.internode_metadata_bytes = sum(self._leaving(self._per_rank)) * sent.itemsize
+            self.profile.internode_metadata_bytes = sum(self._leaving(self._per_rank)) * self._counts.itemsize
         with self.profile.spend("rearranging"):
             to_send = x.index_select(0, token_order[: sum(send_counts)] // topk_idx.shape[1])
         with self.profile.spend("wire"):
-            arrived = x.new_empty(num_rows, *x.shape[1:])
+            arrived = x.new_empty(sum(receive_counts), *x.shape[1:])
             dist.all_to_all_single(arrived, to_send, receive_counts, send_counts, group=self._group)
         with self.profile.spend("rearranging"):
-            numbers = torch.arange(num_rows, device=x.device)
-            rows = arrived.index_select(0, numbers - _repeat(shift.T, received.T, num_rows))
-            arrived_to_row = numbers + _repeat(shift, received, num_rows)
+            row_to_arrived, arrived_to_row = _expert_major(received, x.device)
+            rows = arrived.index_select(0, row_to_arrived)
         handle = BaselineHandle(
             pair_to_row.view(topk_idx.shape), arrived_to_row, send_counts, receive_counts, topk_weights
         )
-        return rows, list(map(sum, zip(*from_ranks, strict=True))), handle
+        return rows, received.sum(0).tolist(), handle
 
     def combine(self, y: torch.Tensor, handle: BaselineHandle) -> torch.Tensor:
         """Return token-major rows, weighted and summed in float32."""
@@ -117,21 +113,21 @@ class BaselineShuffle:
         with self.profile.spend("rearranging"):
             return weighted_sum(arrived, handle.pair_to_row, handle.topk_weights)
 
-    def _copy_to_host(self, ends: torch.Tensor, received: torch.Tensor) -> torch.cuda.Event | None:
-        """Begin to copy the counts, on CUDA on the current stream; return an event to wait for."""
-        self._counts.copy_(torch.cat([ends, received.view(-1)]), non_blocking=True)
+    def _exchange_counts(self, positions: torch.Tensor) -> torch.cuda.Event | None:
+        """Exchange counts and begin to copy them to the host; on CUDA, return the event of the copy's end."""
+        ends, received = self._counts[: len(self._edges)], self._counts[len(self._edges) :]
+        torch.searchsorted(positions, self._edges, out=ends)  # rows before each expert; pairs without one are last
+        dist.all_to_all_single(
+            received, ends.diff(), [self._num_local] * self._world_size, self._per_rank, group=self._group
+        )
+        self._counts_on_host.copy_(self._counts, non_blocking=True)
         return torch.cuda.current_stream().record_event() if received.is_cuda else None
 
-    def _counts_on_host(self) -> tuple[list[int], list[list[int]]]:
-        """Return the rows sent to each rank, and those received from each rank for each local expert."""
-        counts: list[int] = self._counts.tolist()
-        send_counts = [counts[last] - counts[first] for first, last in pairwise(accumulate(self._per_rank, initial=0))]
-        first = len(self._edges)
-        from_ranks = [
-            counts[first + rank * self._num_local : first + (rank + 1) * self._num_local]
-            for rank in range(self._world_size)
-        ]
-        return send_counts, from_ranks
+    def _read_counts(self) -> tuple[list[int], npt.NDArray[np.int64]]:
+        """Return the rows sent to each rank, and those received, (world_size, num_local_experts)."""
+        counts = self._counts_on_host.numpy()
+        ends = counts[: len(self._edges)][np.cumsum([0, *self._per_rank])]
+        return np.diff(ends).tolist(), counts[len(self._edges) :].reshape(self._world_size, self._num_local)
 
     def _count_bytes(self, rank_to_rows: list[int], rows: torch.Tensor) -> None:
         size = row_bytes(rows)
@@ -152,16 +148,22 @@ def weighted_sum(rows: torch.Tensor, row_idx: torch.Tensor, weights: torch.Tenso
     return weighted_sum_on_cuda(library_of(rows.device), stream, rows, row_idx, weights)
 
 
-def _expert_major_shift(counts: torch.Tensor) -> torch.Tensor:
-    """Return by how many rows each block moves from the order of (source, expert) to that of (expert, source).
+def _expert_major(counts: npt.NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the received row of each expert-major one and the reverse, computed on the host while rows travel.
 
-    >>> _expert_major_shift(torch.tensor([[1, 2], [3, 4]])).tolist()  # blocks begin at 0, 1, 3, 6, then at 0, 4, 1, 6
-    [[0, 3], [-2, 0]]
+    Rows are received in order of (source, expert), with ``counts`` of each; the expert-major order is by (expert,
+    source), so each block is shifted as a whole.
+
+    >>> row_to_arrived, arrived_to_row = _expert_major(np.array([[1, 2], [1, 0]]), torch.device("cpu"))
+    >>> row_to_arrived.tolist(), arrived_to_row.tolist()
+    ([0, 3, 1, 2], [0, 2, 3, 1])
     """
-    before = counts.view(-1).cumsum(0).view(counts.shape) - counts
-    columns = counts.T.contiguous()
-    return (columns.view(-1).cumsum(0).view(columns.shape) - columns).T - before
-
-
-def _repeat(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
-    return values.reshape(-1).repeat_interleave(counts.reshape(-1), output_size=total)
+    columns = counts.T
+    shift = (columns.cumsum().reshape(columns.shape) - columns).T - (counts.cumsum().reshape(counts.shape) - counts)
+    num_rows = int(counts.sum())
+    indices = torch.empty(2, num_rows, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    numbers, on_host = np.arange(num_rows), indices.numpy()
+    np.subtract(numbers, shift.T.repeat(columns.reshape(-1)), out=on_host[0])
+    np.add(numbers, shift.repeat(counts.reshape(-1)), out=on_host[1])
+    row_to_arrived, arrived_to_row = indices.to(device, non_blocking=True)
+    return row_to_arrived, arrived_to_row

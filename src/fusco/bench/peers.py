@@ -46,7 +46,7 @@ class BufferShuffle:
 
     def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
         deep_ep = importlib.import_module("deep_ep")
-        deep_ep.Buffer.set_num_sms(num_sms or _NUM_SMS)
+        deep_ep.Buffer.set_num_sms(max(2, (num_sms or _NUM_SMS) // 2 * 2))  # it takes even numbers
         self._buffer = deep_ep.Buffer(group, _NVLINK_BUFFER_BYTES, 0)
         self._num_experts = workload.placement.num_experts
         self._num_local = len(workload.placement.rank_to_experts[group.rank()])

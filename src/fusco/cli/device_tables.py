@@ -22,19 +22,19 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
     first = records[0]
     table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
     columns = (
-        *("dispatch", "combine", "both", "baseline\n/ it", "20 in\na row", "idle\nto idle"),
+        *("dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
         *("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak", "verified"),
     )
     table.add_column("ms")
     for name in columns:
         table.add_column(name, justify="right")
     for record in records:
-        ratio = f"{baseline_ms / record.total_ms:.2f}" if baseline_ms and record.total_ms else "-"
+        ratio = f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-"
         table.add_row(
             record.variant,
             *(_number(time_ms, ".3f") for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
-            ratio,
             _number(record.loop_ms, ".3f"),
+            ratio,
             _number(record.idle_ms, ".3f"),
             _number(record.dispatch_gbs, ".0f"),
             _number(record.dispatch_of_peak, ".0%"),
@@ -52,8 +52,8 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
     baseline_ms = _baseline_ms(records)
     table.add_column("")
     for name in (
-        *("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "20 in\na row", "idle\nto idle"),
-        *("all ranks\nMB", "lower\nbound, MB", "busiest\nMB", "its time at\nthe peak, ms"),
+        *("dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
+        *("all ranks\nMB", "lower\nbound, MB", "busiest\nMB", "at the\npeak, ms"),
         *("dispatch\n/ that", "combine\n/ that", "verified"),
     ):
         table.add_column(name, justify="right")
@@ -61,8 +61,8 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
         table.add_row(
             record.variant,
             *(f"{time_ms:.3f}" for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
-            f"{baseline_ms / record.total_ms:.2f}" if baseline_ms else "-",
             f"{record.loop_ms:.3f}",
+            f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms else "-",
             f"{record.idle_ms:.3f}",
             f"{record.internode_row_bytes / 1e6:,.1f}",
             f"{record.internode_row_bytes_lower_bound / 1e6:,.1f}",
@@ -89,7 +89,7 @@ def _table(record: VariantRecord, where: str, notes: Sequence[str]) -> Table:
 
 
 def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) -> float | None:
-    return next((record.total_ms for record in records if record.variant == "baseline"), None)
+    return next((record.loop_ms for record in records if record.variant == "baseline"), None)
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
@@ -144,8 +144,8 @@ def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
     from fusco.bench.variants import VARIANTS
 
     return [
-        f"medians of {records[0].num_iterations}, the slowest rank's, on the device, after an all-reduce; "
-        f"planning and barriers included; enqueued half a millisecond ahead",
-        "20 in a row, idle to idle: the host's time for both, a call of 20 in a row, and of one between idle devices",
+        f"medians of {records[0].num_iterations}, the slowest rank's, after an all-reduce; planning and barriers "
+        f"included; on the device, enqueued half a millisecond ahead",
+        "20 in a row, idle to idle: the host's time for both, each of 20 calls in a row, and one between idle devices",
         *(f"{record.variant}: {VARIANTS[record.variant].description}" for record in records),
     ]
