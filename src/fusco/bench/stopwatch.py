@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host enqueues what is to be timed
 _NUM_WARM_UPS = 3
-_NUM_LOOPS = 5
+_NUM_LOOPS = 3
 NUM_CALLS_IN_A_ROW = 20
 
 
