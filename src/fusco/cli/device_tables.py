@@ -50,10 +50,10 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
     first = records[0]
     table = _table(first, f"{first.nodes} nodes x {first.ranks_per_node} GPUs", _internode_notes(records))
     baseline_ms = _baseline_ms(records)
-    table.add_column("")
+    table.add_column("", min_width=14)
     for name in (
         *("dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
-        *("all ranks\nMB", "lower\nbound, MB", "busiest\nMB", "at the\npeak, ms"),
+        *("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms"),
         *("dispatch\n/ that", "combine\n/ that", "verified"),
     ):
         table.add_column(name, justify="right")
@@ -99,7 +99,7 @@ def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
         *_variant_notes(records),
         f"network between nodes, NCCL, GB/s per rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
         f"rank, {peaks['spread_gbs']:.2f} with all of other nodes",
-        f"MB: rows of one dispatch; busiest: the maximum that a rank sends or receives; {first.variant} also sends "
+        f"MB: rows of one dispatch, of all ranks, and the least possible; busiest: the maximum that a rank sends or receives; {first.variant} also sends "
         f"{first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
     ]
     if first.emulation:

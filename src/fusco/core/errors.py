@@ -72,15 +72,15 @@ class Stall:
     """Description of a wait, for the error if it times out.
 
     ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` the data that should have come
-    from them, and ``seen`` what has come. ``is_for_own_device`` if this rank waits for its local device; any rank that
-    dies may then be the one that the device waits for.
+    from them, and ``seen`` what has come. ``is_for_local_device`` if this rank waits for its local device; any rank
+    that dies may then be the one that the device waits for.
     """
 
     phase: str
     on_ranks: tuple[int, ...]
     expected: str
     seen: str
-    is_for_own_device: bool = False
+    is_for_local_device: bool = False
 
 
 class PeerFailureError(FuscoError):
@@ -109,7 +109,7 @@ class PeerFailureError(FuscoError):
 
 
 @contextmanager
-def beside(error: BaseException | None, what: str) -> Iterator[None]:
+def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
     """Clean up after an error: if the block fails, too, add its error to the first one as a note.
 
     Args:

@@ -38,7 +38,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import LastWork, StreamOrder
+from fusco.cuda.stream_order import Drain, StreamOrder
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -97,7 +97,7 @@ class CudaEngine:
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
         self._rank, self._placement = store_gather.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
-        self._last_work: LastWork | None = None
+        self._drain: Drain | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             self._order = StreamOrder(device)
@@ -313,10 +313,10 @@ class CudaEngine:
 
     def _has_work_ended(self) -> bool:
         try:
-            if self._last_work is None:
+            if self._drain is None:
                 streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
-                self._last_work = LastWork(streams, self._ending_s)
-            return self._last_work.ends()
+                self._drain = Drain(streams, self._ending_s)
+            return self._drain.is_complete()
         except RuntimeError:  # from CUDA: this device's state is unknown
             return False
 

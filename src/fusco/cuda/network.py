@@ -81,7 +81,7 @@ class Network:
         try:
             self._nccl.exchange(sends, receives, self.stream.cuda_stream)
         except TransportError as error:
-            self._watchdog.ask_everybody(stall, str(error))
+            self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
         has_launched.set()
         done = torch.cuda.Event()
@@ -178,7 +178,7 @@ class NcclWatchdog:
 
     def _should_give_up(self) -> bool:
         is_late = time.monotonic() - self._since_progress > self._timeout_s
-        return is_late or self._watchdog.is_anybody_gone or bool(self._nccl.failure)
+        return is_late or self._watchdog.has_failed_rank or bool(self._nccl.failure)
 
 
 def enter_device(device: torch.device) -> None:

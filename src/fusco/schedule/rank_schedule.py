@@ -96,8 +96,8 @@ def make_rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     topology, rank_bytes = schedule.topology, schedule.rank_bytes
     input_start, output_start = _starts(rank_bytes[rank]), _starts(rank_bytes[:, rank])
     neighbours = [peer for peer in topology.node_to_ranks[topology.rank_to_node[rank]] if peer != rank]
-    leaving, arriving = schedule.crossing.sent_by(rank), schedule.crossing.received_by(rank)
-    balanced_out = schedule.crossing.select(schedule.crossing.src_rank == rank)
+    leaving, arriving = schedule.internode.sent_by(rank), schedule.internode.received_by(rank)
+    balanced_out = schedule.internode.select(schedule.internode.src_rank == rank)
     redistributed = schedule.redistribution.received_by(rank)
     out, carried_bytes = _leaving(leaving, rank, input_start, topology.rank_to_local)
     into, arrived_bytes = _arriving(arriving, rank, output_start, topology.ranks_per_node)
