@@ -33,7 +33,6 @@ class BaselineHandle:
         send_counts: rows sent to each rank.
         receive_counts: rows received from each rank.
         topk_weights: (num_tokens, num_topk).
-
     """
 
     pair_to_row: torch.Tensor

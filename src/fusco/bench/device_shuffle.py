@@ -44,7 +44,6 @@ class DeviceTimes:
         total_ms: dispatch followed by combine.
         loop_ms: each of 20 calls in a row, one value for each repetition.
         idle_ms: from idle devices until the device has completed the call.
-
     """
 
     dispatch_ms: list[float] = field(default_factory=list)
@@ -67,7 +66,6 @@ class DeviceResult:
         kernel_us: median duration of each of fusco's kernels, waiting for peers included; empty with several nodes.
         num_sms: maximum number of multiprocessors that fusco's dispatch and combine took.
         spans: of one dispatch and combine of fusco, if recorded.
-
     """
 
     peaks: DevicePeaks

@@ -33,7 +33,6 @@ class BufferHandle:
         row_idx: int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least
             the number of rows for experts that are elsewhere.
         weights: float32 (num_received, num_topk).
-
     """
 
     of_library: Any

@@ -44,7 +44,6 @@ class Shuffle:
         is_graph: whether it is captured in a CUDA graph and replayed.
         num_roundings: how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end.
         is_ordered: whether the rows of an expert are in the order that is specified, and not in order of arrival.
-
     """
 
     dispatch: Callable[[], Sent]
@@ -242,7 +241,6 @@ class Variant:
     Attributes:
         description: shown below tables.
         make: makes it on one rank; ``None`` for what ``fusco.bench.device_shuffle`` measures by other means.
-
     """
 
     description: str
@@ -298,7 +296,6 @@ def choose_variants(
     ('fusco', 'fusco-static', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
     >>> choose_variants("cpu", 2, ["no-engine", "fusco"])
     ('no-engine', 'fusco')
-
     """
     default, others = _offered(device, num_nodes)
     if with_ablation and not set(ABLATION) <= {*default, *others}:

@@ -99,8 +99,8 @@ def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
         *_variant_notes(records),
         f"network between nodes, NCCL, GB/s per rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
         f"rank, {peaks['spread_gbs']:.2f} with all of other nodes",
-        f"MB: rows of one dispatch, of all ranks, and the least possible; busiest: the maximum that a rank sends or receives; {first.variant} also sends "
-        f"{first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
+        "MB: rows of one dispatch, of all ranks, and the least possible; busiest: the maximum that a rank sends or "
+        f"receives; {first.variant} also sends {first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
     ]
     if first.emulation:
         notes.append(f"nodes are emulated on one machine, by NCCL's network; {first.emulation}")

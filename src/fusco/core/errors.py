@@ -48,7 +48,6 @@ class RowOverflowError(FuscoError):
     Attributes:
         num_rows: rows of the output.
         num_rows_needed: rows that the routing needed, including padding.
-
     """
 
     def __init__(self, rank: int, num_rows: int, num_rows_needed: int) -> None:
@@ -93,7 +92,6 @@ class PeerFailureError(FuscoError):
         stall: the wait of this rank (phase, ranks, expected, seen).
         reason: the cause, for example ``"rank 2 (pid 4711) is dead"``.
         has_left: whether the ranks at fault are dead or have closed their communicator.
-
     """
 
     def __init__(
@@ -115,7 +113,6 @@ def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
     Args:
         error: the first error; without one, the error of the block is raised.
         what: the note if the block fails, for example ``"the other ranks could not be notified"``.
-
     """
     try:
         yield

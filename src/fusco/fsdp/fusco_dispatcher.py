@@ -53,7 +53,6 @@ class FuscoDispatcher:
                 ``Launch(num_sms=32)``, since FSDP gathers and reduces parameters on other streams at the same time:
                 all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` and ``event`` are not
                 allowed.
-
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")

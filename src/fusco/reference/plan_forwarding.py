@@ -26,7 +26,6 @@ def plan_forwarding(
     >>> plan, summary = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), table, num_nodes=2, own_node=0)
     >>> plan.node_to_tokens[1, :2].tolist(), plan.token_to_place[1].tolist(), summary.tolist()
     ([1, 2], [-1, 0, 1], [0, 2, 6, 0])
-
     """
     num_tokens, num_experts, device = len(topk_idx), len(expert_to_node) - 1, topk_idx.device
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)

@@ -18,7 +18,6 @@ def weighted_sum(rows: torch.Tensor, row_idx: torch.Tensor, weights: torch.Tenso
     >>> rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
     >>> weighted_sum(rows, torch.tensor([[1, 0], [0, -1]]), torch.tensor([[0.5, 2.0], [3.0, 1.0]])).tolist()
     [[7.0, 14.0], [3.0, 6.0]]
-
     """
     wide = accumulation_dtype(rows.dtype)
     out = torch.zeros(len(row_idx), rows.shape[1], dtype=wide, device=rows.device)

@@ -34,7 +34,6 @@ class Schedule:
 
     ``local`` and ``balancing`` are in the order of shifted diagonals (SpreadOut) within each node, ``internode`` and
     ``redistribution`` in order of stages. The unit may also be rows or vectors instead of bytes.
-
     """
 
     topology: Topology
@@ -70,7 +69,6 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     [(2, 3, 2)]
     >>> schedule.internode.load(4).tolist()
     [[0, 0, 6, 6], [6, 6, 0, 0]]
-
     """
     matrix = _checked(rank_bytes, topology, mode)
     node_to_ranks = np.array(topology.node_to_ranks)

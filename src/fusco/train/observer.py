@@ -52,7 +52,6 @@ class ObservingDispatcher:
         keeps_routing: whether to record ``topk_idx``.
         num_rows: for each layer of this step, the rows of each local expert.
         topk_idx: for each layer of this step, the routing, if recorded.
-
     """
 
     inner: Dispatcher
