@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fusco.core.profile import CallProfile
@@ -63,7 +62,7 @@ class RankInput:
     routing: Routing
 
 
-class ShuffleFactory:
+class ShuffleFactory(ExitStack):
     """Makes variants on one rank by name; all ranks make the same ones in the same order. Use it in a ``with`` block.
 
     A communicator is created when first needed, and serves all workloads of the run.
@@ -72,19 +71,11 @@ class ShuffleFactory:
     def __init__(self, group: dist.ProcessGroup, run: ShuffleRun) -> None:
         from fusco.core.config import Launch
 
+        super().__init__()
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
         self._visible: torch.Tensor | None = None
-        self._stack = ExitStack()
-
-    def __enter__(self) -> ShuffleFactory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -117,7 +108,7 @@ class ShuffleFactory:
                 settings=run.settings,
                 device=run.device,
             )
-            self._communicators[key] = self._stack.enter_context(comm)
+            self._communicators[key] = self.enter_context(comm)
         return self._communicators[key]
 
     def by_communicator(

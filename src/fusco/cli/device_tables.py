@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fusco.cli.origin import describe_origin
+from fusco.cli.tables import new_table, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,14 +21,11 @@ if TYPE_CHECKING:
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
     """Print a row for each variant within a node, and notes on the run."""
     first = records[0]
-    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
     columns = (
-        *("dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
+        *("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
         *("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak", "verified"),
     )
-    table.add_column("ms")
-    for name in columns:
-        table.add_column(name, justify="right")
+    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", columns, _notes(records)), _baseline_ms(records)
     for record in records:
         ratio = f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-"
         table.add_row(
@@ -40,7 +38,7 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
             _number(record.dispatch_of_peak, ".0%"),
             _number(record.combine_gbs, ".0f"),
             _number(record.combine_of_peak, ".0%"),
-            "[green]yes[/]" if record.verified else "[red]NO[/]",
+            verdict(record.verified),
         )
     console.print(table)
 
@@ -48,15 +46,13 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
     """Print a row for each variant between nodes: times and bytes, compared with the network's peak in the same run."""
     first = records[0]
-    table = _table(first, f"{first.nodes} nodes x {first.ranks_per_node} GPUs", _internode_notes(records))
-    baseline_ms = _baseline_ms(records)
-    table.add_column("", min_width=14)
-    for name in (
-        *("dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
+    columns = (
+        *("", "dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
         *("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms"),
         *("dispatch\n/ that", "combine\n/ that", "verified"),
-    ):
-        table.add_column(name, justify="right")
+    )
+    where = f"{first.nodes} nodes x {first.ranks_per_node} GPUs"
+    table, baseline_ms = _table(first, where, columns, _internode_notes(records)), _baseline_ms(records)
     for record in records:
         table.add_row(
             record.variant,
@@ -70,22 +66,20 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
             f"{record.bound_ms:.3f}",
             _number(record.dispatch_over_bound, ".2f"),
             _number(record.combine_over_bound, ".2f"),
-            "[green]yes[/]" if record.is_right else "[red]NO[/]",
+            verdict(record.is_right),
         )
     console.print(table)
 
 
-def _table(record: VariantRecord, where: str, notes: Sequence[str]) -> Table:
-    """Return an empty table whose title describes the run."""
-    return Table(
-        title=(
-            f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
-            f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
-        ),
-        title_justify="left",
-        caption="\n".join(notes),
-        caption_justify="left",
+def _table(record: VariantRecord, where: str, columns: Sequence[str], notes: Sequence[str]) -> Table:
+    """Return an empty table whose title describes the run, with a first column wide enough for variants."""
+    title = (
+        f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
+        f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
     )
+    table = new_table(title, columns, notes, left=columns[:1])
+    table.columns[0].min_width = 14
+    return table
 
 
 def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) -> float | None:
