@@ -49,7 +49,6 @@ class DispatchPlan:
 
     @property
     def src_to_holder(self) -> tuple[int, ...]:
-        """See ``Forwarders``."""
         return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
