@@ -42,12 +42,12 @@ def shuffle(options: str, limit_s: float = 60.0) -> Part:
 
 
 LARGE, SMALL = "--hidden 7168 --num-experts 256", "--hidden 2048 --num-experts 128"
-WITHIN, BETWEEN = "fusco,fusco-graph,fusco-in-place,baseline", "fusco,fusco-static,baseline"
+WITHIN = "fusco,fusco-graph,fusco-in-place,baseline"
 # The most important first: what is left out is at the end.
 PARTS: dict[str, Part] = {
     **{f"h7168-t{n}": shuffle(f"{LARGE} --tokens {n} --variants {WITHIN}") for n in (128, 1024, 2048, 8192)},
-    **{f"nodes-t{n}": shuffle(f"{LARGE} --tokens {n} --variants {BETWEEN} --nodes 2") for n in (128, 1024)},
-    "nodes-t8192": shuffle(f"{LARGE} --tokens 8192 --variants {BETWEEN} --nodes 2 --iterations 10", 90.0),
+    **{f"nodes-t{n}": shuffle(f"{LARGE} --tokens {n} --nodes 2") for n in (128, 1024)},
+    "nodes-t8192": shuffle(f"{LARGE} --tokens 8192 --nodes 2 --iterations 10", 90.0),
     "train": Part(("train", "--preset", "large", "--device", "cuda", "--dispatcher", "both", "--steps", "30"), 120.0),
     **{f"h2048-t{n}": shuffle(f"{SMALL} --tokens {n} --variants {WITHIN}") for n in (128, 1024, 8192)},
     **{
