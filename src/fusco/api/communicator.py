@@ -22,7 +22,7 @@ from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
 from fusco.core.config import Launch, Settings, StaticRows
-from fusco.core.errors import ClosedError, PeerFailureError, beside
+from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.rows import wants_grad
@@ -178,7 +178,7 @@ class Communicator:
 
         Raises:
             RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
-                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then call off.
+                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
         """
@@ -436,7 +436,7 @@ class Communicator:
             except ClosedError:
                 pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
-                with beside(error, "the communicator's resources could not be released"):
+                with cleanup_after(error, "the communicator's resources could not be released"):
                     self._end()
                 raise
             self._end()
@@ -466,9 +466,9 @@ class Communicator:
         if not self._session.access.is_own_process:
             return
         if error is not None:
-            with beside(error, "the other ranks could not be notified"):
+            with cleanup_after(error, "the other ranks could not be notified"):
                 self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
-        with beside(error, "the communicator could not be closed"):
+        with cleanup_after(error, "the communicator could not be closed"):
             self.close()
 
     def _end(self) -> None:

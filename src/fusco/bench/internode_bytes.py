@@ -21,7 +21,7 @@ def internode_rows(variant: str, workload: Workload, balancer: str, device: str 
     A combine sends as many in the other direction. ``balancer`` is the run's, a name of ``fusco.BALANCERS``; some
     variants use another one, or none.
     """
-    if variant in ("baseline", "deep_ep"):
+    if variant == "baseline":
         node = np.array(workload.topology.rank_to_node)
         return np.where(node[:, None] != node, rows_of_routing(workload), 0)
     if has_fixed_messages(variant, device):

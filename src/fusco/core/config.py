@@ -33,7 +33,6 @@ class Settings:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     slice_bytes: int | None = None
@@ -67,7 +66,6 @@ class Capacity:
 
     Raises:
         TypeError, ValueError: for a capacity that is no positive integer.
-
     """
 
     max_tokens_per_rank: int
@@ -122,7 +120,6 @@ class Launch:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     num_sms: int | None = None
@@ -156,7 +153,6 @@ class StaticRows:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     num_rows: int

@@ -49,7 +49,6 @@ class RowOverflowError(FuscoError):
         num_rows: rows of the output, or of the message.
         num_rows_needed: rows that the routing needed; of an output, including padding.
         node: the node that a message goes to; ``None`` if the output was too small.
-
     """
 
     def __init__(self, rank: int, num_rows: int, num_rows_needed: int, node: int | None = None) -> None:
@@ -79,15 +78,15 @@ class Stall:
     """Description of a wait, for the error if it times out.
 
     ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` the data that should have come
-    from them, and ``seen`` what has come. ``is_for_own_device`` if this rank waits for its local device; any rank that
-    dies may then be the one that the device waits for.
+    from them, and ``seen`` what has come. ``is_for_local_device`` if this rank waits for its local device; any rank
+    that dies may then be the one that the device waits for.
     """
 
     phase: str
     on_ranks: tuple[int, ...]
     expected: str
     seen: str
-    is_for_own_device: bool = False
+    is_for_local_device: bool = False
 
 
 class PeerFailureError(FuscoError):
@@ -100,7 +99,6 @@ class PeerFailureError(FuscoError):
         stall: the wait of this rank (phase, ranks, expected, seen).
         reason: the cause, for example ``"rank 2 (pid 4711) is dead"``.
         has_left: whether the ranks at fault are dead or have closed their communicator.
-
     """
 
     def __init__(
@@ -116,13 +114,12 @@ class PeerFailureError(FuscoError):
 
 
 @contextmanager
-def beside(error: BaseException | None, what: str) -> Iterator[None]:
+def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
     """Clean up after an error: if the block fails, too, add its error to the first one as a note.
 
     Args:
         error: the first error; without one, the error of the block is raised.
         what: the note if the block fails, for example ``"the other ranks could not be notified"``.
-
     """
     try:
         yield

@@ -89,7 +89,7 @@ class Network:
         try:
             self._nccl.exchange(sends, receives, self.stream.cuda_stream)
         except TransportError as error:
-            self._watchdog.ask_everybody(stall, str(error))
+            self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
         has_launched.append(True)
         if is_captured:
@@ -185,7 +185,7 @@ class NcclWatchdog:
     def _hopeless(self) -> Stall | None:
         """Return a wait that is too long, or that will not end."""
         launched, replays = bool(self._in_flight), self._replays
-        is_failed = self._watchdog.is_anybody_gone or bool(self._nccl.failure)
+        is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
         if launched and (is_failed or time.monotonic() - self._since_progress > self._timeout_s):
             return self._in_flight[0].stall
         if replays and (replays.wait_s() > self._timeout_s or (is_failed and replays.are_waiting)):

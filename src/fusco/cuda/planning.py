@@ -121,6 +121,4 @@ class DevicePlanner:
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)
-        return RejectedInputError(
-            f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
-        )
+        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")

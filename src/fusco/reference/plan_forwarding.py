@@ -47,7 +47,6 @@ def plan_forwarding(
     ([1, 2], [-1, 0, 1], [0, 2, 6, 0])
     >>> made.messages[0].topk_idx.tolist()
     [[3, -1], [-1, 2]]
-
     """
     topk_idx = routing.topk_idx
     num_tokens, num_experts, device = len(topk_idx), len(expert_to_node) - 1, topk_idx.device

@@ -28,6 +28,7 @@ from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.stage_rows import stage_type
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
+from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
 from fusco.cuda.layout import MAX_PAYLOADS
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
@@ -123,6 +124,18 @@ def weight_gradients(hidden: int, row_type: str, weight_bytes: int, has_dots: in
     }
 
 
+def weighted_sum(num_topk: int, hidden: int, row_type: str) -> Constants:
+    item_bytes = ITEM_BYTES[row_type]
+    return {
+        "ARGUMENT_BYTES": ctypes.sizeof(WeightedSumArgs),
+        "NUM_THREADS": 256,
+        "HIDDEN": hidden,
+        "NUM_TOPK": num_topk,
+        "ROW_TYPE": row_type,
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+    }
+
+
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
     item_bytes = ITEM_BYTES[row_type]
     return constants_of(
@@ -197,6 +210,12 @@ GRID: dict[str, list[Constants]] = {
         weight_gradients(33, "F32", 4, 0),
         weight_gradients(5, "F64", 8, 1),
         weight_gradients(3, "BF16", 4, 0),
+    ],
+    "weighted_sum": [
+        weighted_sum(8, 7168, "BF16"),
+        weighted_sum(1, 2880, "F16"),
+        weighted_sum(11, 33, "F32"),
+        weighted_sum(2, 5, "F64"),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
 }

@@ -433,7 +433,7 @@ def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
     assert type(refused[1]) is ValueError
     assert str(refused[1]) == what
     for rank in (0, 2, 3):
-        assert str(refused[rank]) == f"dispatch was called off on all ranks, since rank 1 rejected its input: {what}"
+        assert str(refused[rank]) == f"dispatch was cancelled on all ranks, since rank 1 rejected its input: {what}"
 
 
 class Disagreeing(Play):

@@ -42,7 +42,7 @@ class Nccl:
 
 
 class Watchdog:
-    is_anybody_gone = False
+    has_failed_rank = False
 
     def wait_until(self, is_ready, stall) -> None:
         raise AssertionError("unexpected wait")
@@ -128,7 +128,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
         time.sleep(0.1)
         assert scene.is_untouched
         if fault == "a rank is gone":
-            scene.watchdog.is_anybody_gone = True
+            scene.watchdog.has_failed_rank = True
         else:
             scene.nccl.failure = "NCCL: socket closed"
         assert scene.gave_up_on("slice 0") < SLACK_S
@@ -136,7 +136,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
 
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.watchdog.is_anybody_gone = True
+        scene.watchdog.has_failed_rank = True
         scene.watch("slice 0", done_after_s=0.0)
         time.sleep(0.1)
         assert scene.is_untouched
@@ -387,7 +387,7 @@ def test_a_replay_that_does_not_complete_is_ended_within_the_limit(captured):
 def test_a_rank_that_is_gone_ends_a_replay_that_waits(captured, is_waiting):
     captured._replays.replay(is_done=not is_waiting)
     with mock.patch.object(captured.nccl_watchdog, "_timeout_s", NO_LIMIT_S):
-        captured._watchdog.is_anybody_gone = True
+        captured._watchdog.has_failed_rank = True
         assert captured._nccl.has_aborted.wait(SLACK_S if is_waiting else 0.2) == is_waiting
 
 
