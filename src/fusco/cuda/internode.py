@@ -69,6 +69,7 @@ class InternodeShuffle:
         self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.device)
         self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
+        self._has_begun = torch.cuda.Event()
         self._num_counts = 0  # dispatches whose rows the host has counted
 
     def pending_error(self) -> RowOverflowError | None:
@@ -270,7 +271,8 @@ class InternodeShuffle:
         starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
         num_slices = traffic.num_slices(rows_per_slice)
         if num_slices:
-            packing.wait_stream(transfer.stream)  # and so does the network: no peer reads the pool after earlier work
+            self._has_begun.record(transfer.stream)
+            packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
         for number in range(num_slices):
             free = self._ring.slot(number, packing, torch.uint8).data_ptr()
             with timeline.span("gather", f"slice {number}", packing):
