@@ -85,7 +85,7 @@ class InternodeShuffle:
         *num_rows_to_node, bad_pair, bad_id = self._read_summary(stream)
         self._require_experts(routing, bad_pair, bad_id)
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[InternodePlan]:
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, routing, forwarding, transfer)
@@ -99,7 +99,7 @@ class InternodeShuffle:
         plan, launch = request.plan, _with_sms(request.launch)
         payloads = list(map(aligned, request.payloads))
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
             with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
@@ -298,8 +298,9 @@ class InternodeShuffle:
             stream.wait_event(arrival)
             first_rows = [traffic.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
             rows = [
-                [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
+                address + first_row * size
                 for of_rank, first_row in zip(addresses, first_rows, strict=True)
+                for address, size in zip(of_rank, sizes, strict=True)
             ]
             # As rows in place: each rank announces its rows here and waits until all others have read them.
             with self._context.timeline.span("scatter", f"slice {number}", stream):

@@ -14,7 +14,7 @@ from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class InternodePlan(DevicePlan):
     """A plan between nodes.
 
