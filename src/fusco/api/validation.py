@@ -64,7 +64,6 @@ class Validator:
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
-    num_nodes: int
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False, compare=False)
 
     def validate_dispatch(
@@ -76,8 +75,6 @@ class Validator:
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
         alignment, static, launch = options.expert_alignment, options.static, options.launch
-        if self.num_nodes > 1:
-            self.require_capturable("dispatch")
         if static is not None or self._is_capturing:
             self.require_static(static)
         tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
@@ -116,7 +113,6 @@ class Validator:
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
-        self.require_capturable("dispatch_again")
         self.require_handle(handle)
         terms = ("dispatch_again", len(payloads), handle.num_tokens)
         known = self._known.find(payloads, *terms)
@@ -137,8 +133,6 @@ class Validator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        if self.num_nodes > 1:
-            self.require_capturable("combine")
         self.require_handle(handle)
         self.require_combine_weights(weights)
         topk_weights = None if weights is None else handle.topk_weights
@@ -238,15 +232,6 @@ class Validator:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticRows(num_rows)"
-            )
-
-    def require_capturable(self, verb: str) -> None:
-        """Raise if a verb is captured between nodes; within a node it only launches, so a CUDA graph may contain it."""
-        if self.num_nodes > 1 and self._is_capturing:
-            raise ValueError(
-                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL needs the sizes of messages when they "
-                f"are launched, and these depend on the routing. Call it outside the capture; within one node a "
-                f"combine can be captured, and a dispatch with static=StaticRows(num_rows)"
             )
 
     def require_not_capturing(self, verb: str) -> None:

@@ -127,7 +127,6 @@ def _on_cpu(validator: Validator) -> Validator:
         capacity=validator.capacity,
         wire_dtype=None,
         device=_CPU,
-        num_nodes=1,
     )
 
 
@@ -193,6 +192,5 @@ def null_communicator(
         capacity=capacity,
         wire_dtype=None,
         device=torch.device("cuda", 0),
-        num_nodes=1,
     )
     return Communicator.of_parts(CommunicatorParts(session, engine, validator))

@@ -37,7 +37,7 @@ class RecordExchange:
         if not memory.have_reached(flag, collective - 1):
             wait_for_flag(memory, self._watchdog, flag, collective - 1, "reuse of shared memory", expected)
 
-    def exchange(
+    def exchange_records(
         self,
         collective: int,
         fingerprint: CollectiveFingerprint,

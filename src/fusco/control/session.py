@@ -17,7 +17,7 @@ from fusco.core.errors import (
     PeerFailureError,
     RejectedInputError,
     SharedMemoryError,
-    beside,
+    cleanup_after,
 )
 from fusco.core.profile import Call, CallProfile
 
@@ -64,8 +64,7 @@ class Session:
 
     def begin(self, operation: str) -> Call:
         """Enter a collective; raises ``ClosedError`` once the session has ended."""
-        if self.broken:
-            self._require_usable(operation)
+        self._require_usable(operation)
         try:
             self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self.profile = CallProfile(self._name)
@@ -85,7 +84,7 @@ class Session:
         if isinstance(error, PeerFailureError):
             self.end(str(error))
             return
-        with beside(error, "the other ranks could not be notified"):
+        with cleanup_after(error, "the other ranks could not be notified"):
             self.abandon(f"failed in {operation}: {type(error).__name__}: {error}")
 
     @contextmanager
@@ -127,7 +126,7 @@ class Session:
             RejectedInputError: if other ranks have a rejection and this one has none.
 
         """
-        return self._exchange.exchange(self.sequence_number, fingerprint, handle, counts, self.profile)
+        return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
 
     def _agree_again(self, operation: str, fields: Fields) -> int:
         """Compare more fields in the same collective, after all earlier records have been read."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
-from fusco.core.errors import PeerFailureError, Stall, TransportError, beside, reason_of
+from fusco.core.errors import PeerFailureError, Stall, TransportError, cleanup_after, reason_of
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _PATIENCE = 0.7
@@ -119,7 +119,7 @@ class Watchdog:
         self._status_server.note(self._collective, self._operation, waiting_for.phase)
         if self._status_server.failure_report:
             raise self._failure(waiting_for, self._status_server.failure_report)
-        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
         has_died, failure = any(map(self._is_dead, concerned)), self._network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
@@ -134,7 +134,7 @@ class Watchdog:
 
     def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
         """Ask all ranks for their status, decide which are at fault, report them to all ranks, and raise."""
-        statuses = self.ask_everybody(stall, symptom)
+        statuses = self.query_all_ranks(stall, symptom)
         late = [rank for rank, status in statuses.items() if status.collective < self._collective]
         blamed = tuple(late or [rank for rank in stall.on_ranks if rank in self._peers])
         doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
@@ -142,7 +142,7 @@ class Watchdog:
             doing = f"rank {self._rank}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"
         self._blame(stall, blamed, f"{symptom}; {doing}", has_left=False)
 
-    def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:
+    def query_all_ranks(self, stall: Stall, symptom: str) -> dict[int, Status]:
         """Ask all ranks for their status and return it, by rank.
 
         If some are dead or do not answer, report them to all ranks and raise ``PeerFailureError``. Also raise if
@@ -177,7 +177,7 @@ class Watchdog:
         self._status_server.report_departure(self._living(), self._rank, reason, limit_s)
 
     @property
-    def is_anybody_gone(self) -> bool:
+    def has_failed_rank(self) -> bool:
         """True if a rank on this machine has died, or another rank has reported a failure. Any thread may ask."""
         return bool(self._status_server.failure_report or self._dead())
 
@@ -216,7 +216,7 @@ class Watchdog:
         """Raise if this rank still waits for a rank that has left."""
         time.sleep(self._settling_s)
         waiting_for = stall()
-        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
         if not self._status_server.departures.keys().isdisjoint(concerned):
             gone = self._dead_or_departed()
             self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
@@ -225,7 +225,7 @@ class Watchdog:
         if not (failure_report := self._status_server.failure_report):  # another rank may have been quicker
             failure_report = FailureReport(at_fault, reason, self._rank, has_left)
             failure = self._failure(stall, failure_report)
-            with beside(failure, "the other ranks could not be notified"):
+            with cleanup_after(failure, "the other ranks could not be notified"):
                 self._report(failure_report)
             self._status_server.failure_report = self._status_server.failure_report or failure_report
             raise failure

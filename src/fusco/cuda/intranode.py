@@ -9,12 +9,11 @@ from time import perf_counter
 import torch
 
 from fusco.core.profile import Call
-from fusco.core.rows import aligned, is_plain, wants_grad
+from fusco.core.rows import aligned, is_plain
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.output_bound import affordable_bound
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
+from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.engine.base import (
     CombineRequest,
@@ -32,6 +31,9 @@ class IntranodeShuffle:
 
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
+
+    def pending_error(self) -> None:
+        """Return no error: plans report all that there are."""
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
@@ -85,7 +87,7 @@ class IntranodeShuffle:
         rows = None
         if request.static:
             rows = own_rows.scatter(plan, plan, transfer, staging_sms)
-        elif (bound := _affordable_bound(plan, request, transfer)) is not None:
+        elif (bound := affordable_bound_of(plan, request, transfer)) is not None:
             rows = self._scatter_to_bound(plan, transfer, staging_sms, bound)
         profile.wire_s += perf_counter() - planned
         if not request.static:
@@ -120,19 +122,6 @@ class IntranodeShuffle:
                 # In place: a view would be one of a larger tensor, which autograd treats differently.
                 of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
         return rows
-
-
-def _affordable_bound(plan: DevicePlan, request: DispatchRequest, transfer: Transfer) -> int | None:
-    num_pairs, num_local_experts = plan.first_row[-1] * plan.num_topk, plan.tables.num_local_experts
-    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
-    return affordable_bound(
-        num_pairs,
-        num_local_experts,
-        request.expert_alignment,
-        len(transfer.published),
-        sum(transfer.row_bytes),
-        needs_grad=needs_grad,
-    )
 
 
 def detached_weights(routing: Routing) -> torch.Tensor | None:

@@ -13,13 +13,15 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.recent import Recent
-from fusco.core.rows import row_bytes
+from fusco.core.rows import row_bytes, wants_grad
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.kernels.stage_rows import stage_rows
+from fusco.cuda.output_bound import affordable_bound
+from fusco.engine.base import DispatchRequest
 
 _STAGED = -1  # no buffer: rows are staged in the pool
 
@@ -184,3 +186,17 @@ class OwnRows:
     def _is_staged(self, published: PublishedRows) -> bool:
         """Return whether a rank of this node copies its rows into the pool; without peers no rank does."""
         return not (published.is_in_buffer or self._is_alone)
+
+
+def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, transfer: Transfer) -> int | None:
+    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
+    num_pairs, num_local_experts = plan.first_row[-1] * plan.num_topk, plan.tables.num_local_experts
+    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
+    return affordable_bound(
+        num_pairs,
+        num_local_experts,
+        request.expert_alignment,
+        len(transfer.published),
+        sum(transfer.row_bytes),
+        needs_grad=needs_grad,
+    )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fusco.core.errors import RejectedInputError, Stall
+from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.kernels.plan import PlanTensors, PlanTerms, PublishedRouting, plan_shape, plan_slots
+from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing, describe_invalid_id
 
@@ -30,6 +31,7 @@ class DevicePlanner:
         self._context, self._arena, self._placement = context, context.arena, context.placement
         self._reached_plan = torch.cuda.Event()  # unused between nodes: there the host has waited already
         self._num_plans = 0
+        self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
         self._published_sources = (rank, *counterparts)
@@ -42,7 +44,7 @@ class DevicePlanner:
         self,
         plan_type: Callable[..., _Plan],
         request: DispatchRequest,
-        routing: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        routing: Sequence[tuple[Memory, Memory | None]],
         num_rows: Sequence[int],
         stream: torch.cuda.Stream,
         held: Sequence[int] = (),
@@ -59,13 +61,10 @@ class DevicePlanner:
 
         """
         static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
-        rank, num_rows = self._arena.rank, tuple(num_rows)
-        first_row, holders = first_rows(num_rows), (rank, *held)
-        num_held_rows = sum([num_rows[source] for source in holders])
-        weight_dtype = None if weights is None else weights.dtype
-        shape = plan_shape(first_row[-1], num_held_rows, num_topk, self._context.tables.num_local_experts, weight_dtype)
+        key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
+        first_row, holders, shape = self._sizes.get(key) or self._find_sizes(key)
         plan = plan_type(
-            rank=rank,
+            rank=holders[0],
             placement=self._placement,
             first_row=first_row,
             held=holders,
@@ -90,6 +89,16 @@ class DevicePlanner:
         arguments = (context.launcher(stream), context.tables, plan, published, terms, ticket)
         context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
         return plan
+
+    def _find_sizes(
+        self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], PlanShape]:
+        num_rows, held, num_topk, weight_dtype = key
+        first_row, holders = (0, *itertools.accumulate(num_rows)), (self._arena.rank, *held)
+        num_held_rows = sum(num_rows[source] for source in holders)
+        shape = PlanShape(first_row[-1], num_held_rows, num_topk, self._context.tables.num_local_experts, weight_dtype)
+        self._sizes[key] = first_row, holders, shape
+        return self._sizes[key]
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the plan, and return it with its number of slots, the only value that the host needs."""
@@ -126,16 +135,4 @@ class DevicePlanner:
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)
-        return RejectedInputError(
-            f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
-        )
-
-
-@lru_cache(maxsize=1024)
-def first_rows(num_rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Return where the rows of each source begin, and where the last ones end.
-
-    >>> first_rows((3, 0, 2))
-    (0, 3, 3, 5)
-    """
-    return (0, *itertools.accumulate(num_rows))
+        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")

@@ -134,7 +134,7 @@ def inside(context: AbstractContextManager[object] | None, function: Callable[..
         return function(*args)
 
 
-class LastWork:
+class Drain:
     """All work launched on some streams so far. Kernels of other libraries may be queued ahead of it."""
 
     def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
@@ -146,7 +146,7 @@ class LastWork:
             event.record(stream)
             self._events.append(event)
 
-    def ends(self) -> bool:
+    def is_complete(self) -> bool:
         """Wait until all of it is complete; return False if the time limit expires first."""
         while not all(event.query() for event in self._events):
             if time.monotonic() > self._deadline:

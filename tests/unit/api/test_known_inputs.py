@@ -103,7 +103,6 @@ def test_a_second_dispatch_is_not_validated_in_full_and_a_wrong_one_is():
         capacity=Capacity(max_tokens_per_rank=8, max_bytes_per_token=64, num_topk=2),
         wire_dtype=None,
         device=torch.device("cpu"),
-        num_nodes=1,
     )
     ids, options = torch.zeros(3, 2, dtype=torch.int64), DispatchOptions()
     first = validator.validate_dispatch([X], ids, None, options)

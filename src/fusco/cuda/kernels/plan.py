@@ -6,12 +6,12 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, Memory, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -21,11 +21,14 @@ _WARP_SIZE = 32
 
 
 class PublishedRouting(NamedTuple):
-    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous."""
+    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous.
+
+    Ids of this rank are int32 or int64, those of other nodes int32.
+    """
 
     source: int
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
+    topk_idx: Memory
+    topk_weights: Memory | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +96,6 @@ class PlanShape:
             offsets[name] = end
             end += -(-size // 16) * 16
         return {**offsets, "end": end}
-
-
-plan_shape = lru_cache(maxsize=1024)(PlanShape)
 
 
 class PlanTensors:
@@ -240,7 +240,7 @@ def plan_slots(
 
     """
     ids, made = published[0].topk_idx, plan.tables
-    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.dtype, made.weight_bytes, *terms)
+    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)
     prepared = launcher.prepared.get(key) or _prepare(launcher, tables, plan, published, terms, key)
     arguments = prepared.arguments
     for node, routing in enumerate(published):
