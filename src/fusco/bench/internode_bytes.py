@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fusco.bench.matrices import rows_of_routing
 from fusco.bench.no_planner import expand
-from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Workload
 from fusco.planner.balancer import BALANCERS, Balancer, IntArray, Traffic
 from fusco.planner.forwarding import plan_forwarding

@@ -61,7 +61,7 @@ def alltoall(
     from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.rank_matrix import make_rank_bytes
+    from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
