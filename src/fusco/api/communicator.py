@@ -165,10 +165,11 @@ class Communicator:
             with_weights: return the weight of every row, too.
             static: a fixed size for the output. ``None`` means exactly as large as needed; on CUDA the host then waits
                 until the plan is made. With a fixed size the host does not wait for the device, and the call can be
-                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes the host
-                waits for the counts of rows in any case, and nothing can be captured. All calls run in the order in
-                which they are launched, on all streams. Replays of graphs are outside this order: the caller must order
-                them, and calls on other streams at the same time.
+                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes messages
+                then have a fixed size, too, and all ranks pass it or none; call once before the capture, and delete
+                graphs before ``close``. All calls run in the order in which they are launched, on all streams. Replays
+                of graphs are outside this order: the caller must order them, and calls on other streams at the same
+                time.
             launch: device settings. Gradients use as many multiprocessors, on the caller's stream.
 
         Returns:
@@ -176,8 +177,8 @@ class Communicator:
             before a stream reads it.
 
         Raises:
-            RowOverflowError: on a rank whose static output is too small. The CPU raises it here, CUDA from
-                ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
+            RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
+                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
         """

@@ -154,7 +154,6 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,
-        num_nodes=topology.num_nodes,
     )
     return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), peer_info, validator)
 

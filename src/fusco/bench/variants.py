@@ -269,6 +269,11 @@ PEERS = ("deep_ep", "deep_ep_v2")
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-balancer")
 
 
+def has_fixed_messages(variant: str, device: str) -> bool:
+    """Return whether a variant sends a row of every token to each other node, whatever the routing."""
+    return device == "cuda" and variant in ("fusco-static", "fusco-graph")
+
+
 def choose_variants(
     device: str, num_nodes: int, selected: Sequence[str] = (), *, with_ablation: bool = False
 ) -> tuple[str, ...]:
@@ -284,7 +289,7 @@ def choose_variants(
         ValueError: for a name that is not offered there.
 
     >>> choose_variants("cuda", 2, with_ablation=True)
-    ('fusco', 'fusco-static', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
+    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
     >>> choose_variants("cpu", 2, ["no-engine", "fusco"])
     ('no-engine', 'fusco')
     """
@@ -309,6 +314,6 @@ def _offered(device: str, num_nodes: int) -> tuple[tuple[str, ...], tuple[str, .
     if device == "cpu":
         return ("fusco", "baseline"), ("fusco-static", *ablation)
     if num_nodes > 1:
-        return ("fusco", "fusco-static", "baseline"), ablation
+        return ("fusco", "fusco-static", "fusco-graph", "baseline"), ablation
     peers = PEERS if importlib.util.find_spec("deep_ep") else ()
     return ("fusco", "fusco-graph", "fusco-in-place", "baseline", *peers, "fusco-fp8"), ("fusco-static",)

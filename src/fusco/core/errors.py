@@ -43,18 +43,25 @@ class LaunchError(FuscoError):
 
 
 class RowOverflowError(FuscoError):
-    """A routing needed more rows than a static output has; rows that did not fit are missing.
+    """A routing needed more rows than a static output, or a message between nodes, has; the others are missing.
 
     Attributes:
-        num_rows: rows of the output.
-        num_rows_needed: rows that the routing needed, including padding.
+        num_rows: rows of the output, or of the message.
+        num_rows_needed: rows that the routing needed; of an output, including padding.
+        node: the node that a message goes to; ``None`` if the output was too small.
     """
 
-    def __init__(self, rank: int, num_rows: int, num_rows_needed: int) -> None:
-        self.num_rows, self.num_rows_needed = num_rows, num_rows_needed
+    def __init__(self, rank: int, num_rows: int, num_rows_needed: int, node: int | None = None) -> None:
+        self.num_rows, self.num_rows_needed, self.node = num_rows, num_rows_needed, node
+        if node is None:
+            what = f"needed {num_rows_needed} expert-major rows in a dispatch into static rows"
+            limit = f"StaticRows({num_rows})"
+        else:
+            what = f"had {num_rows_needed} tokens for node {node} in a dispatch into static rows"
+            limit = f"StaticRows(max_rows_to_node={num_rows})"
         super().__init__(
-            f"rank {rank} needed {num_rows_needed} expert-major rows in a dispatch into static rows, but had "
-            f"StaticRows({num_rows}); rows that did not fit are missing. Give it more, or pass on_overflow='drop'"
+            f"rank {rank} {what}, but had {limit}; rows that did not fit are missing. Give it more, or pass "
+            f"on_overflow='drop'"
         )
 
 

@@ -67,6 +67,9 @@ _PlanT = TypeVar("_PlanT", bound=DevicePlan)
 class Shuffle(Protocol[_PlanT]):
     """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
+    def pending_error(self) -> Exception | None:
+        """See ``Engine``; in addition to the errors of plans."""
+
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[_PlanT]]:
@@ -143,7 +146,7 @@ class CudaEngine:
             bad_src, report.bad_src = report.bad_src, -1
             return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} passed {reason}")
         if not report.overflow_needed:
-            return None
+            return self._shuffle.pending_error()
         error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
         report.overflow_needed = 0
         return error

@@ -7,7 +7,7 @@ from fusco.bench.variants import ABLATION, PEERS, VARIANTS, choose_variants, rec
 
 def test_the_default_ones():
     assert choose_variants("cpu", 2) == ("fusco", "baseline")
-    assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "baseline")
+    assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "fusco-graph", "baseline")
     within = choose_variants("cuda", 1)
     assert within[:4] == ("fusco", "fusco-graph", "fusco-in-place", "baseline")
     assert within[-1] == "fusco-fp8"
@@ -34,8 +34,8 @@ def test_deep_ep_is_measured_where_it_is_installed(monkeypatch):
 def test_names_that_are_not_offered_are_rejected():
     with pytest.raises(ValueError, match="between nodes, but there is 1 node: pass --nodes"):
         choose_variants("cuda", 1, with_ablation=True)
-    with pytest.raises(ValueError, match="'fusco-graph' is none of those on cuda with 2 nodes: fusco, fusco-static"):
-        choose_variants("cuda", 2, ["fusco-graph"])
+    with pytest.raises(ValueError, match="'fusco-fp8' is none of those on cuda with 2 nodes: fusco, fusco-static"):
+        choose_variants("cuda", 2, ["fusco-fp8"])
     with pytest.raises(ValueError, match="'deepep' is none of those on cpu with 1 node: fusco, baseline, fusco-static"):
         choose_variants("cpu", 1, ["deepep"])
 

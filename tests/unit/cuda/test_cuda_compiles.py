@@ -193,8 +193,8 @@ GRID: dict[str, list[Constants]] = {
         combine_rows(4, 8, 2880, "F16", "F16", 0, "F32"),
     ],
     "plan_forwarding": [
-        constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes)
-        for num_topk, id_bytes in ((1, 4), (8, 8), (32, 4))
+        constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes, WEIGHT_BYTES=weight_bytes)
+        for num_topk, id_bytes, weight_bytes in ((1, 4, 0), (8, 8, 4), (32, 4, 8))
     ],
     "gather_rows": [gather_rows(*sizes) for sizes in ((1, 14336), (7, 1001), (63, 6), (3, 8), (1, 36))],
     "add_returned": [

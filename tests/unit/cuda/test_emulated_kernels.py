@@ -198,7 +198,7 @@ def test_epochs_wrap_around(folder, order):
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
-        arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
+        arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
