@@ -198,8 +198,6 @@ class CpuEngine:
         return Pending(sizes.pack(), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """See ``Engine``."""
-
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
