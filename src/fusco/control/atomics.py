@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+_INT64_POINTER = ir.IntType(64).as_pointer()
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -35,3 +38,24 @@ def store_release(_typing: Any, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), generate
+
+
+@intrinsic
+def load_acquire_at(_typing: Any, address: Any) -> Any:
+    """Read as ``load_acquire`` at an address, a multiple of eight."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _INT64_POINTER), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release_at(_typing: Any, address: Any, value: Any) -> Any:
+    """Write as ``store_release`` at an address, a multiple of eight."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _INT64_POINTER), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
