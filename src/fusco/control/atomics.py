@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-
-_INT64_POINTER = ir.IntType(64).as_pointer()
 
 
 def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
@@ -42,20 +39,22 @@ def store_release(_typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def load_acquire_at(_typing: Any, address: Any) -> Any:
-    """Read as ``load_acquire`` at an address, a multiple of eight."""
+    """Read an int64 at an address, as ``load_acquire``."""
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], _INT64_POINTER), "acquire", 8)
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.int64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
 
     return types.int64(types.int64), generate
 
 
 @intrinsic
 def store_release_at(_typing: Any, address: Any, value: Any) -> Any:
-    """Write as ``store_release`` at an address, a multiple of eight."""
+    """Write an int64 at an address, as ``store_release``."""
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _INT64_POINTER), "release", 8)
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.int64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

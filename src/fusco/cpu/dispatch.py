@@ -14,11 +14,11 @@ import torch
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import SendRing
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 from fusco.planner.sending import SendingStage, order_of_slices
 
 
@@ -85,7 +85,7 @@ class ReceiveRows:
     def __init__(
         self,
         memory: CpuMemory,
-        transport: GlooTransport,
+        transport: TcpTransport,
         collective: int,
         src_to_rows: dict[int, int],
         row_bytes: int,

@@ -1,16 +1,16 @@
-"""CPU engine: implements every verb as a set of tasks over shared memory and gloo."""
+"""CPU engine: implements every verb as a set of tasks over shared memory and TCP."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
+from fusco.core.errors import RowOverflowError, SharedMemoryError
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
@@ -21,7 +21,6 @@ from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
-from fusco.cpu.gloo import GlooTransport, NoTransport
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -30,6 +29,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
+from fusco.cpu.tcp_transport import TcpTransport
 from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -56,16 +56,14 @@ class CpuEngine:
     """Engine of one rank on the CPU; see ``fusco.engine.base.Engine``."""
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
-        """Connect to all other ranks over gloo. The caller keeps the connections, and closes them after the engine."""
+        """Connect to all other ranks over TCP. The caller keeps the connections, and closes them after the engine."""
         self._layout, self._rank = CpuLayout.of(config), connections.store_gather.rank
         self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
         self._recycler = OutputRecycler()
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
             resources.callback(self._memory.close)
-            is_alone = self._topology.num_nodes == 1
-            timeout_s = config.settings.timeout_s
-            self._transport = NoTransport() if is_alone else _connect_over_gloo(timeout_s, connections)
+            self._transport = _connect_over_tcp(config.topology, connections)
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
@@ -285,21 +283,19 @@ def warm_up(config: EngineConfig) -> None:
         warm_up_stages()
 
 
-def _connect_over_gloo(timeout_s: float, connections: Connections) -> GlooTransport:
+def _connect_over_tcp(topology: Topology, connections: Connections) -> TcpTransport:
     store_gather, watchdog = connections.store_gather, connections.watchdog
-    others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
-    stall = Stall("connecting", others, "a connection to each", "too few")
-
-    def connect_all() -> GlooTransport:
-        def wait_until(is_ready: Callable[[], bool]) -> None:
-            watchdog.wait_until(is_ready, lambda: stall)
-
-        return GlooTransport(
-            store_gather.store, store_gather.rank, store_gather.world_size, timeout_s, connections.listen_on, wait_until
-        )
-
+    local_node = topology.rank_to_node[store_gather.rank]
+    peers = [rank for rank, node in enumerate(topology.rank_to_node) if node != local_node]
     watchdog.begin(0, "Communicator")
-    transport = connecting(connect_all, "over gloo", others, watchdog)
+    transport = connecting(
+        lambda: TcpTransport(store_gather, peers, connections.listen_on, connections.secret, watchdog.wait_until),
+        "over TCP",
+        tuple(peers),
+        watchdog,
+    )
     watchdog.add_network_probe(lambda: transport.failure)
+    if peers:
+        watchdog.add_poll(transport.poll)
     watchdog.end()
     return transport

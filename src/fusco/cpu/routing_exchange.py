@@ -12,15 +12,13 @@ from fusco.control.node_memory import wait_for_flag
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.kernels.copy_segments import concatenate
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.routing import Routing
-
-_ROUTING_TAG = 1  # routing does not queue behind rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class DispatchCounts:
 class RoutingExchange:
     """Exchanges routing, so that every rank of a node has the routing of all tokens that the node needs."""
 
-    def __init__(self, memory: CpuMemory, transport: GlooTransport, watchdog: Watchdog) -> None:
+    def __init__(self, memory: CpuMemory, transport: TcpTransport, watchdog: Watchdog) -> None:
         self._memory, self._transport, self._watchdog = memory, transport, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)
@@ -89,7 +87,9 @@ class RoutingExchange:
         for node in range(self._topology.num_nodes):
             flag = self._layout.routing_flag(node)
             phase = f"routing of node {node}"
-            wait_for_flag(memory.control, self._watchdog, flag, collective, phase, "its routing", node)
+            wait_for_flag(
+                memory.control, self._watchdog, flag, collective, phase, "its routing", node, self._transport.poll
+            )
         if tickets:
             self._finish(tickets)
         return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
@@ -113,11 +113,11 @@ class RoutingExchange:
             return []
         ids = memory.ids(memory.local, node, num_tokens, num_topk)
         if weights_dtype is None:
-            return [self._transport.receive(ids, src, _ROUTING_TAG, announce)]
+            return [self._transport.receive(ids, src, announce)]
         weights = memory.weights(memory.local, node, (num_tokens, num_topk), weights_dtype)
         return [
-            self._transport.receive(ids, src, _ROUTING_TAG),
-            self._transport.receive(weights, src, _ROUTING_TAG, announce),
+            self._transport.receive(ids, src),
+            self._transport.receive(weights, src, announce),
         ]
 
     def _send_routing(self, node: int, routing: Routing, tokens: torch.Tensor) -> list[Ticket]:
@@ -127,7 +127,7 @@ class RoutingExchange:
         messages = [routing.topk_idx.to(torch.int32)[tokens]]
         if routing.topk_weights is not None:
             messages.append(routing.topk_weights.detach()[tokens])
-        return [self._transport.send(message, dst, _ROUTING_TAG) for message in messages]
+        return [self._transport.send(message, dst) for message in messages]
 
     def _node_routing(
         self, num_tokens_to_node: Sequence[Sequence[int]], num_topk: int, weights_dtype: torch.dtype | None
