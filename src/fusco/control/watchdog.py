@@ -52,7 +52,7 @@ class Watchdog:
             peers: all other ranks.
             status_server: of this rank.
             timeout_s: limit of every wait.
-            spin_s: seconds of each wait without pauses; positive only where ranks do not share cores.
+            spin_s: seconds of each wait in which this rank only yields its core, before it sleeps.
 
         """
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
@@ -119,7 +119,7 @@ class Watchdog:
             return
         now = time.monotonic()
         if now - self._since_progress < self._spin_s:
-            time.sleep(0)  # yields the interpreter to other threads
+            os.sched_yield()  # time.sleep(0) takes 53 us since Python 3.11 (CPython issue 125997), this one 0.3
         else:
             time.sleep(self._pause_s)
             self._pause_s = min(self._pause_s * 1.5, _MAX_PAUSE_S)

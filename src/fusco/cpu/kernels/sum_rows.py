@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray
+from numba import carray  # type: ignore[attr-defined]  # not in its list of exports
 
 from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.core.compiled import compiled
@@ -173,21 +173,21 @@ def _slot(rings: Any, local: int, count: int, num_rows: int, scratch: Any) -> An
     return carray(pointer_to(address), (num_rows, scratch.size), scratch.dtype)
 
 
+@compiled(nogil=True)
+def _has_terms(terms: Any, chunk: Any) -> Any:
+    return terms.row_to_locals[chunk[1] : chunk[2], terms.local].any()
+
+
 @compiled(nogil=True, error_model="numpy")
 def _produce_sums(terms: Any, chunks: Any, rings: Any) -> Any:
     num_locals, num_produced, num_left = len(rings.addresses), 0, 0
     for step in range(1, num_locals):  # so that producers start with different consumers
         consumer = (terms.local + step) % num_locals
         chunk, end = chunks.local_to_chunks[consumer]
-        while (
-            chunk < end
-            and not terms.row_to_locals[chunks.bounds[chunk, 1] : chunks.bounds[chunk, 2], terms.local].any()
-        ):
+        while chunk < end and not _has_terms(terms, chunks.bounds[chunk]):
             chunk += 1
-        produced, consumed = (
-            load_acquire_at(rings.addresses[consumer, 0]),
-            load_acquire_at(rings.addresses[consumer, 1]),
-        )
+        produced: Any = load_acquire_at(rings.addresses[consumer, 0])
+        consumed: Any = load_acquire_at(rings.addresses[consumer, 1])
         if chunk < end and produced - consumed < rings.depth:
             _, first, last = chunks.bounds[chunk]
             sums, i = _slot(rings, consumer, produced, last - first, terms.scratch), 0
@@ -217,7 +217,7 @@ def _fold_sums(terms: Any, first: int, next_local: int, rings: Any, sums: Any) -
                     add_row(terms.scratch, sums[i])
         elif is_needed.any():
             produced, consumed = rings.addresses[next_local, 0], rings.addresses[next_local, 1]
-            number = load_acquire_at(consumed)
+            number: Any = load_acquire_at(consumed)
             if load_acquire_at(produced) <= number:
                 break
             message = _slot(rings, next_local, number, len(sums), terms.scratch)
