@@ -18,6 +18,13 @@ from fusco.core.config import Launch
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.rank_rows import RankRouting, RankRows, checked_handle, combine, dispatch_again, ranks_of
 
+_UNSUPPORTED = (
+    "low_latency_dispatch",
+    "low_latency_combine",
+    "clean_low_latency_buffer",
+    "get_next_low_latency_combine_buffer",
+    "get_local_buffer_tensor",
+)
 _NO_BUFFER_BYTES = 1  # of size hints: callers make a new buffer if one wants more than theirs has
 
 
@@ -59,10 +66,10 @@ class Buffer:
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        use_fabric: bool = False,
         explicitly_destroy: bool = False,
-        enable_shrink: bool = False,
         comm: Any = None,
+        use_fabric: bool = False,
+        enable_shrink: bool = False,
     ) -> None:
         """Nothing is allocated before the first call.
 
@@ -74,10 +81,10 @@ class Buffer:
             num_qps_per_rank: accepted and ignored, as are NVLink, MNNVL, fabric and shrink options.
             allow_nvlink_for_low_latency_mode: ignored.
             allow_mnnvl: ignored.
-            use_fabric: ignored.
             explicitly_destroy: kept as an attribute; ``destroy`` always works.
-            enable_shrink: ignored.
             comm: an MPI communicator; not supported.
+            use_fabric: ignored; of later versions, as is ``enable_shrink``.
+            enable_shrink: ignored.
 
         """
         if low_latency_mode:
@@ -259,13 +266,14 @@ class Buffer:
 
     internode_dispatch, internode_combine = dispatch, combine
 
-    def low_latency_dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``NotImplementedError``."""
-        _refuse("low_latency_dispatch")
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Return the current stream, on which everything runs."""
+        return torch.cuda.current_stream()
 
-    def low_latency_combine(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``NotImplementedError``."""
-        _refuse("low_latency_combine")
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNSUPPORTED:
+            _refuse(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
     def get_low_latency_rdma_size_hint(*_: Any) -> NoReturn:
@@ -297,4 +305,4 @@ class Buffer:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(f"fusco's deep_ep has DeepEP's normal mode only, no {what}: use the normal mode")
+    raise NotImplementedError(f"fusco's deep_ep has DeepEP's normal mode only, not {what}")

@@ -114,6 +114,11 @@ class HybridEPBuffer:
         )
         self._rank_rows = RankRows(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
 
+    def abort(self) -> None:
+        """Release all resources without waiting for other ranks; not part of HybridEP."""
+        self._comms.abort()
+        self._rank_rows.abort()
+
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""
 
