@@ -87,13 +87,13 @@ def megatron_layer(group: dist.ProcessGroup, backend: str, recompute: bool) -> l
             x = torch.randn(num_tokens, 1, HIDDEN, generator=random, requires_grad=True)
             grad = torch.randn(num_tokens, 1, HIDDEN, generator=random)
             layer.zero_grad(set_to_none=True)
-            if recompute:
-                out = torch.utils.checkpoint.checkpoint(lambda rows: layer(rows)[0], x, use_reentrant=False)
-            else:
-                out = layer(x)[0]
             # Megatron's dispatcher keeps a state from dispatch to combine: it must run again as a whole.
             with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-                out.backward(grad)
+                if recompute:
+                    out = torch.utils.checkpoint.checkpoint(lambda rows: layer(rows)[0], x, use_reentrant=False)
+                else:
+                    out = layer(x)[0]
+            out.backward(grad)
             again, router = x.detach().clone().requires_grad_(), router_weights().requires_grad_()
             expected = dense_layer(again.view(-1, HIDDEN), router)
             expected.backward(grad.view(-1, HIDDEN))
