@@ -6,13 +6,12 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from fusco.control.bootstrap import PeerInfo
-from fusco.control.flags import warm_up_flags
 from fusco.control.layout import SegmentSizes
-from fusco.control.node_memory import NodeMemory
+from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer, StatusServerAddress
 from fusco.control.store_gather import StoreGather
@@ -27,7 +26,8 @@ _Connected = TypeVar("_Connected")
 class Connections:
     """Memory and connections of one rank's communicator; ``close`` frees them all without waiting for other ranks.
 
-    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach.
+    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach;
+    ``secret`` authenticates ranks.
     """
 
     store_gather: StoreGather
@@ -35,6 +35,7 @@ class Connections:
     mesh: TcpMesh
     memory: NodeMemory
     listen_on: str
+    secret: str = field(repr=False)
     _resources: ExitStack
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         TransportError: if a network does not work.
 
     """
-    warm_up_flags()  # before any rank's clock runs
+    warm_up_node_memory()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology
@@ -80,7 +81,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)
         watchdog.end()
-        return Connections(store_gather, watchdog, mesh, memory, listen_on, resources.pop_all())
+        return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
