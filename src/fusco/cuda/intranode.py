@@ -39,10 +39,10 @@ class IntranodeShuffle:
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[DevicePlan]]:
         """Plan and move rows."""
-        payloads = list(map(aligned, request.payloads))
+        payloads = [aligned(payload) for payload in request.payloads]
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
-            published = list(map(PublishedRows.unpack, counts))
+            published = [PublishedRows.unpack(of_rank) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, transfer)
 
