@@ -38,7 +38,7 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     "records": ((Session, "agree"),),
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine"), (OwnRows, "publish")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
-    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "make_plan")),
+    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
     "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
     "scatter": ((OwnRows, "scatter"), (OwnRows, "stage"), (OwnRows, "join")),
     "sum": ((IntranodeShuffle, "combine"),),
