@@ -250,7 +250,7 @@ class Communicator:
 
         """
         out = self._sum(y, handle, weights, launch)
-        if wants_grad(y) or (weights and wants_grad(handle.topk_weights)):
+        if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out

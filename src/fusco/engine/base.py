@@ -127,7 +127,7 @@ class DispatchRequest(Request):
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class DispatchOutput(Generic[PlanT]):
     """Result of a dispatch.
 
@@ -276,7 +276,7 @@ class EmptyRequest(Request):
         return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending(Generic[ResultT]):
     """Collective that one rank has prepared.
 
