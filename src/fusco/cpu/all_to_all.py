@@ -287,7 +287,6 @@ def make_tasks(
         transport: connections to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
         profile: counts the bytes.
-
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)

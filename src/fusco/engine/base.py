@@ -101,7 +101,6 @@ class DispatchRequest(Request):
         with_weights: whether to return the weight of every row, too.
         static: fixed size of the output, or ``None``.
         launch: streams and SMs to use.
-
     """
 
     routing: Routing
@@ -136,7 +135,6 @@ class DispatchOutput(Generic[PlanT]):
         rows: expert-major rows of each payload.
         weights: the weight of each row (num_rows,), if requested.
         event: recorded after the dispatch's work, if the caller's stream does not wait for it.
-
     """
 
     plan: PlanT
@@ -228,7 +226,6 @@ class AllToAllRequest(Request):
         receive_rows: number of rows from each rank.
         mode: mode of the schedule between nodes; ``None`` lets the engine choose.
         requires_grad: whether gradients will be sent back, by another all-to-all.
-
     """
 
     input: torch.Tensor
@@ -284,7 +281,6 @@ class Pending(Generic[ResultT]):
         counts: packed counts that this rank publishes; the same number of them on all ranks.
         run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
             ``LateRejection``.
-
     """
 
     counts: Sequence[int]
