@@ -18,7 +18,7 @@ _ASKING = 0.15
 _SETTLING = 0.05
 _REPORTING = 0.05
 
-# Pauses grow from a yield to half a millisecond: ranks may share cores, so a wait must not spin.
+# Pauses grow to half a millisecond: ranks may share cores, so a wait must not spin for long.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
@@ -87,14 +87,15 @@ class Watchdog:
 
     def check_device(self) -> None:
         """Raise ``PeerFailureError`` if a wait of the device has timed out."""
-        if stall := self._device_stall():
-            self.find_fault(stall, "a wait of the device timed out")
+        for probe in self._device_probes:
+            if stall := probe():
+                self.find_fault(stall, "a wait of the device timed out")
 
     def begin(self, collective: int, operation: str) -> None:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
         self._collective, self._operation = collective, operation
         self._status_server.note(collective, operation, "start")
-        self.progress()
+        self._since_progress, self._pause_s = time.monotonic(), _FIRST_PAUSE_S
 
     def end(self) -> None:
         """Note that the collective has ended on this rank."""
@@ -201,9 +202,6 @@ class Watchdog:
 
     def _network_failure(self) -> str:
         return next((failure for probe in self._network_probes if (failure := probe())), "")
-
-    def _device_stall(self) -> Stall | None:
-        return next((stall for probe in self._device_probes if (stall := probe())), None)
 
     def _dead(self) -> tuple[int, ...]:
         return tuple(filter(self._is_dead, self._peers))
