@@ -5,13 +5,13 @@ That takes four ranks on two cores 0.75 of the 0.85 seconds in which a world mak
 
 import numpy as np
 
-from fusco.control.flags import warm_up_flags
+from fusco.control.node_memory import warm_up_node_memory
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.planner.balancer import BALANCERS, Traffic
 from fusco.planner.sending import warm_up_stages
 
-warm_up_flags()
+warm_up_node_memory()
 warm_up_cpu()
 warm_up_stages()
 for balancer in BALANCERS.values():
