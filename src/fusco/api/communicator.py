@@ -588,7 +588,7 @@ def _close(session: Session, engine: Engine[Any]) -> None:
 def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
     """Release the resources of a communicator that is dropped unclosed, or is unclosed when the process ends."""
     if not session.access.is_own_process:
-        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for its threads
+        leak((session, engine))  # its sockets and threads are the parent's
         return
 
     def leave() -> None:

@@ -156,6 +156,16 @@ def fold_sums(terms: Terms, first: int, next_local: int, rings: Rings, sums: tor
     return Folded(*_fold_sums(terms, first, next_local, rings, sums.numpy()))
 
 
+def has_message(rings: Rings, local: int) -> bool:
+    """Return whether a local rank has put in a message that has not been taken out."""
+    return bool(_has_message(rings.addresses, local))
+
+
+@compiled(nogil=True)
+def _has_message(addresses: Any, local: int) -> Any:
+    return load_acquire_at(addresses[local, 0]) > load_acquire_at(addresses[local, 1])
+
+
 @compiled(nogil=True, error_model="numpy")
 def _reduce(terms: Any, row: int, total: Any) -> None:
     first, end = terms.row_to_first_pair[row], terms.row_to_first_pair[row + 1]
