@@ -21,6 +21,7 @@ from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
+from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import check_torch
@@ -41,6 +42,7 @@ app.command()(plan)
 app.command()(schedule)
 app.command()(train)
 app.command()(doctor)
+app.command("testbed")(run_testbed)
 app.command()(warm_up)
 
 
