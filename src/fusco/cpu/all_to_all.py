@@ -292,7 +292,7 @@ def make_tasks(
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)
     tasks: list[Task] = [
-        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth : 2 * depth])),
+        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth:])),
         SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
     ]
     for peer, flows in rank_schedule.receives_within.items():
