@@ -1,8 +1,8 @@
 """Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over gloo.
 
 Ranks do not synchronise between stages. A rank sends its stages in order, and posts receives in order, a few messages
-at a time. gloo sends a message only once its receive is posted. So a message of a later stage stays at its sender until
-all but the last few messages of the stage before it have arrived.
+at a time. gloo sends a message only once its receive is posted. So a message of a much later stage stays at its sender.
+Receives are posted further ahead than messages are sent: one that is late does not hold up those of other ranks.
 """
 
 from __future__ import annotations
