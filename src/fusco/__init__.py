@@ -12,6 +12,7 @@ Layers, each importing only those below it::
     reference               plain PyTorch twins of the kernels
     planner                 routing -> plan, traffic -> communication groups
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
+    testbed                 hosts with rate-limited NICs in namespaces of one machine
     core                    plain values, errors, configuration
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
