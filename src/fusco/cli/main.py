@@ -19,6 +19,7 @@ import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.plan import plan
+from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
 from fusco.cli.train import train
@@ -40,6 +41,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(plan)
 app.command()(schedule)
 app.command()(train)
+app.command()(rails)
 app.command()(doctor)
 app.command()(warm_up)
 

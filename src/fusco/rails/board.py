@@ -13,7 +13,8 @@ offset    content
           ``/proc/PID/stat``), worker, mask of direct rails
 8192      64 workers x 16 rails cells, 64 bytes each, 64 bits a field, written by that worker only: chunks posted,
           chunks completed, last transmission, last reception (nanoseconds of CLOCK_MONOTONIC), bytes sent, bytes
-          received, chunks received, borrowed chunks outstanding
+          received, chunks received, borrowed chunks outstanding. A worker with nothing under way sets its times
+          back by hold_s - release_s of ``Limits``, so others need to compare them with hold_s only
 ========  =============================================================================================
 
 Rows of workers and rails change under ``flock`` of the file. A worker that borrows a rail first counts itself, then
@@ -87,7 +88,8 @@ class Board:
             if not self.workers():
                 self.path.unlink(missing_ok=True)
         self.fields.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):  # rows still view it; it is unmapped with the last of them
+            self._map.close()
         os.close(self._fd)
         self._fd = -1
 

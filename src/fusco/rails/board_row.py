@@ -27,19 +27,22 @@ from fusco.rails.rail import Rail
 class BoardRow:
     """The cells of one worker, one for each rail. Only this worker's process writes them."""
 
-    def __init__(self, board: Board, worker: int, direct: int, rails: Sequence[Rail]) -> None:
-        """Register the worker; raises ``SharedMemoryError`` if the board is full."""
+    def __init__(self, board: Board, worker: int, direct: int, rails: Sequence[Rail], rest_s: float = 0.0) -> None:
+        """Register the worker; raises ``SharedMemoryError`` if the board is full.
+
+        Times of the last activity are set back by ``rest_s`` when nothing is under way any more, so that others need
+        not wait for the end of their hold time.
+        """
         self._board, self._fields, self._barrier = board, board.fields, threading.Lock()
         self.row = board.register(worker, direct, rails)
-        self.pid = os.getpid()
+        self.pid, self._rest_ns = os.getpid(), int(1e9 * rest_s)
         self._cells = [CELL_0 + self.row * ROW_FIELDS + rail * FIELDS for rail in range(len(rails))]
-        # For each rail, the number of borrowed chunks of all workers.
-        self._borrowed = [self._fields[CELL_0 + rail * FIELDS + BORROWED :: ROW_FIELDS] for rail in range(len(rails))]
+        self._generation = -1
+        self._borrowed: list[memoryview] = []  # for each rail, the borrowed chunks of every worker
 
     def close(self) -> None:
         """Give the row back."""
-        for view in self._borrowed:
-            view.release()
+        self._release_borrowed()
         self._board.unregister(self.row)
 
     def announce(self, rail: int) -> None:
@@ -57,11 +60,12 @@ class BoardRow:
         cell, fields = self._cells[rail], self._fields
         fields[cell + COMPLETED] += 1
         fields[cell + TX_BYTES] += num_bytes
-        fields[cell + LAST_TX] = monotonic_ns()
+        rests = fields[cell + POSTED] == fields[cell + COMPLETED]
+        fields[cell + LAST_TX] = monotonic_ns() - self._rest_ns * rests
 
-    def receiving(self, rail: int) -> None:
-        """Say that bytes for this worker have arrived by a rail."""
-        self._fields[self._cells[rail] + LAST_RX] = monotonic_ns()
+    def receiving(self, rail: int, *, rests: bool = False) -> None:
+        """Say that bytes for this worker have arrived by a rail; it ``rests`` if no message is incomplete."""
+        self._fields[self._cells[rail] + LAST_RX] = monotonic_ns() - self._rest_ns * rests
 
     def received(self, rail: int, num_bytes: int) -> None:
         """Count a chunk that has arrived by a rail."""
@@ -71,7 +75,9 @@ class BoardRow:
 
     def borrowed(self, rail: int) -> int:
         """Return the borrowed chunks of all workers that are outstanding on a rail."""
-        return sum(self._borrowed[rail].tolist())
+        if self._board.generation != self._generation:
+            self._follow_board()
+        return sum(self._borrowed[rail])
 
     def borrowed_by_this(self, rail: int) -> int:
         """Return the borrowed chunks of this worker that are outstanding on a rail."""
@@ -95,3 +101,16 @@ class BoardRow:
     def give_back(self, rail: int) -> None:
         """Count one borrowed chunk less on a rail."""
         self._fields[self._cells[rail] + BORROWED] -= 1
+
+    def _follow_board(self) -> None:
+        """Look where the workers are that are registered now."""
+        self._release_borrowed()
+        self._generation = self._board.generation
+        end = CELL_0 + (1 + max(each.row for each in self._board.workers())) * ROW_FIELDS
+        starts = [CELL_0 + rail * FIELDS + BORROWED for rail in range(len(self._cells))]
+        self._borrowed = [self._fields[start:end:ROW_FIELDS] for start in starts]
+
+    def _release_borrowed(self) -> None:
+        for view in self._borrowed:
+            view.release()
+        self._borrowed = []

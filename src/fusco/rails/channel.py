@@ -192,7 +192,11 @@ class Channel:
             if name is None:  # what was left to send again has been acknowledged meanwhile
                 self._scheduler.completed(rail, 0)
                 break
-            self._connections[rail].send_chunk(name, sends.frame(*name))
+            connection = self._connections[rail]
+            if connection.has(name):  # it is late, but no other rail has room for a copy
+                self._scheduler.completed(rail, 0)
+                break
+            connection.send_chunk(name, sends.frame(*name))
         for connection in list(self._connections.values()):
             if connection.has_output and not connection.wants_write:
                 self.on_writable(connection)
@@ -214,10 +218,27 @@ class Channel:
         """Read from a connection; give it up if that fails."""
         try:
             if connection.read(self._receives.target, self._take) and self._host.direct >> connection.rail & 1:
-                self._host.row.receiving(connection.rail)
+                self._host.row.receiving(connection.rail, rests=not self._receives.num_begun)
         except (OSError, WireError) as error:
             self.drop(connection, getattr(error, "strerror", None) or str(error))
         self.pump()
+
+    def rescue(self, now: float) -> None:
+        """Send chunks again that are late on borrowed rails.
+
+        The owner of the rail has begun to send, and the chunk waits in the lower class until the owner pauses. The
+        copy that arrives first counts.
+        """
+        for connection in self._connections.values():
+            if connection.outstanding and self._host.defers(connection.rail):
+                self._sends.put_back(connection.late_chunks(now, self._host.limits.hold_s))
+
+    @property
+    def borrows(self) -> bool:
+        """True if chunks of this channel are on borrowed rails in a lower class."""
+        return self._host.policy.defers and any(
+            connection.outstanding and self._host.defers(rail) for rail, connection in self._connections.items()
+        )
 
     @property
     def waits_for_rail(self) -> bool:
@@ -364,9 +385,7 @@ class Channel:
                 self._receives.arrived(record)
         elif kind == ACK:
             self._scheduler.credit(record.mask, record.epoch)
-            num_bytes = connection.outstanding.pop((record.seq, record.slot), None)
-            if num_bytes is None:
-                raise WireError(f"chunk {record.slot} of message {record.seq} was acknowledged, but not sent")
+            num_bytes = connection.acknowledged((record.seq, record.slot))
             self._scheduler.completed(rail, num_bytes)
             self._sends.ack(record.seq, record.slot)
         elif kind == GRANT:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from fusco.rails.wire import DATA, RECORD_BYTES, TOO_LARGE, Record, pack, unpack
+from fusco.rails.wire import DATA, RECORD_BYTES, TOO_LARGE, Record, WireError, pack, unpack
 
 _READ_BUDGET = 4 << 20  # bytes read before other connections get their turn
 _SCRATCH_BYTES = 256 * 1024  # for payloads that have arrived before
@@ -16,8 +18,18 @@ _SO_PRIORITY, _SO_BINDTODEVICE = 12, 25
 # Lower effort (RFC 3662): class CS1 in the packets, for the switches and for queueing disciplines that look there, and
 # the lowest band of those that go by the socket's priority. Any process may choose both.
 _LOW_TOS, _LOW_PRIORITY = 0x20, 2
+_LATE, _AVERAGED_OVER = 4, 8
 _NO_LINGER = struct.pack("ii", 1, 0)
 _UNACKED, _BYTES_ACKED = struct.Struct("@24xI"), struct.Struct("@120xQ")  # of struct tcp_info
+
+
+@dataclass(slots=True)
+class Posted:
+    """A chunk that was given to a connection: its bytes, when, and whether it was found to be late."""
+
+    num_bytes: int
+    at_s: float
+    is_late: bool = False
 
 
 class Connection:
@@ -27,13 +39,15 @@ class Connection:
         rail: its rail.
         incarnation: counts the connections of this channel and rail.
         outstanding: the chunks, (seq, chunk), that were given to it and not acknowledged.
+        typical_s: how long an acknowledgement takes, a moving average.
         wants_write: whether it waits for room in the socket's buffer.
 
     """
 
     def __init__(self, connected: socket.socket, rail: int, incarnation: int) -> None:
         self.socket, self.rail, self.incarnation = connected, rail, incarnation
-        self.outstanding: dict[tuple[int, int], int] = {}
+        self.outstanding: dict[tuple[int, int], Posted] = {}
+        self.typical_s = 0.0
         self.wants_write = False
         self._out: list[memoryview] = []  # the rest of what is being written: credits, or one chunk
         self._credits = bytearray()
@@ -49,8 +63,38 @@ class Connection:
 
     def send_chunk(self, name: tuple[int, int], frame: tuple[bytes, memoryview]) -> None:
         """Append a chunk, named by (seq, chunk)."""
-        self.outstanding[name] = len(frame[1])
+        self.outstanding[name] = Posted(len(frame[1]), time.monotonic())
         self._chunks.append(frame)
+
+    def has(self, name: tuple[int, int]) -> bool:
+        """Return whether a chunk is outstanding here; its time begins anew, so it may become late again."""
+        posted = self.outstanding.get(name)
+        if posted is not None:
+            posted.at_s, posted.is_late = time.monotonic(), False
+        return posted is not None
+
+    def acknowledged(self, name: tuple[int, int]) -> int:
+        """Take a chunk from those outstanding and return its bytes; ``WireError`` if it is none of them."""
+        posted = self.outstanding.pop(name, None)
+        if posted is None:
+            raise WireError(f"chunk {name[1]} of message {name[0]} was acknowledged, but not sent")
+        if not posted.is_late:
+            self.typical_s += (time.monotonic() - posted.at_s - self.typical_s) / _AVERAGED_OVER
+        return posted.num_bytes
+
+    def late_chunks(self, now: float, least_s: float) -> list[tuple[int, int]]:
+        """Return the chunks that have become late since the last call: after several times what is typical.
+
+        Args:
+            now: seconds.
+            least_s: chunks are not late before.
+
+        """
+        limit_s = max(least_s, _LATE * self.typical_s)
+        late = [name for name, each in self.outstanding.items() if not each.is_late and now - each.at_s > limit_s]
+        for name in late:
+            self.outstanding[name].is_late = True
+        return late
 
     @property
     def has_output(self) -> bool:

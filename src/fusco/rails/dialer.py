@@ -15,7 +15,9 @@ from fusco.rails.joining import Joining
 from fusco.rails.loop import READ, WRITE
 
 _RETRY_S = 0.1  # between attempts
-_FIRST_ATTEMPT_S, _LONGEST_ATTEMPT_S = 0.3, 5.0  # short at first: a lost packet would be repeated after a second only
+# The kernel repeats a lost SYN after 1, 3, ... seconds; a new attempt is sooner. It gets more time only as long as none
+# on the rail has succeeded.
+_FIRST_ATTEMPT_S, _LONGEST_ATTEMPT_S = 0.3, 5.0
 
 
 @dataclass
@@ -24,6 +26,7 @@ class _Rail:
 
     next_s: float = 0.0  # when to try again
     limit_s: float = _FIRST_ATTEMPT_S  # of the next attempt
+    was_connected: bool = False
     incarnation: int = 0
     connecting: socket.socket | None = None  # the attempt under way
     deadline: float = 0.0
@@ -103,7 +106,7 @@ class Dialer:
             return
         assert rail.connecting is not None
         connected, rail.connecting = rail.connecting, None
-        rail.limit_s, rail.is_refused = _FIRST_ATTEMPT_S, False
+        rail.is_refused, rail.was_connected = False, True
         self._host.loop.forget(connected.fileno())
         self.channel.attach(Connection(connected, i, rail.incarnation))
 
@@ -113,5 +116,6 @@ class Dialer:
         self._host.loop.forget(rail.connecting.fileno())
         rail.connecting.close()
         rail.connecting, rail.next_s, rail.is_refused = None, now + _RETRY_S, is_refused
-        rail.limit_s = min(2 * rail.limit_s, _LONGEST_ATTEMPT_S)
+        if not rail.was_connected:
+            rail.limit_s = min(2 * rail.limit_s, _LONGEST_ATTEMPT_S)
         self.channel.note_failure(i, reason)

@@ -27,6 +27,7 @@ from fusco.rails.schedule import Policy, policy_named
 
 _CHECK_S, _IDLE_CHECK_S = 0.05, 0.25  # between looks at links and stalls, with and without requests
 _RETRY_S = 0.001  # between looks for an idle rail
+_RESCUE_S = 0.005  # between looks for late chunks on borrowed rails
 _BOARD_S = 0.25  # between looks for dead workers
 _SPREAD_S = 0.25  # after the first rail of a new channel, the others get this long before `connect` returns
 
@@ -46,7 +47,7 @@ class Endpoint:
         *,
         worker: int,
         rails: Sequence[Rail],
-        policy: str = "fuselink",
+        policy: str | Policy = "fuselink",
         limits: Limits | None = None,
         timeout_s: float = 60.0,
         board: Path | None = None,
@@ -56,7 +57,7 @@ class Endpoint:
         Args:
             worker: this worker's number on its host; it must own a rail.
             rails: the rails of this host, in the order that all hosts have: rail i is connected to rail i.
-            policy: a name of ``POLICIES``.
+            policy: a name of ``POLICIES``, or one of your own making.
             limits: bounds of the scheduler.
             timeout_s: the limit of every wait.
             board: the file of the board; by default that of this user and network namespace.
@@ -71,10 +72,11 @@ class Endpoint:
         if not direct:
             owners = ", ".join(f"{rail.interface}: {rail.owners}" for rail in self.rails)
             raise ValueError(f"worker {worker} owns none of the rails; their owners are {owners}")
-        chosen = policy_named(policy)
+        chosen = policy if isinstance(policy, Policy) else policy_named(policy)
         self._timeout_s = timeout_s
         self._board = Board(board)
-        self._row = BoardRow(self._board, worker, direct, self.rails)
+        rest_s = max(0.0, self.limits.hold_s - self.limits.release_s)
+        self._row = BoardRow(self._board, worker, direct, self.rails, rest_s)
         self._loop = Loop(f"fusco-rails-{worker}", self._step, self._fail)
         monitor = self._new_monitor(chosen)
         self._host = Host(worker, self.rails, direct, self.limits, chosen, self._row, monitor, timeout_s, self._loop)
@@ -167,12 +169,15 @@ class Endpoint:
         """Do what is due; return the seconds until something is due again."""
         if now >= self._next_check:
             self._check(now)
-        waits = False
+        wait_s = max(0.0, self._next_check - now)
         for channel in list(self._channels.values()):
+            if channel.borrows:
+                channel.rescue(now)
+                wait_s = min(wait_s, _RESCUE_S)
             if channel.waits_for_rail:
                 channel.pump()
-                waits = waits or channel.waits_for_rail
-        return _RETRY_S if waits else max(0.0, self._next_check - now)
+                wait_s = min(wait_s, _RETRY_S if channel.waits_for_rail else wait_s)
+        return wait_s
 
     def _check(self, now: float) -> None:
         """Look at links, stalled connections, rails to connect again, and dead workers of this host."""

@@ -21,7 +21,9 @@ class Limits:
             each worker under ``fuselink-paper``.
         batch: chunks that are scheduled with the same knowledge of which rails are idle (FuseLink, section 4.4).
         refresh_s: age up to which that knowledge is used, however few chunks were scheduled.
-        hold_s: time after its owner's last activity for which a rail counts as busy.
+        hold_s: time after its owner's last activity for which a rail counts as busy while a message is under way.
+        release_s: the same when none is. Activity pauses within a message as long as a chunk takes; so with
+            ``hold_s`` as short as that, borrowers come and go all the time.
         stall_s: time without an acknowledgement by the peer's kernel after which a rail counts as failed.
         no_rail_s: time without any rail to a peer after which its channel fails.
 
@@ -37,6 +39,7 @@ class Limits:
     batch: int = 8
     refresh_s: float = 0.001
     hold_s: float = 0.010
+    release_s: float = 0.002
     stall_s: float = 0.3
     no_rail_s: float = 3.0
 

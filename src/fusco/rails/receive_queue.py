@@ -38,6 +38,7 @@ class ReceiveQueue:
         self._chunk_bytes = peer_chunk_bytes
         self._receives: deque[_Incoming] = deque()  # posted and not finished
         self._first = 0  # number of the first of them
+        self.num_begun = 0  # of which something has arrived
 
     def post(self, memory: memoryview, request: Request) -> None:
         """Append a receive."""
@@ -81,6 +82,7 @@ class ReceiveQueue:
         incoming.num_left -= 1
         while self._receives and not self._receives[0].num_left:
             self._first += 1
+            self.num_begun -= 1
             finished = self._receives.popleft()
             finished.request.finish(finished.num_bytes, finished.error())
 
@@ -98,6 +100,7 @@ class ReceiveQueue:
     def fail(self, error: BaseException) -> None:
         """Finish all requests with an error."""
         self._first += len(self._receives)
+        self.num_begun = 0
         while self._receives:
             self._receives.popleft().request.finish(0, error)
 
@@ -107,6 +110,7 @@ class ReceiveQueue:
 
     def _check_first(self, record: Record, incoming: _Incoming) -> None:
         """Take the size of a message from its first chunk."""
+        self.num_begun += 1
         if record.kind == TOO_LARGE:
             if record.size <= len(incoming.memory):
                 raise WireError(f"message {record.seq} of {record.size} bytes is said not to fit, but does")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -12,10 +13,11 @@ class Request:
     Attributes:
         verb: ``"isend"`` or ``"irecv"``.
         seq: number of the message among those of its channel and direction.
+        finished_s: when it was done, of ``time.monotonic``.
 
     """
 
-    __slots__ = ("_error", "_finished", "_num_bytes", "_timed_out", "_timeout_s", "seq", "verb")
+    __slots__ = ("_error", "_finished", "_num_bytes", "_timed_out", "_timeout_s", "finished_s", "seq", "verb")
 
     def __init__(
         self, verb: str, seq: int, timeout_s: float, timed_out: Callable[[Request, float], BaseException]
@@ -23,7 +25,7 @@ class Request:
         self.verb, self.seq, self._timeout_s, self._timed_out = verb, seq, timeout_s, timed_out
         self._finished = threading.Lock()  # held until the request has finished
         self._finished.acquire()
-        self._num_bytes = 0
+        self._num_bytes, self.finished_s = 0, 0.0
         self._error: BaseException | None = None
 
     @property
@@ -55,5 +57,5 @@ class Request:
 
     def finish(self, num_bytes: int, error: BaseException | None = None) -> None:
         """Say that it has finished; for the thread of the endpoint, once."""
-        self._num_bytes, self._error = num_bytes, error
+        self._num_bytes, self._error, self.finished_s = num_bytes, error, time.monotonic()
         self._finished.release()

@@ -45,6 +45,8 @@ class Policy:
         bound: ``Limits.borrowed_per_rail`` bounds the chunks of all workers of the host, those of each, or none.
         monitor: how an owner's traffic is noticed: by its last activity, or by new completions between two polls.
         defers: whether borrowed traffic asks for a lower network priority.
+        heeds_receiver: whether rails that are busy at the receiver are left alone.
+        monitored: whether it looks at idle rails at all.
         refreshes: whether knowledge is renewed after ``Limits.refresh_s``, or after ``Limits.batch`` chunks only.
 
     """
@@ -54,6 +56,8 @@ class Policy:
     bound: Literal["rail", "worker", "none"] = "rail"
     monitor: Literal["activity", "completion"] = "activity"
     defers: bool = False
+    heeds_receiver: bool = True
+    monitored: bool = True
     refreshes: bool = True
 
 
@@ -124,8 +128,8 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy("fuselink", _choose_fuselink, defers=True),
         Policy("fuselink-paper", _choose_fuselink, bound="worker", monitor="completion", refreshes=False),
-        Policy("spray", _choose_any, bound="none"),
-        Policy("direct", _choose_direct),
+        Policy("spray", _choose_any, bound="none", monitored=False),
+        Policy("direct", _choose_direct, monitored=False),
     )
 }
 

@@ -81,7 +81,10 @@ class Scheduler:
     def _refresh(self) -> None:
         view = self.view
         self._batch.begin()
-        view.idle = self._monitor.idle_to_send() & self._peer_idle
+        if self._policy.monitored:
+            view.idle = self._monitor.idle_to_send()
+            if self._policy.heeds_receiver:
+                view.idle &= self._peer_idle
         count = self._row.borrowed if self._policy.bound == "rail" else self._row.borrowed_by_this
         for rail in rails_of(view.usable & ~view.direct):
             view.borrowed[rail] = count(rail)

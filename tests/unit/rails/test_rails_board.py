@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -191,3 +192,22 @@ def test_a_rail_is_busy_after_new_completions(board):
     clock.now += 10_000_000
     rows[1].received(1, 10)
     assert (monitor.idle_to_send(), monitor.idle_to_receive()) == (0b111, 0b101)
+
+
+def test_a_worker_with_nothing_under_way_gives_its_rail_back_sooner(board):
+    clock, row = Clock(), row_of(board, 0)
+    owner = BoardRow(board, 1, 0b10, RAILS, rest_s=0.008)
+    monitor = ActivityMonitor(board, row.row, [0] * 3, 0.010, 1 << 19, clock)
+
+    def idle_after(milliseconds):
+        clock.now = time.monotonic_ns() + int(1e6 * milliseconds)
+        return [bool(idle & 0b10) for idle in (monitor.idle_to_send(), monitor.idle_to_receive())]
+
+    owner.post(1)
+    owner.post(1)
+    owner.receiving(1)
+    owner.complete(1, 10)
+    assert (idle_after(1), idle_after(5), idle_after(12)) == ([False] * 2, [False] * 2, [True] * 2)
+    owner.complete(1, 10)
+    owner.receiving(1, rests=True)
+    assert (idle_after(-1), idle_after(5)) == ([False] * 2, [True] * 2)
