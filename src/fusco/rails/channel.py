@@ -195,7 +195,7 @@ class Channel:
             connection = self._connections[rail]
             if connection.has(name):  # it is late, but no other rail has room for a copy
                 self._scheduler.completed(rail, 0)
-                break
+                continue
             connection.send_chunk(name, sends.frame(*name))
         for connection in list(self._connections.values()):
             if connection.has_output and not connection.wants_write:
