@@ -12,7 +12,7 @@ Layers, each importing only those below it::
     planner                 routing -> plan, traffic -> communication groups
     rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
-    testbed                 hosts with rate-limited NICs in namespaces of one machine, for tests and benchmarks
+    testbed                 hosts with rate-limited NICs in namespaces of one machine
     core                    plain values, errors, configuration
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.

@@ -22,6 +22,7 @@ from fusco.cli.plan import plan
 from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
+from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import check_torch
@@ -43,6 +44,7 @@ app.command()(schedule)
 app.command()(train)
 app.command()(rails)
 app.command()(doctor)
+app.command("testbed")(run_testbed)
 app.command()(warm_up)
 
 

@@ -53,8 +53,8 @@ class GlooTransport:
             rank: this rank.
             world_size: number of ranks.
             timeout_s: timeout of gloo for a message. The watchdog's errors come first; this one only ends threads.
-            listen_on: address at which other ranks reach this one; gloo uses it if it is a loopback address. Otherwise,
-                or if ``GLOO_SOCKET_IFNAME`` is set, gloo chooses its interface.
+            listen_on: address at which other ranks reach this one. gloo listens on it, unless ``GLOO_SOCKET_IFNAME``
+                names an interface, as for other gloo groups; of several it takes the first.
             wait_until: waits for a condition, and raises if a rank fails meanwhile.
 
         Raises:
@@ -167,12 +167,10 @@ class NoTransport(GlooTransport):
 
 def _options(timeout: timedelta, listen_on: str) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  the only way to choose the interface
-    is_local = listen_on.startswith("127.") and not os.environ.get("GLOO_SOCKET_IFNAME")
-    device = (
-        dist.ProcessGroupGloo.create_device(hostname=listen_on)
-        if is_local
-        else dist.ProcessGroupGloo.create_default_device()
-    )
+    # A device without either would listen on the address of the host name, which may be a loopback address.
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    where = {"interface": interface} if interface else {"hostname": listen_on}
+    device = dist.ProcessGroupGloo.create_device(**where)
     options._devices, options._timeout = [device], timeout  # noqa: SLF001
     return options
 

@@ -55,7 +55,8 @@ class DispatchPlan:
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
         """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself."""
         forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
-        return (*sorted(forwarded), rank)
+        nodes, num_nodes = self.topology.rank_to_node, self.topology.num_nodes
+        return (*sorted(forwarded, key=lambda src: (nodes[src] - self.node) % num_nodes), rank)
 
     @cached_property
     def row_to_locals(self) -> torch.Tensor:

@@ -30,6 +30,8 @@ def rank_environment(testbed: Testbed, host: int, local_rank: int) -> dict[str, 
         "MASTER_ADDR": testbed.address(0, 0),
         "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": rails[0],
+        # No host here has a name server; torch warns of every address that it cannot resolve.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "NCCL_SOCKET_IFNAME": "=" + ",".join(rails),
     }
 
