@@ -21,7 +21,7 @@ OPENING = """# API reference
 
 Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
 `fusco.rails` and `fusco.schedule`; modules below them may move.
-[Design](design.md), [errors](faults.md), [training](fsdp.md)."""
+[Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,15 +36,17 @@ def rails(
     console, reader = new_console(json), UsageReader(board)
     try:
         reader.read()
-        with Live(_table([]), console=console, auto_refresh=False, transient=not once) as live:
+        with ExitStack() as ending:
+            live = None if once else ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
             while True:
                 time.sleep(interval)
                 uses = reader.read()
-                live.update(_table(uses), refresh=True)
                 if json:
                     write_json_lines(uses, json, appends=True)
-                if once:
+                if live is None:
+                    console.print(_table(uses))
                     return
+                live.update(_table(uses), refresh=True)
     finally:
         reader.close()
 

@@ -57,6 +57,11 @@ class Host:
         """Return whether this worker's traffic on a rail asks for a lower network priority."""
         return self.policy.defers and not self.direct >> rail & 1
 
+    def least_late_s(self, rail: int) -> float:
+        """Return the seconds before which no chunk on a rail is late: twice those of all that may be on it."""
+        bits = 8 * self.limits.chunk_bytes * self.limits.borrowed_per_rail
+        return max(self.limits.hold_s, 2 * bits / (self.rails[rail].bits_per_s or bits * 1e9))
+
 
 class Channel:
     """Messages to and from one worker of another host. Any thread may post; message i goes into receive i.
@@ -231,7 +236,7 @@ class Channel:
         """
         for connection in self._connections.values():
             if connection.outstanding and self._host.defers(connection.rail):
-                self._sends.put_back(connection.late_chunks(now, self._host.limits.hold_s))
+                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(connection.rail)))
 
     @property
     def borrows(self) -> bool:

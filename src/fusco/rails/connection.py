@@ -78,8 +78,11 @@ class Connection:
         posted = self.outstanding.pop(name, None)
         if posted is None:
             raise WireError(f"chunk {name[1]} of message {name[0]} was acknowledged, but not sent")
-        if not posted.is_late:
-            self.typical_s += (time.monotonic() - posted.at_s - self.typical_s) / _AVERAGED_OVER
+        taken_s = time.monotonic() - posted.at_s
+        if posted.is_late:  # once is no rule, but where all are late, that is typical
+            self.typical_s = min(taken_s, 1.5 * self.typical_s + 0.001)
+        else:
+            self.typical_s += (taken_s - self.typical_s) / _AVERAGED_OVER
         return posted.num_bytes
 
     def late_chunks(self, now: float, least_s: float) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ import torch
 
 from fusco.core.errors import ClosedError, PeerFailureError, TransportError
 from fusco.rails import Address, Endpoint, Limits, Rail
+from fusco.rails.connection import Connection
 from fusco.rails.wire import DATA, Record, pack
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
@@ -327,3 +328,32 @@ def test_a_forked_process_must_not_use_a_channel(tmp_path):
                 os._exit(7)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_chunks_that_are_late_are_sent_again_once_it_is_not_the_rule():
+    with socket.socket() as unconnected:
+        connection = Connection(unconnected, 1, 1)
+
+        def send(chunk, seconds, checks_after):
+            connection.send_chunk((0, chunk), (b"", memoryview(b"")))
+            connection.outstanding[0, chunk].at_s = time.monotonic() - seconds
+            late = connection.late_chunks(time.monotonic() - seconds + checks_after, 0.010)
+            connection.acknowledged((0, chunk))
+            return late
+
+        assert [send(i, 0.002, 0.009) for i in range(20)] == [[]] * 20
+        assert send(20, 0.100, 0.100) == [(0, 20)]
+        assert send(21, 0.002, 0.015) == []  # the limit has grown a little
+        assert [bool(send(30 + i, 0.040, 0.040)) for i in range(12)][-4:] == [False] * 4  # the rail has become slow
+
+
+def test_a_late_chunk_arrives_over_another_rail(tmp_path):
+    message = random_bytes(3_000_000)
+    with connected(tmp_path, limits=Limits(chunk_bytes=64 * 1024, hold_s=0.02, release_s=0.001)) as (a, b):
+        stuck = a._connections[1]
+        stuck.write = lambda: None  # what is given to it stays there, as in a class that never gets its turn
+        buffer = bytearray(len(message))
+        received, sent = b.irecv(buffer), a.isend(message)
+        assert (sent.wait(), received.wait()) == (len(message), len(message))
+        assert buffer == message.tobytes()
+        assert stuck.outstanding

@@ -8,6 +8,7 @@ import timeit
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails import roles
@@ -15,7 +16,7 @@ from fusco.bench.rails.bandwidth import START_S
 from fusco.bench.rails.crew import Crew
 from fusco.bench.rails.record import Report, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Rail
-from fusco.rails.board import BORROWED, LAST_TX, POSTED, Board
+from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
 from fusco.rails.board_row import BoardRow
 from fusco.rails.monitor import ActivityMonitor
 from fusco.rails.scheduler import Scheduler
@@ -43,8 +44,13 @@ def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float, report: 
         scheduler.view.usable = 0b1111
         queue, credit = deque[int](), Record(1, 2, 3, 4, 5, ACK)
         packed = pack(credit)
+
+        def post_and_pull() -> None:
+            queue.append(1)
+            queue.popleft()
+
         operations: dict[str, Callable[[], object]] = {
-            "post and pull an operation": lambda: (queue.append(1), queue.popleft()),
+            "post and pull an operation": post_and_pull,
             "query the load of 4 rails": monitor.idle_to_send,
             _CHOOSE: lambda: scheduler.completed(scheduler.choose(), 0),
             "write a credit": lambda: pack(credit),
@@ -70,41 +76,58 @@ def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Re
             arrivals = [0.3 + i * _PERIOD_S for i in range(max(1, int((seconds - 0.5) / _PERIOD_S)))]
             senders[0].begin(roles.flow, begin, seconds)
             senders[1].begin(roles.stream, begin, arrivals, [scaled(_VICTIM_BYTES, bed)] * len(arrivals))
-            flushes, returns = _watch(crew.board(0), begin + seconds)
+            changes = _watch(crew.board(0), begin + seconds)
             for each in (*senders, *receivers):
                 each.result()
         results = {
-            "flush P50 ms": percentile_ms(flushes, 50),
-            "flush P99 ms": percentile_ms(flushes, 99),
-            "borrowed again P50 ms": percentile_ms(returns, 50),
+            "last chunk P50 ms": percentile_ms([each.stop_s for each in changes], 50),
+            "last chunk P99 ms": percentile_ms([each.stop_s for each in changes], 99),
+            "drained P50 ms": percentile_ms([each.drained_s for each in changes], 50),
+            "borrowed again P50 ms": percentile_ms([each.again_s for each in changes if each.again_s] or [0.0], 50),
         }
         report("8 MB of the owner every 100 ms", name, results)
 
 
-def _watch(path: Path, end: float) -> tuple[list[float], list[float]]:
-    """Return seconds from the owner's first chunk to the last borrowed one, and from its last to the next borrowed."""
-    board = Board(path)
-    flushes, returns = [], []
+@dataclass
+class _Change:
+    """A message of an owner, in seconds.
+
+    From its first chunk to the last chunk that another worker posts on the rail, and to when none of those is left or
+    the message ends; from its end to the next chunk of another worker.
+    """
+
+    stop_s: float = 0.0
+    drained_s: float = 0.0
+    again_s: float = 0.0
+
+
+def _watch(path: Path, end: float) -> list[_Change]:
+    """Watch worker 1 use its rail, which worker 0 borrows, until ``end``."""
+    board, changes = Board(path), list[_Change]()
     try:
-        owner = next(each.row for each in board.workers() if each.worker == 1)
-        other = next(each.row for each in board.workers() if each.worker == 0)
-        posted, is_busy, since, last = board.cell(owner, 1)[POSTED], False, 0.0, 0.0
+        rows = {each.worker: each.row for each in board.workers()}
+        was_active, since, finished = False, 0.0, 0.0
+        seen = board.cell(rows[0], 1)[POSTED]
         while (now := time.monotonic()) < end:
-            cell, borrowed = board.cell(owner, 1), board.cell(other, 1)[BORROWED]
-            if cell[POSTED] != posted:
-                if not is_busy and now - last > _PERIOD_S / 4:
-                    is_busy, since = borrowed > 0, now
-                posted, last = cell[POSTED], cell[LAST_TX] / 1e9
-            elif last and not is_busy and borrowed and now - last < _PERIOD_S:
-                returns.append(now - last)
-                last = 0.0
-            if is_busy and not borrowed:
-                is_busy = False
-                flushes.append(now - since)
+            owner, other = board.cell(rows[1], 1), board.cell(rows[0], 1)
+            is_active, has_posted = owner[POSTED] != owner[COMPLETED], other[POSTED] != seen
+            if is_active and not was_active:
+                since = now
+                changes.append(_Change())
+            if is_active and has_posted:
+                changes[-1].stop_s = now - since
+            if is_active and not changes[-1].drained_s and not other[BORROWED]:
+                changes[-1].drained_s = now - since
+            if was_active and not is_active:
+                finished = now
+                changes[-1].drained_s = changes[-1].drained_s or now - since
+            if changes and not is_active and has_posted and not changes[-1].again_s:
+                changes[-1].again_s = now - finished
+            was_active, seen = is_active, other[POSTED]
             time.sleep(_SAMPLE_S)
     finally:
         board.close()
-    return flushes or [0.0], returns or [0.0]
+    return changes or [_Change()]
 
 
 def _microseconds(operation: Callable[[], object]) -> float:

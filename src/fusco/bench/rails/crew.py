@@ -46,7 +46,8 @@ class Member:
 
     def __init__(self, place: Place, namespaces: Namespaces) -> None:
         self.place, self._error = place, ""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fusco.bench.rails.roles"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, place, namespaces), daemon=True)
         self.process.start()

@@ -154,7 +154,7 @@ def checked_sink(office: Office) -> list[tuple[float, int]]:
     posted = deque(
         (link.irecv(buffer), buffer) for buffer in (bytearray(contents.MAX_BYTES) for _ in range(_NUM_POSTED))
     )
-    deliveries = []
+    deliveries: list[tuple[float, int]] = []
     while True:
         request, buffer = posted.popleft()
         num_bytes = request.wait()
