@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -76,7 +77,10 @@ def test_the_board_is_shown(bed):
         sender.begin(roles.flow, time.monotonic() + START_S, 2.5)
         time.sleep(START_S)
         command = [sys.executable, "-m", "fusco", "rails", "--once", "--interval", "0.3", "--board", crew.board(0)]
-        shown = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, timeout=30, check=True)
+        environment = {**os.environ, "COLUMNS": "120"}
+        shown = subprocess.run(
+            [*command, "--json", "-"], capture_output=True, text=True, timeout=30, check=True, env=environment
+        )
     uses = {line["rail"]: line for line in map(json.loads, shown.stdout.splitlines())}
     assert [(uses[i]["interface"], uses[i]["worker"], uses[i]["is_owner"]) for i in range(2)] == [
         ("rail0", 0, True),

@@ -53,8 +53,8 @@ def rails(
 
 def _table(uses: list[RailUse]) -> Table:
     table = Table(title="rails of this host", title_justify="left")
-    for name in ("rail", "Gbit/s", "worker", "pid", "", "sends MB/s", "receives MB/s", "chunks out", "borrowed"):
-        table.add_column(name, justify="left" if name in ("rail", "") else "right")
+    for name in ("rail", "Gbit/s", "worker", "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed"):
+        table.add_column(name, justify="left" if name in ("rail", "use") else "right", no_wrap=True)
     for i, use in enumerate(uses):
         is_first = not i or uses[i - 1].rail != use.rail
         is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from fusco.core.errors import TransportError, reason_of
-from fusco.rails.channel import Host
 from fusco.rails.connection import Connection, configure
 from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.host import Host
 from fusco.rails.joining import Joining
 from fusco.rails.loop import READ
 
@@ -95,7 +95,7 @@ class Acceptor:
         del self._joining[joining]
         self._host.loop.forget(joining.socket.fileno())
         peer = joining.handshake.peer
-        if reason or peer is None or peer.rail != rail:
+        if reason or peer is None or not rail == peer.rail < peer.num_rails:
             self.num_refused += 1
             joining.socket.close()
             return

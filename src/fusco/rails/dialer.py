@@ -8,9 +8,10 @@ import socket
 from dataclasses import dataclass
 
 from fusco.rails.address import Address
-from fusco.rails.channel import Channel, Host
+from fusco.rails.channel import Channel
 from fusco.rails.connection import Connection, bind_to, configure
 from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.host import Host
 from fusco.rails.joining import Joining
 from fusco.rails.loop import READ, WRITE
 

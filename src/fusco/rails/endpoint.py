@@ -15,10 +15,11 @@ from fusco.rails.acceptor import Acceptor
 from fusco.rails.address import Address
 from fusco.rails.board import Board
 from fusco.rails.board_row import BoardRow
-from fusco.rails.channel import Channel, Host
+from fusco.rails.channel import Channel
 from fusco.rails.connection import Connection
 from fusco.rails.dialer import Dialer
 from fusco.rails.handshake import CHANNEL_BYTES, SECRET_BYTES, Introduction
+from fusco.rails.host import Host
 from fusco.rails.limits import Limits
 from fusco.rails.loop import Loop
 from fusco.rails.monitor import ActivityMonitor, CompletionMonitor, Monitor
@@ -223,6 +224,8 @@ class Endpoint:
             self._accepted.put(channel)
         elif connection.rail < channel.num_rails:
             channel.attach(connection)
+        else:
+            connection.abort()
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests: the thread has ended with an error."""

@@ -16,6 +16,7 @@ import torch
 from fusco.core.errors import ClosedError, PeerFailureError, TransportError
 from fusco.rails import Address, Endpoint, Limits, Rail
 from fusco.rails.connection import Connection
+from fusco.rails.handshake import Handshake, Introduction
 from fusco.rails.wire import DATA, Record, pack
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
@@ -277,6 +278,21 @@ def test_foreign_connections_are_refused(tmp_path):
         assert (received.wait(), sent.wait()) == (300_000, 300_000)
         assert buffer == message.tobytes()
         assert a.rails == b.rails == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("claimed", "listener", "num_rails"), [(1, 0, 3), (2, 2, 1)])
+def test_rails_that_a_client_cannot_have(tmp_path, claimed, listener, num_rails):
+    with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as endpoint:
+        address = endpoint.listen()
+        this = Introduction(1, num_rails, 4096, b"c" * 16, claimed, 1)
+        handshake = Handshake(address.secret, this, is_server=False)
+        with socket.create_connection(address.rails[listener]) as client:
+            client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))
+            client.recv(handshake.num_expected, socket.MSG_WAITALL)
+            assert client.recv(1) == b""
+        wait_for(lambda: endpoint.num_refused == 1)
+        with pytest.raises(TransportError):
+            endpoint.accept(0.01)
 
 
 @pytest.mark.parametrize(
