@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "api.md"
 OPENING = """# API reference
 
 Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
-`fusco.schedule` and `fusco.testbed`; modules below them may move.
-[Design](design.md), [errors](faults.md), [training](fsdp.md), [testbed](testbed.md)."""
+`fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
+[Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md), [testbed](testbed.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {
@@ -40,6 +40,11 @@ TOPICS: dict[str, dict[str, str]] = {
         "Checkpoints and files": "save_checkpoint load_checkpoint save_hugging_face load_hugging_face "
         "parameters_on_meta materialize",
         "Through transformers": "registered_with_transformers registered_as_experts_implementation",
+    },
+    "fusco.rails": {
+        "Endpoints and messages": "Endpoint Channel Request Address",
+        "Rails of a host": "Rail discover_rails",
+        "Scheduling": "POLICIES Policy Limits",
     },
     "fusco.schedule": {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",

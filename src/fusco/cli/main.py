@@ -20,6 +20,7 @@ from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
+from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
 from fusco.cli.testbed import run_testbed
@@ -42,6 +43,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(plan)
 app.command()(schedule)
 app.command()(train)
+app.command()(rails)
 app.command()(doctor)
 app.command("testbed")(run_testbed)
 app.command()(warm_up)
