@@ -217,10 +217,10 @@ def _error_of(call: Callable[[], None]) -> str:
 
 
 def held() -> list[str]:
-    """Shared memory that this process has mapped or open, and pidfds of the processes that it monitors."""
+    """Shared memory that this process has mapped or open, and the memory maps of processes that it watches."""
     links = [name for _, name in open_files()]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return [name for name in links + maps if name.startswith("/dev/shm/") or "pidfd" in name]
+    return [name for name in links + maps if name.startswith("/dev/shm/") or name.endswith("/statm")]
 
 
 def open_files(pid: int | str = "self") -> list[tuple[Path, str]]:

@@ -85,6 +85,11 @@ class Session:
                 self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
             raise
 
+    def check(self) -> None:
+        """Raise ``PeerFailureError`` if a rank is gone or the device has given up, as ``Watchdog.check``; no wait."""
+        with self.operation("check"):
+            self._watchdog.check()
+
     def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Exchange fingerprints and counts with all ranks; return the counts of all ranks, by rank.
 

@@ -16,7 +16,6 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.rendezvous import rendezvous
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
-_IS_BROKEN = 0  # index in State
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,8 @@ class Arena:
         return self._views[producer][first : first + layout.slot_bytes]
 
     def abort(self) -> None:
-        """End every wait on this device soon."""
+        """End every wait on this device soon. Any thread may call it, also during a graph capture."""
         self._abort.value = 1
-
-    def is_broken(self) -> bool:
-        """Return whether a device-side wait has timed out or was aborted. Synchronises the current stream."""
-        return bool(self._state[_IS_BROKEN].item())
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""

@@ -20,13 +20,11 @@ class DevicePlan(PlannedRows):
     Attributes:
         rank: the rank that the plan is for.
         placement: the experts of each rank.
-        num_slots: rows of the expert-major output.
 
     """
 
     rank: int
     placement: ExpertPlacement
-    num_slots: int
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import leak
+from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
@@ -100,7 +101,8 @@ class CudaEngine:
         self._last_work: LastWork | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            self._order = StreamOrder(device)
+            self._peer_watch = PeerWatch(self._watchdog, self.abort)
+            self._order = StreamOrder(device, self._peer_watch.start)
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
@@ -109,6 +111,7 @@ class CudaEngine:
             if self._topology.num_nodes > 1:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
+            resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle()
             self._watchdog.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # the first verb may run on any stream
@@ -285,7 +288,7 @@ class CudaEngine:
     def has_finished(self) -> bool:
         """See ``Engine``."""
         with torch.cuda.stream(self._order.own):
-            return self._has_work_ended() and not self._device_stall() and not self._arena.is_broken()
+            return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """See ``Engine``."""

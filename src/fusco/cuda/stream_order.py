@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,8 +16,9 @@ _POLL_INTERVAL_S = 1e-3
 class StreamOrder:
     """Keeps all launches of a communicator in one order, on any streams. The caller orders graph replays."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_capture: Callable[[], None]) -> None:
+        """``on_capture`` is called in each launch that a graph captures."""
+        self._device, self._on_capture = device, on_capture
         self.streams: list[torch.cuda.Stream] = []  # all streams with launches
         self.own = self.new_stream()
         self._done = torch.cuda.Event()
@@ -47,7 +48,9 @@ class StreamOrder:
             held = [*held, *(tensor for tensor in inputs if tensor is not None)]
         for tensor in held:
             tensor.record_stream(stream)  # the caller may free it before it is read
-        if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            self._on_capture()
+        elif self.latest not in (None, stream):
             stream.wait_stream(self.latest)
         if stream != self.latest and stream not in self.streams:
             self.streams.append(stream)

@@ -181,10 +181,6 @@ def test_a_rank_that_has_left_is_no_error_where_everything_is_complete():
     assert device.deeds == ["abort"]
 
 
-def break_off(engine) -> None:
-    engine._arena._state[0] = 1
-
-
 def end_network(engine) -> None:
     engine._network.nccl_watchdog.stall = Stall("the network", (1,), "slice 3", "nothing")
 
@@ -193,7 +189,7 @@ def time_out(engine) -> None:
     engine._arena.failure.is_set = 1
 
 
-@pytest.mark.parametrize("befall", [break_off, end_network, time_out])
+@pytest.mark.parametrize("befall", [end_network, time_out])
 def test_a_rank_that_has_left_is_an_error_where_results_are_undefined(befall):
     def later(communicator):
         # It shows after the barrier in which rank 1 is missing has begun.

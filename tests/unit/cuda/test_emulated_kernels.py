@@ -6,6 +6,7 @@ the kernels' own. (On a GPU: ``tests/cuda`` and ``tests/multirank --device cuda`
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -229,6 +230,74 @@ def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
         assert stall.phase == "exchanging routing on the device"
         assert stall.on_ranks == (1,)
     assert not arenas[1].failure.is_set
+
+
+def before_its_plan(at: Rank) -> None:
+    at.shuffle._planner.make_plan = die
+
+
+def before_it_stages_rows(at: Rank) -> None:
+    at.shuffle._own_rows.staging = lambda transfer: nullcontext(0)
+    at.shuffle._own_rows.scatter = die
+
+
+def before_its_combine(at: Rank) -> None:
+    at.combine = die
+
+
+class Died(Exception):  # noqa: N818  no error of the test
+    """Ends what a rank launches."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    raise Died
+
+
+# The phase that the others are in, and how many of the outputs (dispatch, combine) of this replay they complete.
+DEATHS = {
+    before_its_plan: ("exchanging routing on the device", 0),
+    before_it_stages_rows: ("pulling rows", 0),
+    before_its_combine: ("adding partial sums", 1),
+}
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(death, order, folder):
+    repeated = Repeated(folder, order, num_ranks=3, patience=1000)
+    phase, num_complete = DEATHS[death]
+    victim, num_replays = 1, 3
+
+    def on_rank(at: Rank) -> Any:
+        # As in replays, hosts agree on nothing in between.
+        request, call = repeated.request(at.rank, 1, torch.float32), Call(1, CallProfile())
+        pending = at.shuffle.prepare_dispatch(request, call, at.stream)
+        counts = at.session.agree(CollectiveFingerprint("dispatch", request.fields), pending.counts)
+        outputs: list[torch.Tensor] = []
+        for replay in range(num_replays):
+            if replay == 1 and at.rank == victim:
+                death(at)
+            try:
+                sent = pending.run(counts)
+                ones = torch.ones(len(sent.rows[0]), 1)
+                outputs += [sent.rows[0], at.combine(sent.plan, ones, is_weighted=False)]
+            except Died:
+                return None
+        at.arena.abort()  # by the host's watch
+        return outputs, sent.plan, stall_of(at.arena.failure, at.arena.node_ranks)
+
+    for rank, result in enumerate(repeated.world.run(on_rank)):
+        if rank == victim:
+            continue
+        outputs, plan, stall = result
+        assert (stall.phase, stall.on_ranks) == (phase, (victim,))
+        is_poison = [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs]
+        num_valid = 2 + num_complete
+        assert is_poison == [False] * num_valid + [True] * (2 * num_replays - num_valid)
+        num_terms = (repeated.request(rank, 1, torch.float32).routing.topk_idx >= 0).sum(1)
+        assert torch.equal(outputs[1][:, 0], num_terms.float())
+        assert (plan.row_to_slots == -1).all()
+        assert (plan.num_rows_per_expert == 0).all()
 
 
 def alone(folder, program) -> Any:

@@ -9,7 +9,7 @@ from fusco.cuda.kernels.abi import I32, POINTER, U32, U64
 
 
 class Failure(ctypes.Structure):
-    """``Failure`` of comm.cuh: the first wait that timed out."""
+    """``Failure`` of comm.cuh: the first wait that timed out or was aborted."""
 
     _fields_ = [(name, U32) for name in ("is_set", "phase", "peer", "expected", "seen")]
 

@@ -74,6 +74,7 @@ class PlannedRows:
         first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
             tokens of this node's ranks are all there, of other ranks only those that concern this node.
         held: the sources whose rows are in this rank's pool; this rank first.
+        num_slots: rows of the expert-major output.
         row_to_slots, weights: see ``HeldRows``; in order of source.
         token_to_ranks: see ``HeldRows``; in order of ``held``.
         num_rows_per_expert: int64 (num_local_experts,), padding not counted.
@@ -83,6 +84,7 @@ class PlannedRows:
 
     first_row: tuple[int, ...]
     held: tuple[int, ...]
+    num_slots: int
     row_to_slots: torch.Tensor
     weights: torch.Tensor | None
     num_rows_per_expert: torch.Tensor

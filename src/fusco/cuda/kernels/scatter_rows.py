@@ -23,7 +23,7 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         ("outputs", POINTER * num_payloads),
         *((name, POINTER) for name in ("row_to_slots", "block_to_first_slot", "num_rows_per_expert")),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "longest", "parts")),
+        *((name, I32) for name in ("num_local_experts", "num_slots", "longest", "parts")),
         ("in_place_ranks", U32),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
@@ -69,6 +69,7 @@ def scatter_rows(
         num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
         first_row=held.first_row,
         num_local_experts=len(plan.num_rows_per_expert) if clears_padding else 0,
+        num_slots=plan.num_slots,
         longest=held.longest,
         parts=held.num_parts,
         in_place_ranks=in_place_ranks,

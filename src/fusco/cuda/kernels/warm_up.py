@@ -99,6 +99,7 @@ def _planned(shape: KernelShape, weights: torch.Tensor) -> PlannedRows:
     return PlannedRows(
         first_row=(0,) * (shape.num_ranks + 1),
         held=(0,),
+        num_slots=1,
         row_to_slots=ids,
         weights=weights,
         num_rows_per_expert=torch.zeros(1, dtype=torch.int64, device="cpu"),

@@ -173,11 +173,8 @@ __device__ __forceinline__ i32 take_send(const Comm& comm) {
 }
 __device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
-    combine_rows(const __grid_constant__ CombineArgs args) {
+__device__ __forceinline__ void send_and_sum(const CombineArgs& args, u32 epoch) {
     const Comm& comm = args.comm;
-    if (is_broken(comm)) return;
-    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
     i32 taken = take_send(comm);
     if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
 
@@ -206,7 +203,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             send_partial_sum(args, item.rank, item.token, item.part, epoch);
         send = for_all_lanes(taken);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    combine_rows(const __grid_constant__ CombineArgs args) {
+    const Comm& comm = args.comm;
+    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
+    send_and_sum(args, epoch);
     if (block_is_last(comm.state + NUM_DONE)) {
+        const u64 num_tokens = args.first_row[comm.rank + 1] - args.first_row[comm.rank];
+        if (is_broken(comm)) return block_poisons(args.out, num_tokens * OUT_BYTES);
         signal_peers(comm, comm.sums_released, epoch, threadIdx.x, NUM_THREADS);
         if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0;
     }

@@ -23,7 +23,7 @@ enum State : u32 {
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
 enum Phase : u32 { EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER };
 
-// The first wait that timed out, in host memory.
+// The first wait that ended without what it waited for, in host memory. It timed out, or the host gave up.
 struct Failure {
     u32 is_set, phase, peer, expected, seen;
 };
@@ -57,15 +57,25 @@ __device__ __forceinline__ bool is_broken(const Comm& comm) {
     return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN) != 0;
 }
 
-// End all waits on this device. The first caller reports the reason in host memory.
+// End all waits on this device. The first caller reports its wait in host memory.
 __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure) {
-    if (atomicExch(comm.state + IS_BROKEN, 1u) == 0 && failure.is_set) {
+    if (atomicExch(comm.state + IS_BROKEN, 1u) == 0) {
         Failure* report = comm.failure;
         report->phase = failure.phase, report->peer = failure.peer;
         report->expected = failure.expected, report->seen = failure.seen;
         __threadfence_system();
         *reinterpret_cast<volatile u32*>(&report->is_set) = 1;
     }
+}
+
+// Overwrite an output, aligned to 16 bytes, of a communicator that has broken: a replayed graph would otherwise return the
+// values of its previous replay. Bytes of 0xff are NaN in all floating types, those of 8 bits included, and -1 in signed
+// integers. One block calls it, the last of its grid, since others may still write.
+__device__ __noinline__ void block_poisons(u8* output, u64 num_bytes) {
+    const u64 num_vectors = num_bytes / 16;
+    for (u64 i = threadIdx.x; i < num_vectors; i += blockDim.x)
+        store_row(reinterpret_cast<Vector<16>*>(output) + i, {{~0u, ~0u, ~0u, ~0u}});
+    for (u64 i = num_vectors * 16 + threadIdx.x; i < num_bytes; i += blockDim.x) output[i] = 0xff;
 }
 
 // Timeout of a spin-wait. It rarely checks the abort flag: thousands of warps that read host memory at once would queue for
@@ -90,8 +100,7 @@ class SpinTimeout {
         next_check_ = nanoseconds() + CHECK_INTERVAL;
         if (is_broken(comm)) return false;
         const u64 limit = comm.timeout_ns + (waiting_for.phase == GRID_BARRIER ? BARRIER_GRACE : 0);
-        if (*reinterpret_cast<const volatile u32*>(comm.abort)) waiting_for.is_set = 0;
-        else if (nanoseconds() - since_ < limit) return true;
+        if (!*reinterpret_cast<const volatile u32*>(comm.abort) && nanoseconds() - since_ < limit) return true;
         break_off(comm, waiting_for);
         return false;
     }
@@ -125,9 +134,9 @@ __device__ __forceinline__ bool wait_for_epoch(
     return true;
 }
 
-// Wait for one flag of each rank with the first NUM_RANKS threads of a block; all threads get the result.
+// Wait for one flag of each rank with the first NUM_RANKS threads of a block; all threads get the result, false if broken.
 __device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flags, u32 epoch, Phase phase) {
-    bool is_ready = true;
+    bool is_ready = !is_broken(comm);
     for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += blockDim.x)
         is_ready &= wait_for_epoch(comm, section<u32>(comm, comm.rank, flags) + peer, epoch, phase, peer);
     return __syncthreads_and(is_ready);
