@@ -24,6 +24,7 @@ TIMEOUT_S = 4.0
 _MAX_ROUNDS = 3  # a fault is detected in its round, or in the next one if it hits the last step
 _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
 _SHUFFLED_BYTES = 5000
+_NUM_CHECKS = 200
 _EXCHANGED_BYTES = 3000
 
 
@@ -191,6 +192,16 @@ def exchange(communicator: fusco.Communicator) -> None:
     receive = [_EXCHANGED_BYTES * (1 + (peer + 2 * rank) % 4) for peer in range(num_ranks)]
     rows, output = torch.ones(sum(send), dtype=torch.uint8), torch.empty(sum(receive), dtype=torch.uint8)
     communicator.all_to_all(output, rows, receive, send)
+
+
+def check_often(communicator: fusco.Communicator) -> None:
+    """Dispatch once, then only check, as a loop between steps does."""
+    ids = torch.zeros(_NUM_TOKENS, _NUM_TOPK, dtype=torch.int64)
+    communicator.dispatch(torch.ones(_NUM_TOKENS, _HIDDEN), ids)
+    between_calls()
+    for _ in range(_NUM_CHECKS):
+        communicator.check()
+        time.sleep(0.001)
 
 
 def _round(communicator: fusco.Communicator) -> None:

@@ -92,7 +92,7 @@ def test_a_rank_that_dies_when_all_devices_are_done_is_no_error(tmp_path, num_no
         assert fate.does_device_work, fate
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rank_is_killed_while_all_replay_graphs(tmp_path, num_ranks):
     struck = tmp_path / "struck"
     for fate in survivors_of(num_ranks, num_ranks, replay_until_failure, VICTIM, struck):

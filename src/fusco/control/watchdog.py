@@ -236,13 +236,15 @@ class Watchdog:
         return f"rank {rank} is dead or has left: its connection is closed"
 
     def _raise_what_is_wrong(self) -> NoReturn:
-        stall = self._device_stall() or Stall("checking all ranks", (), "every rank at work", "not all")
-        if self._status_server.failure_report:
-            raise self._failure(stall, self._status_server.failure_report)
+        def stall_of(ranks: tuple[int, ...]) -> Stall:
+            return self._device_stall() or Stall("checking all ranks", ranks, "every rank at work", "fewer")
+
+        if report := self._status_server.failure_report:
+            raise self._failure(stall_of(report.peers), report)
         time.sleep(min(self._settling_s, _MAX_SETTLING_IN_CHECK_S))
         if gone := tuple(sorted({*self._dead_or_departed(), *self._liveness.disconnected()})):
-            self._blame(stall, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
-        self.find_fault(stall, self._network_failure() or _DEVICE_GAVE_UP)
+            self._blame(stall_of(gone), gone, "; ".join(map(self._describe_end, gone)), has_left=True)
+        self.find_fault(stall_of(()), self._network_failure() or _DEVICE_GAVE_UP)
 
     def _blame_the_departed(self, stall: Callable[[], Stall]) -> None:
         """Raise if this rank still waits for a rank that has left."""

@@ -120,7 +120,8 @@ class CudaEngine:
 
     def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
-        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, self._arena.abort)
+        on_stall = self._arena.abort_after_network
+        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self) -> Shuffle[Any]:
         """Make the shuffle for one node or several; it takes the plans that it makes."""

@@ -30,6 +30,7 @@ PHASES = (
         "all blocks of a kernel resident on this device at once, which are",
         "fewer, as other kernels occupy its multiprocessors",
     ),
+    Phase("the network", "all messages of epoch", "an abort of NCCL"),
 )
 
 

@@ -126,7 +126,7 @@ def weight_gradients(hidden: int, row_type: str, weight_bytes: int, has_dots: in
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
     item_bytes = ITEM_BYTES[row_type]
     return constants_of(
-        returned_type(num_remote),
+        returned_type(1, num_remote),
         1,
         256,
         NUM_REMOTE=num_remote,

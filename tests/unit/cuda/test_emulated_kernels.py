@@ -300,6 +300,31 @@ def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(d
         assert (plan.num_rows_per_expert == 0).all()
 
 
+class PlayWithoutNetwork(EmulatedPlay):
+    """A play after which the network of rank 0 fails, and a dispatch and a combine that show it."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        before = super()._on_rank(at)
+        torch.zeros(1)  # after all of that
+        if at.rank == 0:
+            at.arena.abort_after_network()
+        sent = at.dispatch(self._request(at.rank, self._payloads(at)))
+        out = at.combine(sent.plan, torch.ones(len(sent.rows[0]), 3), is_weighted=False)
+        return before, [*sent.rows, out], at.arena
+
+
+@pytest.mark.parametrize("order", range(2))
+def test_what_depends_on_a_network_that_has_failed_is_poison(order, folder):
+    whole = PlayWithoutNetwork(Scene(num_nodes=2, ranks_per_node=1, kind="balanced", seed=order), folder)
+    results = whole.run(order)
+    whole.check([before for before, _, _ in results])
+    for rank, (_, outputs, arena) in enumerate(results):
+        assert [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs] == [rank == 0] * len(outputs)
+        assert bool(arena.failure.is_set) == (rank == 0)
+    failed = results[0][2]
+    assert stall_of(failed.failure, failed.node_ranks).phase == "the network"
+
+
 def alone(folder, program) -> Any:
     """What a program gives on the only rank of a world, with whatever kernels it launches."""
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)

@@ -45,6 +45,6 @@ def comm_type(num_ranks: int) -> type[ctypes.Structure]:
         ("abort", POINTER),
         ("timeout_ns", U64),
         *((name, U64) for name in sections),
-        *((name, I32) for name in ("rank", "max_tokens", "max_chunks", "max_topk")),
+        *((name, I32) for name in ("rank", "max_tokens", "max_chunks", "max_topk", "has_network")),
     ]
     return type("Comm", (ctypes.Structure,), {"_fields_": fields})

@@ -21,7 +21,12 @@ enum State : u32 {
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
-enum Phase : u32 { EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER };
+enum Phase : u32 {
+    EXCHANGING_ROUTING, REUSING_POOL, STAGING_ROWS, REUSING_SUMS, SUMMING_ROWS, LEAVING, GRID_BARRIER, NETWORK
+};
+
+// Values of the host's abort word. After the last one, memory that the network should have written is undefined.
+enum Abort : u32 { NO_ABORT, END_WAITS, NETWORK_HAS_FAILED };
 
 // The first wait that ended without what it waited for, in host memory. It timed out, or the host gave up.
 struct Failure {
@@ -32,7 +37,7 @@ struct Comm {
     u8* arena[NUM_RANKS];  // every rank's peer-visible memory, as mapped here
     u32* state;            // private counters, indexed by State
     Failure* failure;      // in host memory
-    const u32* abort;      // in host memory: nonzero once the host gives up
+    const u32* abort;      // an Abort, in host memory
     u64 timeout_ns;
     // Byte offsets of the sections of an arena.
     u64 routing_ready;  // [source][chunk] plan epoch of the chunk of a source's routing that is here
@@ -47,6 +52,7 @@ struct Comm {
     i32 max_tokens;
     i32 max_chunks;
     i32 max_topk;
+    i32 has_network;  // there are other nodes
 };
 
 template <typename T> __device__ __forceinline__ T* section(const Comm& comm, int rank, u64 offset) {
@@ -66,6 +72,14 @@ __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure)
         __threadfence_system();
         *reinterpret_cast<volatile u32*>(&report->is_set) = 1;
     }
+}
+
+// Break off if the network has failed. Kernels that read what it has received begin with this. One thread of the grid reads
+// host memory, which takes it a microsecond; its last block sees the result.
+__device__ __forceinline__ void check_network(const Comm& comm, u32 epoch) {
+    if (comm.has_network && blockIdx.x == 0 && threadIdx.x == 0 &&
+        *reinterpret_cast<const volatile u32*>(comm.abort) == NETWORK_HAS_FAILED)
+        break_off(comm, {1, NETWORK, static_cast<u32>(comm.rank), epoch, 0});
 }
 
 // Overwrite an output, aligned to 16 bytes, of a communicator that has broken: a replayed graph would otherwise return the

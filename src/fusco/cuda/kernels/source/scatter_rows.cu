@@ -125,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
     wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool is_in_place = args.in_place_ranks >> comm.rank & 1;
+    check_network(comm, epoch);
     if (__all_sync(ALL_LANES, !is_broken(comm))) fill_slots(args, epoch, is_in_place);
     if (block_is_last(comm.state + NUM_DONE)) {
         if (is_broken(comm)) return poison_slots(args);
