@@ -101,11 +101,11 @@ class CudaEngine:
         self._last_work: LastWork | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            self._peer_watch = PeerWatch(self._watchdog, self.abort)
-            self._order = StreamOrder(device, self._peer_watch.start)
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
+            self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
+            self._order = StreamOrder(device, self._peer_watch.start)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:

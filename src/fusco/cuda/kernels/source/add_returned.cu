@@ -27,7 +27,7 @@ using SumPack = Pack<Element<sizeof(Sum) == 8 ? F64 : F32>, N>;
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) add_returned(const __grid_constant__ ReturnedArgs args) {
     const Comm& comm = args.comm;
-    check_network(comm, comm.state[COMBINE_EPOCH]);
+    const bool is_defined = has_network_arrived(comm, comm.state[COMBINE_EPOCH]) && !is_broken(comm);
     const u32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const u64 first_token = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;
     for (u64 token = first_token; token < static_cast<u64>(args.num_tokens); token += num_warps) {
@@ -64,6 +64,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) add_returned(const __g
                 }
         }
     }
-    if (block_is_last(comm.state + NUM_DONE) && is_broken(comm))
+    if (block_exits(comm.state + NUM_DONE, is_defined) == Exit::BROKEN)
         block_poisons(args.out, args.num_tokens * static_cast<u64>(HIDDEN) * sizeof(Row::Bits));
 }

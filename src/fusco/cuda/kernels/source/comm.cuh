@@ -74,12 +74,13 @@ __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure)
     }
 }
 
-// Break off if the network has failed. Kernels that read what it has received begin with this. One thread of the grid reads
-// host memory, which takes it a microsecond; its last block sees the result.
-__device__ __forceinline__ void check_network(const Comm& comm, u32 epoch) {
-    if (comm.has_network && blockIdx.x == 0 && threadIdx.x == 0 &&
-        *reinterpret_cast<const volatile u32*>(comm.abort) == NETWORK_HAS_FAILED)
-        break_off(comm, {1, NETWORK, static_cast<u32>(comm.rank), epoch, 0});
+// Return false, and break off, if the network has failed. Kernels that read what it has received begin with this. One thread
+// of the grid reads host memory, which takes it a microsecond.
+__device__ __forceinline__ bool has_network_arrived(const Comm& comm, u32 epoch) {
+    if (!comm.has_network || blockIdx.x || threadIdx.x) return true;
+    if (*reinterpret_cast<const volatile u32*>(comm.abort) != NETWORK_HAS_FAILED) return true;
+    break_off(comm, {1, NETWORK, static_cast<u32>(comm.rank), epoch, 0});
+    return false;
 }
 
 // Overwrite an output, aligned to 16 bytes, of a communicator that has broken: a replayed graph would otherwise return the
@@ -162,17 +163,25 @@ __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 ep
         store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
 }
 
-// Return whether this block is the last of its grid to arrive, and then reset the counter. All threads must call it.
-__device__ __forceinline__ bool block_is_last(u32* counter) {
-    __shared__ bool is_last;
-    __syncthreads();
+// What a block is told at the end of its kernel: other blocks still run, or it is the last one. Then all threads of all
+// blocks have completed their work, or not.
+enum class Exit { OTHERS_RUN, ALL_COMPLETE, BROKEN };
+
+// Let a block arrive; the last one resets the counter. All threads must call it. The counter carries whether all are
+// complete, as reading the state would take the last block another microsecond.
+__device__ __forceinline__ Exit block_exits(u32* counter, bool is_complete) {
+    constexpr u32 BROKEN_BLOCK = 1 << 16;
+    __shared__ u32 arrived;
+    const bool is_block_complete = __syncthreads_and(is_complete);
     if (threadIdx.x == 0) {
         __threadfence_system();
-        is_last = add_acquire_release_device(counter, 1) == gridDim.x - 1;
-        if (is_last) *counter = 0;
+        const u32 mine = is_block_complete ? 1 : 1 + BROKEN_BLOCK;
+        arrived = add_acquire_release_device(counter, mine) + mine;
+        if (arrived % BROKEN_BLOCK == gridDim.x) *counter = 0;
     }
     __syncthreads();
-    return is_last;
+    if (arrived % BROKEN_BLOCK != gridDim.x) return Exit::OTHERS_RUN;
+    return arrived < BROKEN_BLOCK ? Exit::ALL_COMPLETE : Exit::BROKEN;
 }
 
 // A work item of a kernel: one part of one token of a rank.

@@ -87,7 +87,8 @@ template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterA
     }
 }
 
-__device__ __forceinline__ void fill_slots(const ScatterArgs& args, u32 epoch, bool is_in_place) {
+// Return false in warps that have given up.
+__device__ __forceinline__ bool fill_slots(const ScatterArgs& args, u32 epoch, bool is_in_place) {
     const Comm& comm = args.comm;
     const u32 lane = lane_index();
     if (is_in_place && blockIdx.x == gridDim.x - 1)
@@ -118,6 +119,7 @@ __device__ __forceinline__ void fill_slots(const ScatterArgs& args, u32 epoch, b
         }
     }
     clear_padding(args);
+    return is_alive;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
@@ -125,10 +127,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
     wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool is_in_place = args.in_place_ranks >> comm.rank & 1;
-    check_network(comm, epoch);
-    if (__all_sync(ALL_LANES, !is_broken(comm))) fill_slots(args, epoch, is_in_place);
-    if (block_is_last(comm.state + NUM_DONE)) {
-        if (is_broken(comm)) return poison_slots(args);
+    const bool has_begun = __all_sync(ALL_LANES, has_network_arrived(comm, epoch) && !is_broken(comm));
+    const bool is_complete = has_begun && fill_slots(args, epoch, is_in_place);
+    const Exit exit = block_exits(comm.state + NUM_DONE, is_complete);
+    if (exit == Exit::BROKEN) return poison_slots(args);
+    if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
         // The caller may overwrite its rows as soon as this kernel ends.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);

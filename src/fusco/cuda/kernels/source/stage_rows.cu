@@ -49,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __gri
             if (peer != comm.rank)
                 store_release_system(section<u32>(comm, peer, comm.rows_ready) + comm.rank * comm.max_chunks + chunk, epoch);
     }
-    if (block_is_last(comm.state + NUM_STAGED) && threadIdx.x == 0) comm.state[STAGED_EPOCH] = epoch;
+    if (block_exits(comm.state + NUM_STAGED, true) == Exit::ALL_COMPLETE && threadIdx.x == 0) comm.state[STAGED_EPOCH] = epoch;
 }
