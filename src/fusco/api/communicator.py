@@ -22,7 +22,7 @@ from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
 from fusco.core.config import Launch, Settings, StaticRows
-from fusco.core.errors import ClosedError, PeerFailureError, beside
+from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.rows import wants_grad
@@ -165,10 +165,11 @@ class Communicator:
             with_weights: return the weight of every row, too.
             static: a fixed size for the output. ``None`` means exactly as large as needed; on CUDA the host then waits
                 until the plan is made. With a fixed size the host does not wait for the device, and the call can be
-                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes the host
-                waits for the counts of rows in any case, and nothing can be captured. All calls run in the order in
-                which they are launched, on all streams. Replays of graphs are outside this order: the caller must order
-                them, and calls on other streams at the same time.
+                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes messages
+                then have a fixed size, too, and all ranks pass it or none; call once before the capture, and delete
+                graphs before ``close``. All calls run in the order in which they are launched, on all streams. Replays
+                of graphs are outside this order: the caller must order them, and calls on other streams at the same
+                time.
             launch: device settings. Gradients use as many multiprocessors, on the caller's stream.
 
         Returns:
@@ -176,8 +177,8 @@ class Communicator:
             before a stream reads it.
 
         Raises:
-            RowOverflowError: on a rank whose static output is too small. The CPU raises it here, CUDA from
-                ``synchronize``, ``close``, or the next collective, which all ranks then call off.
+            RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
+                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
 
         """
@@ -455,7 +456,7 @@ class Communicator:
             except ClosedError:
                 pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
-                with beside(error, "the communicator's resources could not be released"):
+                with cleanup_after(error, "the communicator's resources could not be released"):
                     self._end()
                 raise
             self._end()
@@ -485,9 +486,9 @@ class Communicator:
         if not self._session.access.is_own_process:
             return
         if error is not None:
-            with beside(error, "the other ranks could not be notified"):
+            with cleanup_after(error, "the other ranks could not be notified"):
                 self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
-        with beside(error, "the communicator could not be closed"):
+        with cleanup_after(error, "the communicator could not be closed"):
             self.close()
 
     def _end(self) -> None:

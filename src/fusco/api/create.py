@@ -20,7 +20,7 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
-from fusco.core.errors import PeerFailureError, beside
+from fusco.core.errors import PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
@@ -126,7 +126,7 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
     try:
         return _create(store_gather, config)
     except Exception as error:
-        with beside(error, "the other ranks could not be waited for"):
+        with cleanup_after(error, "the other ranks could not be waited for"):
             store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
         raise
 
@@ -154,7 +154,6 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,
-        num_nodes=topology.num_nodes,
     )
     return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), peer_info, validator)
 

@@ -58,7 +58,6 @@ class Validator:
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
-    num_nodes: int
 
     def validate_dispatch(
         self,
@@ -68,7 +67,6 @@ class Validator:
         options: DispatchOptions,
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
-        self.require_capturable("dispatch")
         check_integer("expert_alignment", options.expert_alignment, least=1, most=MAX_INT32)
         self.require_static(options.static)
         if options.with_weights and topk_weights is None:
@@ -94,7 +92,6 @@ class Validator:
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
-        self.require_capturable("dispatch_again")
         self.require_handle(handle)
         self.require_payloads(payloads, handle.num_tokens)
         launch = self.require_launch(launch)
@@ -104,7 +101,6 @@ class Validator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        self.require_capturable("combine")
         self.require_expert_rows(y, handle)
         self.require_combine_weights(weights)
         return CombineRequest(
@@ -197,15 +193,6 @@ class Validator:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticRows(num_rows)"
-            )
-
-    def require_capturable(self, verb: str) -> None:
-        """Raise if a verb is captured between nodes; within a node it only launches, so a CUDA graph may contain it."""
-        if self.num_nodes > 1 and self._is_capturing:
-            raise ValueError(
-                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL needs the sizes of messages when they "
-                f"are launched, and these depend on the routing. Call it outside the capture; within one node a "
-                f"combine can be captured, and a dispatch with static=StaticRows(num_rows)"
             )
 
     def require_not_capturing(self, verb: str) -> None:

@@ -30,7 +30,6 @@ def make_rank_bytes(
         skew: of ``ZIPF``.
         seed: of all but ``TRACE``.
         workload: the routing of ``TRACE``.
-
     """
     if matrix is ExchangeMatrix.TRACE:
         assert workload is not None

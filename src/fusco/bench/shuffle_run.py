@@ -22,7 +22,6 @@ class ShuffleRun:
         device: ``"cpu"`` or ``"cuda"``.
         num_sms: on CUDA, the maximum number of multiprocessors that fusco may take.
         has_timeline: whether one dispatch and combine of fusco are recorded.
-
     """
 
     workloads: tuple[Workload, ...]

@@ -100,7 +100,7 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise
     except (OSError, RuntimeError) as error:
         symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
-        watchdog.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        watchdog.query_all_ranks(Stall("connecting", others, "a connection to each", "too few"), symptom)
         raise TransportError(symptom) from error
 
 

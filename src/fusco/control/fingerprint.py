@@ -76,7 +76,7 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
         return
     rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
     if rejections:
-        raise RejectedInputError(f"{operation} was called off on all ranks, since {'; '.join(rejections)}")
+        raise RejectedInputError(f"{operation} was cancelled on all ranks, since {'; '.join(rejections)}")
 
     names = dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint.fields)
     by_field = {

@@ -42,11 +42,11 @@ class PeerWatch:
     def _run(self) -> None:
         departed_since = 0.0
         while not self._is_over.wait(_INTERVAL_S):
-            if self._watchdog.has_anybody_departed:
+            if self._watchdog.has_departed_rank:
                 departed_since = departed_since or time.monotonic()
                 is_lost = time.monotonic() - departed_since > _GRACE_AFTER_DEPARTURE_S
             else:
-                is_lost = self._watchdog.is_anybody_gone
+                is_lost = self._watchdog.has_failed_rank
             if is_lost:
                 self._on_loss()
                 self._watchdog.report_the_dead()

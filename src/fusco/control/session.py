@@ -16,7 +16,7 @@ from fusco.core.errors import (
     PeerFailureError,
     RejectedInputError,
     SharedMemoryError,
-    beside,
+    cleanup_after,
 )
 from fusco.core.profile import Call, CallProfile
 
@@ -81,7 +81,7 @@ class Session:
             self.end(str(error))
             raise
         except BaseException as error:
-            with beside(error, "the other ranks could not be notified"):
+            with cleanup_after(error, "the other ranks could not be notified"):
                 self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
             raise
 

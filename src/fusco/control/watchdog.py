@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fusco.control.liveness import Liveness
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
-from fusco.core.errors import PeerFailureError, Stall, beside
+from fusco.core.errors import PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _PATIENCE = 0.7
@@ -97,7 +97,7 @@ class Watchdog:
         status_server, now = self._status_server, time.monotonic()
         is_gone = False
         if now - self._last_check >= _SECONDS_BETWEEN_CHECKS:
-            self._last_check, is_gone = now, self.is_anybody_gone or bool(self._network_failure())
+            self._last_check, is_gone = now, self.has_failed_rank or bool(self._network_failure())
         if is_gone or status_server.failure_report or status_server.departures or self._device_stall():
             self.begin(self._collective, "check")
             self._raise_what_is_wrong()
@@ -139,7 +139,7 @@ class Watchdog:
         self._status_server.note(self._collective, self._operation, waiting_for.phase)
         if self._status_server.failure_report:
             raise self._failure(waiting_for, self._status_server.failure_report)
-        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
         has_died, failure = any(map(self._liveness.is_dead, concerned)), self._network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
@@ -154,7 +154,7 @@ class Watchdog:
 
     def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
         """Ask all ranks for their status, decide which are at fault, report them to all ranks, and raise."""
-        statuses = self.ask_everybody(stall, symptom)
+        statuses = self.query_all_ranks(stall, symptom)
         late = [rank for rank, status in statuses.items() if status.collective < self._collective]
         blamed = tuple(late or [rank for rank in stall.on_ranks if rank in self._peers])
         doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
@@ -162,7 +162,7 @@ class Watchdog:
             doing = f"rank {self._rank}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"
         self._blame(stall, blamed, f"{symptom}; {doing}", has_left=False)
 
-    def ask_everybody(self, stall: Stall, symptom: str) -> dict[int, Status]:
+    def query_all_ranks(self, stall: Stall, symptom: str) -> dict[int, Status]:
         """Ask all ranks for their status and return it, by rank.
 
         If some are dead or do not answer, report them to all ranks and raise ``PeerFailureError``. Also raise if
@@ -203,12 +203,12 @@ class Watchdog:
             self._report(FailureReport(dead, reason, self._rank, has_left=True))
 
     @property
-    def is_anybody_gone(self) -> bool:
+    def has_failed_rank(self) -> bool:
         """True if a rank has died, its connection is closed, or a rank has reported a failure. Any thread may ask."""
         return bool(self._status_server.failure_report or self._dead() or self._liveness.disconnected())
 
     @property
-    def has_anybody_departed(self) -> bool:
+    def has_departed_rank(self) -> bool:
         """True if a rank has reported that it left. Any thread may ask."""
         return bool(self._status_server.departures)
 
@@ -250,7 +250,7 @@ class Watchdog:
         """Raise if this rank still waits for a rank that has left."""
         time.sleep(self._settling_s)
         waiting_for = stall()
-        concerned = self._peers if waiting_for.is_for_own_device else waiting_for.on_ranks
+        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
         if not self._status_server.departures.keys().isdisjoint(concerned):
             gone = self._dead_or_departed()
             self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
@@ -259,7 +259,7 @@ class Watchdog:
         if not (failure_report := self._status_server.failure_report):  # another rank may have been quicker
             failure_report = FailureReport(at_fault, reason, self._rank, has_left)
             failure = self._failure(stall, failure_report)
-            with beside(failure, "the other ranks could not be notified"):
+            with cleanup_after(failure, "the other ranks could not be notified"):
                 self._report(failure_report)
             self._status_server.failure_report = self._status_server.failure_report or failure_report
             raise failure

@@ -43,7 +43,6 @@ class CallProfile:
             ``all_to_all``, as the others are known on the device only.
         num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels
             that pack slices and NCCL kernels do not count.
-
     """
 
     operation: str = ""
@@ -73,7 +72,6 @@ class Call:
     Attributes:
         sequence_number: of the latest exchange of records, the same on all ranks; most collectives have one.
         profile: counts times, bytes and multiprocessors.
-
     """
 
     sequence_number: int

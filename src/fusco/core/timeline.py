@@ -74,7 +74,6 @@ class Timeline:
             lane: the row on which the span is drawn, such as ``"network"``.
             name: the label of the span.
             stream: the stream on which all of the work is launched; ``None`` means the current one.
-
         """
         start, end = self._new_event(), self._new_event()
         if self._origin is None:
@@ -120,7 +119,6 @@ def write_chrome_trace(
         about: further information for the reader of the file.
 
     Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-
     """
     in_order = [span.lane for spans in rank_to_spans for span in spans]
     lane_to_thread = {lane: thread for thread, lane in enumerate(dict.fromkeys(in_order))}

@@ -27,7 +27,6 @@ class CpuSegmentChannels:
         self._send_ring = SendRing(transport, list(private[: self._depth]))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """See ``SegmentChannels``."""
         rank = self._memory.rank
         tasks: list[Task] = [self._outgoing(segments, dst) for dst, segments in in_turn(rank, send)]
         return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]

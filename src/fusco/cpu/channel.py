@@ -26,19 +26,16 @@ class RingOut:
         return self._memory.flags[self._consumer].load(self._memory.layout.control.consumed_flag(self._memory.local))
 
     def slot(self) -> torch.Tensor | None:
-        """See ``Outgoing``."""
         if self.num_produced - self.num_consumed >= self._depth:
             return None
         return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
 
     def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
-        """See ``Outgoing``."""
         self.num_produced += 1
         self._memory.own.store(self._flag, self.num_produced)
 
     @property
     def is_drained(self) -> bool:
-        """See ``Outgoing``."""
         return self.num_consumed == self.num_produced
 
 
@@ -57,19 +54,16 @@ class RingIn:
         return self._memory.flags[self._producer].load(self._memory.layout.control.produced_flag(self._memory.local))
 
     def message(self) -> torch.Tensor | None:
-        """See ``Incoming``."""
         if self.num_produced <= self.num_consumed:
             return None
         return self._memory.ring_slot(self._producer, self._memory.local, self.num_consumed % self._depth)
 
     def release(self) -> None:
-        """See ``Incoming``."""
         self.num_consumed += 1
         self._memory.own.store(self._flag, self.num_consumed)
 
     @property
     def is_released(self) -> bool:
-        """See ``Incoming``."""
         return True
 
 
@@ -104,16 +98,13 @@ class GlooOut:
         self._ring, self._dst = ring, dst
 
     def slot(self) -> torch.Tensor | None:
-        """See ``Outgoing``."""
         return self._ring.slot()
 
     def commit(self, num_bytes: int) -> None:
-        """See ``Outgoing``."""
         self._ring.commit(num_bytes, self._dst)
 
     @property
     def is_drained(self) -> bool:
-        """See ``Outgoing``."""
         return self._ring.is_drained
 
 
@@ -135,18 +126,15 @@ class GlooIn:
             self._arriving.append((self._transport.receive(message, self._src), message))
 
     def message(self) -> torch.Tensor | None:
-        """See ``Incoming``."""
         if not self._arriving:
             return None
         ticket, message = self._arriving[0]
         return message if ticket.is_done else None
 
     def release(self) -> None:
-        """See ``Incoming``."""
         self._arriving.pop(0)
         self._post()
 
     @property
     def is_released(self) -> bool:
-        """See ``Incoming``."""
         return True

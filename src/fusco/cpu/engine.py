@@ -51,7 +51,7 @@ from fusco.schedule.cost import CPU_LINKS
 
 
 class CpuEngine:
-    """Engine of one rank on the CPU; see ``fusco.engine.base.Engine``."""
+    """Engine of one rank on the CPU. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
         """Connect to all other ranks over gloo. The caller keeps the connections, and closes them after the engine."""
@@ -72,20 +72,18 @@ class CpuEngine:
 
     @property
     def topology(self) -> Topology:
-        """See ``Engine``."""
         return self._topology
 
     @property
     def is_asynchronous(self) -> bool:
-        """See ``Engine``: every call returns when its work is complete."""
+        """Every call returns when its work is complete."""
         return False
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``: errors are never deferred."""
+        """Errors are never deferred."""
         return None
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DispatchPlan]]:
-        """See ``Engine``."""
         forwarding = plan_forwarding(request.routing.topk_idx, request.placement, self._topology)
         published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
 
@@ -101,11 +99,9 @@ class CpuEngine:
         return Pending(published.pack(), run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DispatchPlan], call: Call) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, call))
 
     def prepare_combine(self, request: CombineRequest[DispatchPlan], call: Call) -> Pending[torch.Tensor]:
-        """See ``Engine``."""
         return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
 
     def _plan(
@@ -192,7 +188,6 @@ class CpuEngine:
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        """See ``Engine``."""
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
@@ -218,19 +213,17 @@ class CpuEngine:
         return Pending(sizes_of(request).pack(), run)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
-        """See ``Engine``."""
         streams = self._streams()
         with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
             run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
-        """See ``Engine``."""
         streams = self._streams()
         with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
             run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """See ``Engine``: rows are always copied, since peers cannot read the caller's memory."""
+        """Rows are always copied, since peers cannot read the caller's memory."""
         try:
             memory = torch.empty(request.shape, dtype=request.dtype, device="cpu")
         except RuntimeError as failure:
@@ -239,26 +232,24 @@ class CpuEngine:
         return Pending((), lambda _: memory)
 
     def wait(self) -> None:
-        """See ``Engine``: nothing is asynchronous."""
+        """Nothing is asynchronous."""
 
     def synchronize(self) -> None:
-        """See ``Engine``: nothing is asynchronous."""
+        """Nothing is asynchronous."""
 
     def finish(self) -> None:
-        """See ``Engine``: a rank that has reached the end needs nothing more from its peers."""
+        """A rank that has reached the end needs nothing more from its peers."""
 
     def has_finished(self) -> bool:
-        """See ``Engine``."""
         return True
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """See ``Engine``: nothing is launched; ``profile`` has the times."""
+        """Nothing is launched; ``profile`` has the times."""
 
     def abort(self) -> None:
-        """See ``Engine``: there are no device-side waits."""
+        """There are no device-side waits."""
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._resources.close()
         self._recycler.close()
 

@@ -24,7 +24,6 @@ class CpuMemory:
         return self.flags[self.local]
 
     def counterpart(self, node: int) -> int:
-        """See ``NodeMemory``."""
         return self.control.counterpart(node)
 
     def ids(self, local: int, node: int, num_tokens: int, num_topk: int) -> torch.Tensor:

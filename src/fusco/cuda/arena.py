@@ -100,10 +100,6 @@ class Arena:
         """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""
         return self.buffers[buffer].addresses[local] + offset
 
-    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return part of this rank's arena, as uint8."""
-        return self._views[self.local][offset : offset + num_bytes]
-
     def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
         """Return the ring slot of a message between two ranks of the node, in the producer's arena."""
         layout = self.layout

@@ -39,7 +39,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import LastWork, StreamOrder
+from fusco.cuda.stream_order import Drain, StreamOrder
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -68,6 +68,9 @@ _PlanT = TypeVar("_PlanT", bound=DevicePlan)
 class Shuffle(Protocol[_PlanT]):
     """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
+    def pending_error(self) -> Exception | None:
+        """See ``Engine``; in addition to the errors of plans."""
+
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[_PlanT]]:
@@ -83,7 +86,7 @@ class Shuffle(Protocol[_PlanT]):
 
 
 class CudaEngine:
-    """See ``fusco.engine.base.Engine``."""
+    """Engine of one rank on CUDA. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
     def __init__(
         self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
@@ -98,7 +101,7 @@ class CudaEngine:
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
         self._rank, self._placement = store_gather.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
-        self._last_work: LastWork | None = None
+        self._drain: Drain | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
@@ -134,29 +137,26 @@ class CudaEngine:
 
     @property
     def topology(self) -> Topology:
-        """See ``Engine``."""
         return self._topology
 
     @property
     def is_asynchronous(self) -> bool:
-        """See ``Engine``."""
         return True
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``."""
         report = self._arena.report
         if report.bad_src >= 0:  # from a dispatch into static rows, which does not wait for the report
             reason = describe_invalid_id(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
             bad_src, report.bad_src = report.bad_src, -1
             return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} passed {reason}")
         if not report.overflow_needed:
-            return None
+            return self._shuffle.pending_error()
         error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
         report.overflow_needed = 0
         return error
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
-        """See ``Engine``. Between nodes the host waits for the counts of rows, and expert ids are validated."""
+        """Wait, between nodes, on the host for the counts of rows, and validate expert ids."""
         launch = request.launch
         inputs = (*request.payloads, request.routing.topk_idx, request.routing.topk_weights)
         with self._order.on_stream(launch, *inputs) as stream:
@@ -172,7 +172,6 @@ class CudaEngine:
         return Pending(pending.counts, run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
         launch = request.launch
         with self._order.on_stream(launch, *request.payloads, held=request.plan.tensors) as stream:
             pending = self._shuffle.prepare_redispatch(request, call, stream)
@@ -186,7 +185,6 @@ class CudaEngine:
         return Pending(pending.counts, run)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
-        """See ``Engine``."""
         launch = request.launch
 
         def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -199,7 +197,7 @@ class CudaEngine:
         return Pending((), run)
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
@@ -210,7 +208,7 @@ class CudaEngine:
         return Pending(sizes.pack(), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """See ``Engine``. In order with other work on the caller's stream; on one node the host waits for it."""
+        """Keep the order of the caller's stream; on one node the host waits for the copies."""
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
@@ -246,21 +244,20 @@ class CudaEngine:
         stream.wait_stream(network)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
             with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
                 run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
             with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
                 run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """See ``Engine``."""
         memory = allocate_visible(request.num_bytes, self._device)
 
         def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -270,11 +267,9 @@ class CudaEngine:
         return Pending((), run)
 
     def wait(self) -> None:
-        """See ``Engine``."""
         self._order.wait()
 
     def synchronize(self) -> None:
-        """See ``Engine``."""
         if self._order.latest is None:
             return
         done = self._order.mark()
@@ -282,25 +277,20 @@ class CudaEngine:
         self._watchdog.check_device()
 
     def finish(self) -> None:
-        """See ``Engine``."""
         if self._network:
             self._network.finish()
 
     def has_finished(self) -> bool:
-        """See ``Engine``."""
         with torch.cuda.stream(self._order.own):
             return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """See ``Engine``."""
         self._context.record(timeline)
 
     def abort(self) -> None:
-        """See ``Engine``."""
         self._arena.abort()
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._resources.close()
 
     def _release_memory(self) -> None:
@@ -317,10 +307,10 @@ class CudaEngine:
 
     def _has_work_ended(self) -> bool:
         try:
-            if self._last_work is None:
+            if self._drain is None:
                 streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
-                self._last_work = LastWork(streams, self._ending_s)
-            return self._last_work.ends()
+                self._drain = Drain(streams, self._ending_s)
+            return self._drain.is_complete()
         except RuntimeError:  # from CUDA: this device's state is unknown
             return False
 

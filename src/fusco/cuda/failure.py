@@ -37,7 +37,7 @@ PHASES = (
 def own_backlog(expected: str) -> Stall:
     """Return the stall of a wait that needs no peer, only the work queued before it on the stream."""
     seen = "work queued before it on the stream, by fusco or others"
-    return Stall("waiting for the local device", (), expected, seen, is_for_own_device=True)
+    return Stall("waiting for the local device", (), expected, seen, is_for_local_device=True)
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:

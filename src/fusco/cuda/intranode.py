@@ -30,6 +30,9 @@ class IntranodeShuffle:
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
 
+    def pending_error(self) -> None:
+        """Return no error: plans report all that there are."""
+
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[DevicePlan]]:

@@ -13,6 +13,7 @@ from fusco.core.errors import RejectedInputError, Stall
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
+from fusco.cuda.kernels.abi import Memory
 from fusco.cuda.kernels.plan import PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing, describe_invalid_id
@@ -39,7 +40,7 @@ class DevicePlanner:
         self,
         plan_type: Callable[..., _Plan],
         request: DispatchRequest,
-        routing: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        routing: Sequence[tuple[Memory, Memory | None]],
         num_rows: Sequence[int],
         stream: torch.cuda.Stream,
         held: Sequence[int] = (),
@@ -120,6 +121,4 @@ class DevicePlanner:
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)
-        return RejectedInputError(
-            f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
-        )
+        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")

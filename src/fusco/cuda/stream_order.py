@@ -99,7 +99,7 @@ class StreamOrder:
         return self._done
 
 
-class LastWork:
+class Drain:
     """All work launched on some streams so far. Kernels of other libraries may be queued ahead of it."""
 
     def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
@@ -111,7 +111,7 @@ class LastWork:
             event.record(stream)
             self._events.append(event)
 
-    def ends(self) -> bool:
+    def is_complete(self) -> bool:
         """Wait until all of it is complete; return False if the time limit expires first."""
         while not all(event.query() for event in self._events):
             if time.monotonic() > self._deadline:

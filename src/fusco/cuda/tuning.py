@@ -77,6 +77,7 @@ ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
 # Chosen without a GPU (f9ad207). Measured later with these values: 0.734 ms for 65,536 rows of 7168 bf16, 3.84 TB/s of
 # the 4.15 that a copy reaches (one H200, mean of 10, b803365). Other values were not measured.
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
+WEIGHTED_SUM_THREADS = 256  # of benchmarks only; not tuned
 
 # combine_rows, 4 H200, single runs: 132 SMs took 1.56 ms with 512 threads and 4 vectors in flight per lane, and 0.98
 # with fewer warps and 7; 32 SMs took 1.91 ms, and 1.23 with more warps and 2. On few SMs many warps hide latency; on

@@ -36,7 +36,6 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be written.
-
     """
     with _as_errors(f"{path} cannot be written"):
         save(_state(model, optimizer), checkpoint_id=path)
@@ -55,7 +54,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         OSError: on all ranks, if one of them cannot read.
         ValueError: on all ranks, for a checkpoint of another model, or of another optimizer or none.
-
     """
     filled = fill_state(optimizer) if optimizer else []
     try:

@@ -19,7 +19,6 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
     Raises:
         TypeError, ValueError: the error of the check on this rank; if it fails on other ranks only, ``ValueError``
             naming one of them.
-
     """
     checked: _Checked | None = None
     error: Exception | None = None

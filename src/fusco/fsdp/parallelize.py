@@ -55,7 +55,6 @@ def parallelize(
             or do not compute what ``Experts.run`` computes, a number of experts that ``ep_size`` does not divide, a
             parameter or a container that cannot be sharded, a parameter that blocks share, or weights that differ
             between ranks.
-
     """
     settled = sharding or Sharding()
 

@@ -19,7 +19,6 @@ def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
 
     Raises:
         ValueError: with both names of the first such parameter.
-
     """
     units = set(wrapped)
     first: dict[nn.Parameter, tuple[str, nn.Module]] = {}

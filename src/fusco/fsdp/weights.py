@@ -14,7 +14,6 @@ def check_equal_weights(model: nn.Module, device_type: str) -> None:
 
     Raises:
         ValueError: on all ranks, with the first parameter that differs.
-
     """
     named = list(model.named_parameters())
     has_values = torch.tensor([not parameter.is_meta for _, parameter in named], dtype=torch.int64, device=device_type)

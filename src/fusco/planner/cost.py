@@ -19,7 +19,6 @@ class PlanCost:
         output_bytes: rows that it writes, expert-major; one for each token and expert.
         metadata_bytes: routing (expert ids and weights) that it sends to other nodes.
         internode_bytes_avoided: additional bytes to other nodes if there were one copy for each (token, expert).
-
     """
 
     internode_send_bytes: int

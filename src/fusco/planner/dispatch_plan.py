@@ -49,7 +49,6 @@ class DispatchPlan:
 
     @property
     def src_to_holder(self) -> tuple[int, ...]:
-        """See ``Forwarders``."""
         return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
@@ -136,7 +135,6 @@ def make_plan(
         expert_alignment: each expert's block is rounded up to this many rows.
         static_rows: rows of the expert-major output; ``None`` means as many as needed.
         sending_stages: order in which slices are sent to other nodes; empty means to all nodes in turn.
-
     """
     distribution = distribute(routing, placement, rank, expert_alignment, static_rows)
     return DispatchPlan(

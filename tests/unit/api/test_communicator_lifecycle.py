@@ -158,7 +158,7 @@ def test_one_node_opens_no_gloo(group):
     before = listening()
     with make():
         opened = listening() - before
-    assert len(opened) == 1  # the sentinel's
+    assert len(opened) == 1  # the status server's
     assert next(iter(opened)).startswith("0100007F:")  # 127.0.0.1
 
 

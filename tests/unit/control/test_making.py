@@ -30,7 +30,6 @@ def validator(rank: int, capacity: Capacity) -> Validator:
         capacity=capacity,
         wire_dtype=None,
         device=torch.device("cpu"),
-        num_nodes=2,
     )
 
 

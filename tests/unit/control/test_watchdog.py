@@ -19,7 +19,7 @@ TIMEOUT_S = 4.0
 SLACK_S = 1.0  # more than a loaded machine takes to schedule all processes
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
-LOCAL_DEVICE = Stall("waiting for the local device", (), "the plan", "none", is_for_own_device=True)
+LOCAL_DEVICE = Stall("waiting for the local device", (), "the plan", "none", is_for_local_device=True)
 
 
 class Ranks:
@@ -255,10 +255,10 @@ def test_a_wait_has_the_whole_limit_however_long_ago_something_moved(ranks):
 
 def test_asking_all_ranks_raises_only_if_one_is_dead(ranks):
     watchdog = ranks.watchdog()
-    assert set(watchdog.ask_everybody(STALL, "no connection")) == {1, 2, 3}
+    assert set(watchdog.query_all_ranks(STALL, "no connection")) == {1, 2, 3}
     ranks.kill(2)
     with pytest.raises(PeerFailureError, match=r"no connection; rank 2 .* is dead"):
-        watchdog.ask_everybody(STALL, "no connection")
+        watchdog.query_all_ranks(STALL, "no connection")
 
 
 def test_a_rank_that_has_left_is_named_at_once_by_ranks_that_wait_for_it(ranks):
@@ -315,7 +315,7 @@ def test_asking_all_ranks_raises_a_failure_report_of_another_rank(ranks):
     watchdog = ranks.watchdog()
     ranks.local.failure_report = FailureReport((3,), "rank 3 is late", found_by=2, has_left=False)
     with pytest.raises(PeerFailureError, match=r"rank 3 is late \(found by rank 2\)"):
-        watchdog.ask_everybody(STALL, "no connection")
+        watchdog.query_all_ranks(STALL, "no connection")
 
 
 def error_of_check(watchdog):

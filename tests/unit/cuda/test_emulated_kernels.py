@@ -27,11 +27,13 @@ from fusco.cuda.failure import stall_of
 from fusco.cuda.kernels import plan as plan_kernel
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
+from fusco.cuda.kernels.weighted_sum import weighted_sum as launch_weighted_sum
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 from fusco.reference.copy_segments import copy_segments
 from fusco.reference.weight_gradients import weight_gradients
+from fusco.reference.weighted_sum import weighted_sum
 from generator import KINDS, random_of
 
 pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
@@ -197,7 +199,7 @@ def test_epochs_wrap_around(folder, order):
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
-        arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
+        arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
@@ -369,3 +371,17 @@ def test_gradients_of_weights(num_rows, hidden, dtype, folder):
     products = grads.double() * rows.double()
     bound = (hidden + 2) * torch.finfo(dots.dtype).eps * products.abs().sum(1)
     assert bool(((dots.double() - products.sum(1)).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_topk", "hidden"), [(0, 2, 8), (7, 1, 33), (30, 8, 96), (5, 11, 1)])
+def test_weighted_sums_have_the_twins_bits(num_tokens, num_topk, hidden, dtype, folder):
+    random = random_of("weighted sum", num_tokens, hidden)
+    rows = torch.randn(13, hidden, generator=random).to(dtype)
+    row_idx = torch.randint(-2, 16, (num_tokens, num_topk), generator=random)  # some name no row
+    weights = torch.rand(num_tokens, num_topk, generator=random)
+
+    def program(at: Rank) -> torch.Tensor:
+        return launch_weighted_sum(at.library, at.stream.cuda_stream, rows, row_idx, weights)
+
+    assert_same_bits(alone(folder, program), weighted_sum(rows, row_idx, weights), "weighted sums")

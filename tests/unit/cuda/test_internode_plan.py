@@ -18,6 +18,7 @@ from fusco.cuda.device_plan import _concatenated
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.planner.internode import InternodeTraffic
+from fusco.planner.routing import Routing
 from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
 
@@ -34,7 +35,8 @@ def forwarding_of(
     ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int
 ) -> tuple[DeviceForwarding, torch.Tensor]:
     table = placement.membership_table(topology.rank_to_node, CPU)
-    return twin.plan_forwarding(ids, table, topology.num_nodes, node)
+    made = twin.plan_forwarding(Routing(ids), table, topology.num_nodes, node)
+    return made.plan, made.summary
 
 
 def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:

@@ -147,7 +147,6 @@ def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
         capacity=CAPACITY,
         wire_dtype=None,
         device=torch.device("cuda", 0),
-        num_nodes=1,
     )
     engine = Engine(streams)
     comm = Communicator.of_parts(CommunicatorParts(session, engine, validator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,9 +28,19 @@ class Payload:
     output_address: int = 0
 
 
-def address(tensor: torch.Tensor | None) -> int:
+class Memory(Protocol):
+    """Contiguous elements on the device: a tensor, or what knows no more than a kernel needs."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+
+
+def address(memory: Memory | None) -> int:
     """Return the address of a tensor, or 0 for ``None``."""
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if memory is None else memory.data_ptr()
 
 
 def vector_bytes(row_bytes: int) -> int:

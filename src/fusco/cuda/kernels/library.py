@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,3 +85,9 @@ class Library:
         if key not in self._kernels:
             self._kernels[key] = Kernel(name, self._compiler.compile(name, constants))
         return self._kernels[key]
+
+
+@cache
+def library_of(device: torch.device) -> Library:
+    """Return the device's library, loaded until the process ends: backward passes may outlive their communicator."""
+    return Library(device)

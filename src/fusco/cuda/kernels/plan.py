@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, Memory, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
@@ -19,11 +19,14 @@ _WARP_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRouting:
-    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous."""
+    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous.
+
+    Ids of this rank are int32 or int64, those of other nodes int32.
+    """
 
     source: int
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
+    topk_idx: Memory
+    topk_weights: Memory | None
 
 
 @dataclass(frozen=True, kw_only=True)

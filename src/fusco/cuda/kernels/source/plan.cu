@@ -24,7 +24,7 @@ constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
 
 struct PlanArgs {
     Comm comm;
-    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes
+    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes; all but the first are i32
     const u8* topk_weights[NUM_NODES];
     const i32* expert_to_local;  // -1 for experts of other ranks
     const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
@@ -96,8 +96,8 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
         for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
             const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
             for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
-                i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
-                                       : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
+                i64 id = ID_BYTES == 8 && i == 0 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
+                                                 : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
                 if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // invalid, before and after narrowing
 #if WEIGHT_BYTES == 4
                 const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
