@@ -10,10 +10,11 @@ BIN := .venv/bin
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml tests/frameworks.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps -r tests/frameworks.txt
 	touch $@
 
 # Real routing of Qwen3-30B-A3B on this machine playing 2 nodes x 2 ranks: verified, then compared with the baseline.

@@ -12,7 +12,7 @@ from comparison import assert_same_bits
 from generator import Case, any_bits, values
 
 HIDDEN = 40
-Made = tuple[list[torch.Tensor], torch.Tensor]  # outputs of all calls, and the rows of each local expert
+Outputs = tuple[list[torch.Tensor], torch.Tensor]  # outputs of all calls, and the rows of each local expert
 
 
 def ids_of(case: Case, rank: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Captured:
         with torch.cuda.graph(self._graph):
             self._made = self._run(static)
 
-    def _run(self, static: fusco.StaticRows | None) -> Made:
+    def _run(self, static: fusco.StaticRows | None) -> Outputs:
         sent = self._comm.dispatch(self._x, self._ids, self._weights, static=static, with_weights=True)
         others = self._comm.dispatch_again(self._other, sent.handle)
         out = self._comm.combine(sent.rows * 2, sent.handle)
@@ -61,19 +61,19 @@ class Captured:
         self._ids.copy_(ids_of(case, rank))
         self._weights.copy_(case.topk_weights(rank))
 
-    def replay(self) -> Made:
+    def replay(self) -> Outputs:
         """Return copies of what it gives, in the order of the stream."""
         for output in self._made[0]:
             output.view(-1).view(torch.uint8).fill_(0xFF)
         self._graph.replay()
         return [output.clone() for output in self._made[0]], self._made[1].clone()
 
-    def run_exactly(self) -> Made:
+    def run_exactly(self) -> Outputs:
         """Return the same without static rows and without a graph."""
         return self._run(None)
 
 
-def assert_equal(replayed: Made, exact: Made) -> None:
+def assert_equal(replayed: Outputs, exact: Outputs) -> None:
     """Compare bit for bit; expert-major rows after the last block are undefined."""
     assert replayed[1].tolist() == exact[1].tolist()
     for name, ours, theirs in zip(("rows", "other rows", "weights", "sums"), replayed[0], exact[0], strict=True):

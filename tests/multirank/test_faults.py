@@ -40,7 +40,7 @@ ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
 MESH = "fusco.control.tcp_mesh:TcpMesh.__init__"
-CONNECTING = "fusco.cpu.gloo:GlooTransport.__init__"
+CONNECTING = "fusco.cpu.tcp_transport:TcpTransport.__init__"
 REUSE = "fusco.control.record_exchange:RecordExchange.wait_for_peers_done"
 RECORDS = "fusco.control.record_exchange:RecordExchange.exchange_records"
 ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"

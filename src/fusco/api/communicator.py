@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs
+from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs, weights_of_tokens
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
@@ -250,6 +250,36 @@ class Communicator:
         if wants_grad(y) or wants_grad(summed.topk_weights):
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
+
+    def dispatch_weights(
+        self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
+    ) -> torch.Tensor:
+        """Return the weight of each row (num_rows,), for other weights along the routing of a handle; no gradients.
+
+        Padding rows have weight zero.
+
+        Args:
+            topk_weights: float32 or float64 (num_tokens, num_topk).
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings, without ``own_stream``.
+
+        """
+        (rows,) = self._move_again([topk_weights.detach()], handle, launch)
+        return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
+
+    def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
+        """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
+
+        Args:
+            values: (num_rows,) of any floating-point dtype; those of padding rows are ignored.
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings, without ``own_stream``.
+
+        Returns:
+            float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
+
+        """
+        return weights_of_tokens(values.detach(), without_weights(handle), self._verbs(launch))
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.

@@ -25,6 +25,7 @@ from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
@@ -175,7 +176,7 @@ def connect_parts(
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
-            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info)
+            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
             resources.callback(connections.close)
             engine = CpuEngine(connections, config)
         resources.callback(engine.close)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fusco.bench.matrices import rows_of_routing
 from fusco.bench.no_planner import expand
-from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import has_fixed_messages
 from fusco.planner.balancer import BALANCERS, IntArray, Traffic

@@ -14,7 +14,7 @@ from fusco.cli.options import Device
 from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import new_table, verdict
+from fusco.cli.tables import new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ def alltoall(
     from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.rank_matrix import make_rank_bytes
+    from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
@@ -181,7 +181,7 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
             f"{record.lane_bytes / 1e6:,.1f}",
             f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
-            verdict(record.verified),
+            verified_cell(record.verified),
         )
     console.print(table)
     for record in records:

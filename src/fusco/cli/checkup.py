@@ -1,4 +1,4 @@
-"""Checks of ``fusco doctor``: each tries one requirement of the library and has a remedy."""
+"""The checks of ``fusco doctor``: each tries one requirement of the library and has a remedy."""
 
 from __future__ import annotations
 

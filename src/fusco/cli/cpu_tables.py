@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table, verdict
+from fusco.cli.tables import new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Seque
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
-    table.add_row("verified", *(verdict(record.is_right) for record in records))
+    table.add_row("verified", *(verified_cell(record.is_right) for record in records))
     return table
 
 
@@ -75,7 +75,7 @@ def _with_row_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence
     table = new_table(title, ("", *(heading for heading, _ in _HEADINGS), "verified"), notes)
     for record in records:
         cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
-        table.add_row(record.variant, *cells, verdict(record.is_right))
+        table.add_row(record.variant, *cells, verified_cell(record.is_right))
     return table
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table, verdict
+from fusco.cli.tables import new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
             _number(record.dispatch_of_peak, ".0%"),
             _number(record.combine_gbs, ".0f"),
             _number(record.combine_of_peak, ".0%"),
-            verdict(record.verified),
+            verified_cell(record.verified),
         )
     console.print(table)
 
@@ -66,7 +66,7 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
             f"{record.bound_ms:.3f}",
             _number(record.dispatch_over_bound, ".2f"),
             _number(record.combine_over_bound, ".2f"),
-            verdict(record.is_right),
+            verified_cell(record.is_right),
         )
     console.print(table)
 

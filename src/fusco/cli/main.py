@@ -18,6 +18,7 @@ from rich.markup import escape
 import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
+from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
@@ -42,6 +43,7 @@ app.command()(schedule)
 app.command()(train)
 app.command()(doctor)
 app.command()(warm_up)
+app.command()(integrations)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -18,6 +18,6 @@ def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, 
     return table
 
 
-def verdict(is_right: bool) -> str:
+def verified_cell(is_right: bool) -> str:
     """Return the cell that says whether a record is verified."""
     return "[green]yes[/]" if is_right else "[red]NO[/]"

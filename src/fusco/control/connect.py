@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from fusco.control.bootstrap import PeerInfo
@@ -27,7 +27,8 @@ _Connected = TypeVar("_Connected")
 class Connections:
     """Memory and connections of one rank's communicator; ``close`` frees them all without waiting for other ranks.
 
-    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach.
+    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach;
+    ``secret`` authenticates ranks.
     """
 
     store_gather: StoreGather
@@ -35,6 +36,7 @@ class Connections:
     mesh: TcpMesh
     memory: NodeMemory
     listen_on: str
+    secret: str = field(repr=False)
     _resources: ExitStack
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         watchdog.add_network_probe(lambda: mesh.failure)
         watchdog.add_connections(mesh.descriptors)
         watchdog.end()
-        return Connections(store_gather, watchdog, mesh, memory, listen_on, resources.pop_all())
+        return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:

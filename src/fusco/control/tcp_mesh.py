@@ -1,7 +1,7 @@
-"""Fixed-size control messages over TCP, progressed by polling in the waiting thread; no I/O thread.
+"""TCP connections between ranks, and fixed-size control messages over them.
 
-A message takes the network's time and a few microseconds. One of gloo takes hundreds of microseconds, as it passes
-through threads of gloo and of fusco.
+Messages are progressed by polling in the waiting thread; there is no I/O thread. A message takes the network's time and
+a few microseconds. One of gloo takes hundreds of microseconds, as it passes through threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ _BACKLOG = 1024  # all peers may connect at once, and foreign clients before the
 _NUM_PROBES = 3
 
 
-class TcpMesh:
-    """Connections of one rank to its peers; the relation is symmetric.
+class TcpConnections:
+    """Authenticated connections of one rank to its peers; the relation is symmetric. Sockets never block."""
 
-    Messages are exchanged in rounds: in each, every rank sends one message to all its peers and receives one from each.
-    A rank may be one round ahead of its peers.
-    """
+    name = "TCP mesh"  # of the all-gather of addresses, and in errors
 
     def __init__(
         self,
@@ -56,44 +54,18 @@ class TcpMesh:
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
-        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
-        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
         self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
             self._connect(store_gather, peers, listen_on, wait_until)
-
-    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
-        """Begin a round; the previous one must be done.
-
-        Args:
-            message: bytes for all peers; copied, so the caller may change it at once.
-            peer_to_memory: memory for each peer's message, of the same size.
-
-        """
-        assert self.is_done, (list(self._sending), list(self._receiving))
-        copy = memoryview(bytes(message))
-        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
-        self._send()
-
-    def poll(self) -> list[int]:
-        """Send and receive without blocking; return the peers whose message has become complete."""
-        self._send()
-        return [peer for peer in list(self._receiving) if self._receive(peer)]
 
     @property
     def descriptors(self) -> dict[int, int]:
         """File descriptor of the connection to each peer."""
         return {peer: connection.fileno() for peer, connection in self._connections.items()}
 
-    @property
-    def is_done(self) -> bool:
-        """True once all messages of this round have been sent and received."""
-        return not (self._sending or self._receiving)
-
     def close(self) -> None:
-        """Close the connections and drop all references to the caller's memory."""
+        """Close the connections."""
         self._is_open = False
-        self._sending, self._receiving = {}, {}
         while self._connections:
             _, connection = self._connections.popitem()
             connection.close()
@@ -107,7 +79,7 @@ class TcpMesh:
     ) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
-                addresses = store_gather.all_gather("TCP mesh", listener.getsockname()[:2])
+                addresses = store_gather.all_gather(self.name, listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
@@ -198,6 +170,58 @@ class TcpMesh:
         rank: int = _RANK.unpack(received[-_RANK.size :])[0]
         return rank
 
+    def _note_failure(self, direction: str, peer: int, error: str) -> None:
+        if not self.failure:
+            self.failure = f"the network failed to {direction} (rank {peer}): {error}"
+
+
+class TcpMesh(TcpConnections):
+    """Messages in rounds: in each, every rank sends one message to all its peers and receives one from each.
+
+    A rank may be one round ahead of its peers.
+    """
+
+    def __init__(
+        self,
+        store_gather: StoreGather,
+        peers: Sequence[int],
+        listen_on: str,
+        secret: str,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Connect; see ``TcpConnections``."""
+        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
+        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
+        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+
+    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+        """Begin a round; the previous one must be done.
+
+        Args:
+            message: bytes for all peers; copied, so the caller may change it at once.
+            peer_to_memory: memory for each peer's message, of the same size.
+
+        """
+        assert self.is_done, (list(self._sending), list(self._receiving))
+        copy = memoryview(bytes(message))
+        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
+        self._send()
+
+    def poll(self) -> list[int]:
+        """Send and receive without blocking; return the peers whose message has become complete."""
+        self._send()
+        return [peer for peer in list(self._receiving) if self._receive(peer)]
+
+    @property
+    def is_done(self) -> bool:
+        """True once all messages of this round have been sent and received."""
+        return not (self._sending or self._receiving)
+
+    def close(self) -> None:
+        """Close the connections and drop all references to the caller's memory."""
+        self._sending, self._receiving = {}, {}
+        super().close()
+
     def _send(self) -> None:
         for peer, rest in list(self._sending.items()):
             try:
@@ -227,10 +251,6 @@ class TcpMesh:
             self._receiving[peer] = memory[num_bytes:]
         del self._receiving[peer]
         return True
-
-    def _note_failure(self, direction: str, peer: int, error: str) -> None:
-        if not self.failure:
-            self.failure = f"the network failed to {direction} (rank {peer}): {error}"
 
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:

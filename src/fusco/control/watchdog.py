@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,13 +57,14 @@ class Watchdog:
             peers: all other ranks.
             status_server: of this rank.
             timeout_s: limit of every wait.
-            spin_s: seconds of each wait without pauses; positive only where ranks do not share cores.
+            spin_s: seconds of each wait in which this rank only yields its core, before it sleeps.
 
         """
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s
         self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
         self._network_probes: list[Callable[[], str]] = []
+        self._polls: list[Callable[[], bool]] = []
         self._device_probes: list[Callable[[], Stall | None]] = []
         self._liveness = Liveness({rank: peer.pid for rank, peer in peers.items() if peer.is_on_this_machine})
         self._collective, self._operation = 0, ""
@@ -83,6 +85,14 @@ class Watchdog:
     def add_device_probe(self, stall: Callable[[], Stall | None]) -> None:
         """Add a check of a device: ``stall`` returns the wait that timed out, ``None`` while the device works."""
         self._device_probes.append(stall)
+
+    def add_poll(self, poll: Callable[[], bool]) -> None:
+        """Add what progresses messages in every wait: ``poll`` never blocks, and returns whether any bytes moved."""
+        self._polls.append(poll)
+
+    def poll(self) -> bool:
+        """Progress messages without blocking; return whether any bytes moved."""
+        return sum(poll() for poll in self._polls) > 0
 
     def check_device(self) -> None:
         """Raise ``PeerFailureError`` if a wait of the device has timed out."""
@@ -126,9 +136,12 @@ class Watchdog:
 
     def pause(self, stall: Callable[[], Stall]) -> None:
         """Sleep shortly for want of progress, or raise ``PeerFailureError`` once none can be expected."""
+        if self.poll():
+            self.progress()
+            return
         now = time.monotonic()
         if now - self._since_progress < self._spin_s:
-            time.sleep(0)  # yields the interpreter to other threads
+            os.sched_yield()  # time.sleep(0) takes 53 us since Python 3.11 (CPython issue 125997), this one 0.3
         else:
             time.sleep(self._pause_s)
             self._pause_s = min(self._pause_s * 1.5, _MAX_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Channels: bounded message rings between two ranks, in shared memory within a node, over gloo between nodes."""
+"""Channels: bounded message rings between two ranks, in shared memory within a node, over TCP between nodes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 
 
 class RingOut:
@@ -70,7 +70,7 @@ class RingIn:
 class SendRing:
     """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
 
-    def __init__(self, transport: GlooTransport, slots: list[torch.Tensor]) -> None:
+    def __init__(self, transport: TcpTransport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
         self._tickets: list[Ticket | None] = [None] * len(slots)
         self._next = 0
@@ -91,7 +91,7 @@ class SendRing:
         return all(ticket is None or ticket.is_done for ticket in self._tickets)
 
 
-class GlooOut:
+class TcpOut:
     """Sending end of a ``SendRing`` to one rank."""
 
     def __init__(self, ring: SendRing, dst: int) -> None:
@@ -108,10 +108,10 @@ class GlooOut:
         return self._ring.is_drained
 
 
-class GlooIn:
+class TcpIn:
     """Receiving end for messages of known sizes from a rank of another node, with two slots in turn."""
 
-    def __init__(self, transport: GlooTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
+    def __init__(self, transport: TcpTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
         self._transport, self._src = transport, src
         self._sizes: Iterator[int] = iter(sizes)
         self._arriving: list[tuple[Ticket, torch.Tensor]] = []

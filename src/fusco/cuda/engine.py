@@ -69,17 +69,17 @@ class Shuffle(Protocol[_PlanT]):
     """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``; in addition to the errors of plans."""
+        """Return and clear an error of an earlier call, beyond those of plans."""
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[_PlanT]]:
-        """See ``Engine``."""
+        """Prepare what ``Engine.prepare_dispatch`` returns."""
 
     def prepare_redispatch(
         self, request: RedispatchRequest[_PlanT], call: Call, stream: torch.cuda.Stream
     ) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
+        """Prepare what ``Engine.prepare_redispatch`` returns."""
 
     def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows, once all ranks agree."""

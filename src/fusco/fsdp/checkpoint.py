@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fusco.fsdp.collective_check import check_on_all_ranks
+from fusco.fsdp.checks import check_on_all_ranks
 from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
 
 _Checked = TypeVar("_Checked")

@@ -10,7 +10,7 @@ import torch
 from fusco.core.groups import Groups
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
+from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.internode import Forwarders
 from fusco.planner.sending import SendingStage
@@ -55,17 +55,6 @@ class DispatchPlan:
         """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself."""
         forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
         return (*sorted(forwarded), rank)
-
-    @cached_property
-    def row_to_locals(self) -> torch.Tensor:
-        """True where a local rank needs a row of the node's routing: bool (num_rows, ranks_per_node)."""
-        return mark_local_ranks(self.routing, self.placement, self.topology, self.node)
-
-    @cached_property
-    def row_to_first_pair(self) -> torch.Tensor:
-        """First pairs of rows, int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``."""
-        rows = torch.arange(self.routing.src_to_first_row[-1] + 1, device=self.distribution.pair_to_row.device)
-        return torch.searchsorted(self.distribution.pair_to_row, rows)
 
     @property
     def num_tokens(self) -> int:

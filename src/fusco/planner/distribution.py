@@ -50,6 +50,11 @@ class ExpertDistribution:
     num_slots_needed: int
     num_slots: int
 
+    @property
+    def has_padding(self) -> bool:
+        """True if some slots inside the blocks are not filled."""
+        return len(self.pair_to_slot) < self.block_to_first_slot[-1]
+
     @cached_property
     def padding_slots(self) -> torch.Tensor:
         """Slots inside the blocks that no pair fills, int64."""
@@ -140,7 +145,7 @@ def assign_slots(
 def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:
     """Mark which local ranks of ``node`` need which rows: bool (num_rows, ranks_per_node).
 
-    Combine uses it: the holder of a row derives from it which ranks of its node will send partial sums.
+    The holder of a row derives from it which ranks of its node send partial sums in a combine.
     """
     local_of = [
         local if topology.rank_to_node[rank] == node else -1 for rank, local in enumerate(topology.rank_to_local)

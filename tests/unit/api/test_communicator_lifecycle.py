@@ -144,7 +144,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(group):
         use(comm)
 
 
-def test_one_node_opens_no_gloo(group):
+def test_one_node_opens_no_transport(group):
     def listening():
         inodes = {
             re.sub(r"\D", "", os.readlink(entry))

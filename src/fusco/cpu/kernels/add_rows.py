@@ -29,9 +29,13 @@ def add_rows(rows: torch.Tensor, row_to_sum: torch.Tensor, sums: torch.Tensor) -
 
 
 @compiled(nogil=True)
+def add_row(row: Any, total: Any) -> None:
+    """Add a row to a sum, for compiled code; see ``add_rows``."""
+    for h in range(total.size):
+        total[h] += widen(row[h])
+
+
+@compiled(nogil=True)
 def _add_rows(rows: Any, row_to_sum: Any, sums: Any) -> None:
-    width = sums.shape[1]
     for i in range(row_to_sum.size):
-        row, total = rows[i], sums[row_to_sum[i]]
-        for h in range(width):
-            total[h] += widen(row[h])
+        add_row(rows[i], sums[row_to_sum[i]])
