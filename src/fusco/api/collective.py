@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from time import perf_counter
+from typing import Any, TypeVar
 
-from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.session import Session
 from fusco.core.errors import SharedMemoryError
 from fusco.core.movable import require_movable_tensors
 from fusco.core.profile import Call
-from fusco.engine.base import Engine, LateRejection, Pending
-
-
-class Request(Protocol):
-    """A valid request of one rank."""
-
-    @property
-    def fields(self) -> Fields:
-        """Values that must be equal on all ranks."""
-
+from fusco.engine.base import Engine, LateRejection, Pending, Request
 
 RequestT = TypeVar("RequestT", bound=Request)
 _Result = TypeVar("_Result")
@@ -55,7 +47,8 @@ def run_collective(
     """
     rejection: Exception | None = None
     pending: Pending[_Result] | None = None
-    with session.access.using(name):
+    session.access.enter(name, is_for_owner=True)
+    try:
         try:
             require_movable_tensors(name)
             request = validate()
@@ -63,18 +56,24 @@ def run_collective(
             rejection = error
         rejection = engine.pending_error() or rejection
         with session.collective(name) as call:
-            with call.profile.spend("planning"):
-                if rejection is None:
-                    try:
-                        pending = prepare(request, call)
-                    except _REFUSALS_IN_PREPARATION as error:
-                        rejection = error
-                fingerprint = CollectiveFingerprint(name, request.fields if pending else {}, str(rejection or ""))
-                counts = session.agree(fingerprint, pending.counts if pending else ())
+            begin = perf_counter()
+            if rejection is None:
+                try:
+                    pending = prepare(request, call)
+                except _REFUSALS_IN_PREPARATION as error:
+                    rejection = error
+            if pending is None:
+                counts = session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
+            else:
+                fingerprint = request.agreed or CollectiveFingerprint(name, request.fields)
+                counts = session.agree(fingerprint, pending.counts, request.handle)
+            call.profile.planning_s += perf_counter() - begin
             if pending is not None:
                 try:
                     return pending.run(counts)
                 except LateRejection as late:
                     rejection = late.error
+    finally:
+        session.access.leave()
     assert rejection is not None
     raise rejection

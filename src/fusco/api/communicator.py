@@ -193,10 +193,13 @@ class Communicator:
             lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, options),
             self._engine.prepare_dispatch,
         )
-        handle, rows = Handle(output.plan, topk_weights, self._session.sequence_number), output.rows
-        made, given_weights = Precomputed(rows[0], output.weights), topk_weights if with_weights else None
-        first, weights = self._with_gradients(payloads[0], given_weights, made, handle, launch)
-        return Dispatched((first, *rows[1:]), handle.plan.num_rows_per_expert, weights, handle, output.event)
+        plan, rows, weights = output.plan, output.rows, output.weights
+        handle = Handle(plan, topk_weights, self._session.sequence_number)
+        if with_weights or wants_grad(payloads[0]):
+            given = topk_weights if with_weights else None
+            first, weights = self._with_gradients(payloads[0], given, Precomputed(rows[0], weights), handle, launch)
+            rows = [first, *rows[1:]]
+        return Dispatched(tuple(rows), plan.num_rows_per_expert, weights, handle, output.event)
 
     def dispatch_again(
         self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
@@ -215,8 +218,9 @@ class Communicator:
         """
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
-        first, _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
-        return first, *rows[1:]
+        if wants_grad(payloads[0]):
+            rows[0], _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
+        return tuple(rows)
 
     def combine(
         self,
@@ -246,8 +250,8 @@ class Communicator:
 
         """
         out = self._sum(y, handle, weights, launch)
-        summed = handle if weights else without_weights(handle)
-        if wants_grad(y) or wants_grad(summed.topk_weights):
+        if wants_grad(y) or (weights and wants_grad(handle.topk_weights)):
+            summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
@@ -581,8 +585,6 @@ class Communicator:
         launch: Launch | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rows made of ``x``, and their weights if ``topk_weights`` are given, as nodes of the graph."""
-        if topk_weights is None and not wants_grad(x):
-            return made.rows, None
         rows, weights = DispatchRows.apply(x, topk_weights, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return rows, weights
 

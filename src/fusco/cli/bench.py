@@ -1,4 +1,4 @@
-"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules."""
+"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules; host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
+from fusco.cli.bench_host import host
 from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
 from fusco.cli.running import new_console
@@ -17,6 +18,7 @@ app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
 app.command()(shuffle)
 app.command()(alltoall)
 app.command()(schedule)
+app.command()(host)
 
 
 @app.callback()

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from fusco.control.bootstrap import PeerInfo
-from fusco.control.flags import warm_up_flags
 from fusco.control.layout import SegmentSizes
-from fusco.control.node_memory import NodeMemory
+from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer, StatusServerAddress
 from fusco.control.store_gather import StoreGather
@@ -59,7 +58,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         TransportError: if a network does not work.
 
     """
-    warm_up_flags()  # before any rank's clock runs
+    warm_up_node_memory()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology

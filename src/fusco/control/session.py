@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 
 from fusco.control.connect import Connections
-from fusco.control.fingerprint import CollectiveFingerprint, Fields, Record, check_fingerprints
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.record_exchange import RecordExchange
 from fusco.core.access import Access
 from fusco.core.errors import (
@@ -22,6 +23,24 @@ from fusco.core.profile import Call, CallProfile
 
 # Errors that all ranks raise in the same collective. The communicator stays usable.
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
+
+
+class _Collective:
+    """Context of a collective; a generator would take several microseconds longer."""
+
+    __slots__ = ("_operation", "_session")
+
+    def __init__(self, session: Session, operation: str) -> None:
+        self._session, self._operation = session, operation
+
+    def __enter__(self) -> Call:
+        return self._session.begin(self._operation)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or isinstance(error, _RECOVERABLE):
+            self._session.finish()
+        else:
+            self._session.fail(self._operation, error)
 
 
 class Session:
@@ -39,22 +58,34 @@ class Session:
         self.broken = ""
         self.profile = CallProfile()
 
-    @contextmanager
-    def collective(self, operation: str) -> Iterator[Call]:
-        """Enter a collective; everything that it does happens inside this context. A failure ends the session."""
-        with self.operation(operation):
-            self.sequence_number += 1
-            self._name = f"{operation} #{self.sequence_number}"
-            self._watchdog.begin(self.sequence_number, self._name)
+    def collective(self, operation: str) -> _Collective:
+        """Return the context of a collective: everything that it does happens inside. A failure ends the session."""
+        return _Collective(self, operation)
+
+    def begin(self, operation: str) -> Call:
+        """Enter a collective; raises ``ClosedError`` once the session has ended."""
+        self._require_usable(operation)
+        try:
+            self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self.profile = CallProfile(self._name)
-            self._exchange.wait_for_peers_done(self.sequence_number)
-            try:
-                self._watchdog.check_device()
-                yield Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
-            except _RECOVERABLE:
-                self._finish()
-                raise
-            self._finish()
+            self._watchdog.check_device()
+        except BaseException as error:
+            self.fail(operation, error)
+            raise
+        return Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
+
+    def finish(self) -> None:
+        """Leave a collective that is complete, or that all ranks have called off."""
+        self._memory.write_done(self.sequence_number)
+        self._watchdog.end()
+
+    def fail(self, operation: str, error: BaseException) -> None:
+        """End the session because of an error; all other ranks are notified."""
+        if isinstance(error, PeerFailureError):
+            self.end(str(error))
+            return
+        with cleanup_after(error, "the other ranks could not be notified"):
+            self.abandon(f"failed in {operation}: {type(error).__name__}: {error}")
 
     @contextmanager
     def point_to_point(self, name: str) -> Iterator[None]:
@@ -71,18 +102,13 @@ class Session:
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
         """Enter a use of the connections; raises ``ClosedError`` once the session has ended."""
-        if self.broken:
-            raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
+        self._require_usable(name)
         try:
             yield
         except _RECOVERABLE:
             raise
-        except PeerFailureError as error:
-            self.end(str(error))
-            raise
         except BaseException as error:
-            with cleanup_after(error, "the other ranks could not be notified"):
-                self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
+            self.fail(name, error)
             raise
 
     def check(self) -> None:
@@ -90,27 +116,39 @@ class Session:
         with self.operation("check"):
             self._watchdog.check()
 
-    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def agree(
+        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+    ) -> Sequence[tuple[int, ...]]:
         """Exchange fingerprints and counts with all ranks; return the counts of all ranks, by rank.
 
+        Args:
+            fingerprint: equal on all ranks, unless one has rejected its input.
+            counts: as many on all ranks.
+            handle: number of the collective that made the handle that this one uses, equal on all ranks; 0 for none.
+
         Raises:
-            MismatchError: on all ranks, unless their fingerprints are equal.
+            MismatchError: on all ranks, unless their fingerprints and handles are equal.
             RejectedInputError: if other ranks have a rejection and this one has none.
 
         """
-        record = Record(fingerprint, tuple(counts))
-        records = self._exchange.exchange_records(self.sequence_number, record, self.profile)
-        check_fingerprints([record.fingerprint for record in records], self.rank)
-        return [record.counts for record in records]
+        return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
 
     def _agree_again(self, operation: str, fields: Fields) -> int:
         """Compare more fields in the same collective, after all earlier records have been read."""
-        self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
-        self.sequence_number += 1
-        self._watchdog.begin(self.sequence_number, self._name)
-        self._exchange.wait_for_peers_done(self.sequence_number)
+        self._memory.write_done(self.sequence_number)
+        self._begin_exchange(self._name)
         self.agree(CollectiveFingerprint(operation, fields))
         return self.sequence_number
+
+    def _begin_exchange(self, name: str) -> None:
+        self.sequence_number += 1
+        self._name = name
+        self._watchdog.begin(self.sequence_number, name)
+        self._exchange.wait_for_peers_done(self.sequence_number)
+
+    def _require_usable(self, name: str) -> None:
+        if self.broken:
+            raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
 
     def abandon(self, reason: str) -> None:
         """Notify all other ranks that this one has failed, and refuse further calls."""
@@ -131,7 +169,3 @@ class Session:
     def close(self) -> None:
         """Free all connections without waiting for other ranks."""
         self._connections.close()
-
-    def _finish(self) -> None:
-        self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
-        self._watchdog.end()

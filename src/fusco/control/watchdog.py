@@ -20,7 +20,7 @@ _REPORTING = 0.05
 
 _DEVICE_GAVE_UP = "a wait of the device ended without what it waited for"
 
-# Pauses grow from a yield to half a millisecond: ranks may share cores, so a wait must not spin.
+# Pauses grow to half a millisecond: ranks may share cores, so a wait must not spin for long.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
@@ -116,7 +116,7 @@ class Watchdog:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
         self._collective, self._operation = collective, operation
         self._status_server.note(collective, operation, "start")
-        self.progress()
+        self._since_progress, self._pause_s = time.monotonic(), _FIRST_PAUSE_S
 
     def end(self) -> None:
         """Note that the collective has ended on this rank."""
@@ -233,7 +233,10 @@ class Watchdog:
         return next((failure for probe in self._network_probes if (failure := probe())), "")
 
     def _device_stall(self) -> Stall | None:
-        return next((stall for probe in self._device_probes if (stall := probe())), None)
+        for probe in self._device_probes:
+            if stall := probe():
+                return stall
+        return None
 
     def _dead(self) -> tuple[int, ...]:
         return tuple(filter(self._liveness.is_dead, self._peers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class _Section:
@@ -54,7 +54,6 @@ class CallProfile:
     internode_metadata_bytes: int = 0
     intranode_row_bytes: int = 0
     num_sms: int = 0
-    _started: float = field(default_factory=time.perf_counter, repr=False)
 
     def spend(self, kind: str) -> _Section:
         """Return a context manager that adds the time of its ``with`` block to the field ``{kind}_s``."""

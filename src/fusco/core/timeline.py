@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+_Result = TypeVar("_Result")
 
 
 class TimingEvent(Protocol):
@@ -85,6 +87,11 @@ class Timeline:
             end.record(stream)
             self._marks.append((lane, name, start, end))
 
+    def timed(self, lane: str, name: str, stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function and return its result; ``span`` has the other arguments."""
+        with self.span(lane, name, stream):
+            return function(*args)
+
     def spans(self) -> list[Span]:
         """Return all spans so far, in order of beginning; waits until the device has reached the last of them."""
         origin, spans = self._origin, []
@@ -103,6 +110,17 @@ class NoTimeline:
     def span(self, lane: str, name: str, stream: Any = None) -> AbstractContextManager[None]:  # noqa: ARG002
         """Do nothing."""
         return self._NOTHING
+
+    def timed(
+        self,
+        lane: str,  # noqa: ARG002
+        name: str,  # noqa: ARG002
+        stream: Any,  # noqa: ARG002
+        function: Callable[..., _Result],
+        *args: Any,
+    ) -> _Result:
+        """Call a function and return its result; a third of the time of a span that does nothing."""
+        return function(*args)
 
 
 NO_TIMELINE = NoTimeline()

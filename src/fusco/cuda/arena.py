@@ -87,6 +87,11 @@ class Arena:
         handle = rendezvous(memory, self._store_gather, self.node_ranks, name)
         self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if callers have tensors in peer-visible memory."""
+        return len(self.buffers) > 1
+
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the buffer that contains a contiguous tensor, and the byte offset in it; (-1, 0) if none does."""
         address, num_bytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import Drain, StreamOrder
+from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -157,41 +158,44 @@ class CudaEngine:
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
         """Wait, between nodes, on the host for the counts of rows, and validate expert ids."""
-        launch = request.launch
+        launch, order = request.launch, self._order
         inputs = (*request.payloads, request.routing.topk_idx, request.routing.topk_weights)
-        with self._order.on_stream(launch, *inputs) as stream:
-            pending: Pending[DispatchOutput[DevicePlan]] = self._shuffle.prepare_dispatch(request, call, stream)
+        stream, context = order.enter(launch, *inputs)
+        pending: Pending[DispatchOutput[DevicePlan]]
+        pending = inside(context, self._shuffle.prepare_dispatch, request, call, stream)
+        if not (launch.own_stream or launch.event or request.with_weights or context):
+            return pending
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DevicePlan]:
-            with self._order.resumed(stream):
-                output = pending.run(counts)
-                weights = weights_of_rows(output.plan, request)
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
+            output = inside(context, pending.run, counts)
+            weights = inside(context, weights_of_rows, output.plan, request)
             outputs = [*output.rows, *output.plan.tensors, *([] if weights is None else [weights])]
-            return replace(output, weights=weights, event=self._order.hand_over(outputs, launch, stream))
+            return replace(output, weights=weights, event=order.hand_over(outputs, launch, stream))
 
         return Pending(pending.counts, run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        launch = request.launch
-        with self._order.on_stream(launch, *request.payloads, held=request.plan.tensors) as stream:
-            pending = self._shuffle.prepare_redispatch(request, call, stream)
+        launch, order = request.launch, self._order
+        stream, context = order.enter(launch, *request.payloads, held=request.plan)
+        pending = inside(context, self._shuffle.prepare_redispatch, request, call, stream)
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-            with self._order.resumed(stream):
-                rows = pending.run(counts)
-            self._order.hand_over(rows, launch, stream)
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+            rows: list[torch.Tensor] = inside(context, pending.run, counts)
+            order.hand_over(rows, launch, stream)
             return rows
 
         return Pending(pending.counts, run)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
-        launch = request.launch
+        launch, order = request.launch, self._order
 
-        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
-            on_stream = self._order.on_stream(launch, request.rows, held=request.plan.tensors)
-            with on_stream as stream, call.profile.spend("wire"):
-                out = self._shuffle.combine(request, call, stream)
-            self._order.hand_over([out], launch, stream)
+        def run(_: Sequence[tuple[int, ...]]) -> torch.Tensor:
+            begin = perf_counter()
+            stream, context = order.enter(launch, request.rows, held=request.plan)
+            out = inside(context, self._shuffle.combine, request, call, stream)
+            call.profile.wire_s += perf_counter() - begin
+            if launch.own_stream or launch.event:
+                order.hand_over((out,), launch, stream)
             return out
 
         return Pending((), run)

@@ -24,7 +24,7 @@ from fusco.core.config import Launch
 from fusco.core.errors import MismatchError, RowOverflowError
 from fusco.core.groups import Groups
 from fusco.core.profile import Call, CallProfile
-from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes, wants_grad
+from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
@@ -37,8 +37,7 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerm
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
-from fusco.cuda.output_bound import bound_of_rows, is_bound_affordable
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
+from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
@@ -98,9 +97,9 @@ class InternodeShuffle:
         else:
             num_rows_to_node = [terms.max_rows * (n != self._context.node) for n in range(self._topology.num_nodes)]
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[InternodePlan]:
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
-            published = [PublishedRows.unpack(of_rank) for _, *of_rank in counts]
+            published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, forwarding, packed, transfer)
 
@@ -114,7 +113,7 @@ class InternodeShuffle:
         plan, launch = request.plan, _with_sms(request.launch)
         payloads = list(map(aligned, request.payloads))
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
             with self._own_rows.staging(transfer) as staging_sms, call.profile.spend("wire"):
@@ -218,29 +217,22 @@ class InternodeShuffle:
             with profile.spend("wire"):
                 arrivals += sending
             # Where a bound on the output is affordable, its size is read while rows move.
-            bound = request.static.num_rows if request.static else self._affordable_bound(request, plan)
-            sized = replace(plan, num_slots=bound) if bound else self._size_exactly(plan, profile)
+            bound = request.static.num_rows if request.static else affordable_bound_of(plan, request, transfer)
+            if not bound:
+                self._size_exactly(plan, profile)
             with profile.spend("wire"):
-                rows = self._own_rows.scatter(sized, plan.own_rows, transfer, staging_sms)
+                rows = self._own_rows.scatter(plan, plan.own_rows, transfer, staging_sms, bound)
         with profile.spend("wire"):
-            self._scatter_slices(sized, transfer, rows, arrivals)
+            self._scatter_slices(plan, transfer, rows, arrivals)
         if bound and not request.static:
-            sized = self._size_exactly(plan, profile)
+            self._size_exactly(plan, profile)
             for of_payload in rows:
-                of_payload.resize_(sized.num_slots, *of_payload.shape[1:])
-        return DispatchOutput(sized, rows)
+                of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
+        return DispatchOutput(plan, rows)
 
-    def _size_exactly(self, plan: InternodePlan, profile: CallProfile) -> InternodePlan:
+    def _size_exactly(self, plan: InternodePlan, profile: CallProfile) -> None:
         with profile.spend("planning"):
-            return self._planner.size_exactly(plan)
-
-    def _affordable_bound(self, request: DispatchRequest, plan: InternodePlan) -> int:
-        """Return rows that are enough for any plan of this size, or 0 if they take too much memory."""
-        num_pairs, num_local = plan.first_row[-1] * plan.num_topk, len(plan.num_rows_per_expert)
-        bound = bound_of_rows(num_pairs, num_local, request.expert_alignment)
-        needs_grad = any(map(wants_grad, request.payloads))
-        num_bytes, num_ranks = sum(map(row_bytes, request.payloads)), self._topology.world_size
-        return bound if is_bound_affordable(bound, num_pairs, num_ranks, num_bytes, needs_grad=needs_grad) else 0
+            self._planner.size_exactly(plan)
 
     def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
         """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
@@ -315,7 +307,7 @@ class InternodeShuffle:
             for local in range(self._layout.num_ranks)
         ]
         moved = [
-            Payload(address=0, row_bytes=size, output_address=output.data_ptr())
+            Payload(address=0, row_bytes=size, output_address=output.data_ptr(), num_output_rows=len(output))
             for size, output in zip(sizes, outputs, strict=True)
         ]
         launcher = self._context.launcher(stream)
@@ -323,8 +315,9 @@ class InternodeShuffle:
             stream.wait_event(arrival)
             first_rows = [traffic.first_in_pool(local, number, rows_per_slice) for local in range(len(addresses))]
             rows = [
-                [address + first_row * size for address, size in zip(of_rank, sizes, strict=True)]
+                address + first_row * size
                 for of_rank, first_row in zip(addresses, first_rows, strict=True)
+                for address, size in zip(of_rank, sizes, strict=True)
             ]
             # As rows in place: each rank announces its rows here and waits until all others have read them.
             with self._context.timeline.span("scatter", f"slice {number}", stream):

@@ -15,7 +15,7 @@ from fusco.planner.internode import InternodeTraffic
 _OWN = 0  # in place of the rows per slice
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class InternodePlan(DevicePlan):
     """A plan between nodes.
 

@@ -7,12 +7,12 @@ ranks *agree* (see ``fusco.api.collective``), then every rank *executes* what it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from fusco.control.fingerprint import Fields
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
@@ -69,8 +69,26 @@ PlanT = TypeVar("PlanT", bound=Plan)
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchRequest:
+class Request:
+    """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly.
+
+    Attributes:
+        agreed: the fingerprint of an earlier request with the same ``fields``, if there was one.
+        handle: number of the collective that made the handle, equal on all ranks; 0 without one.
+
+    """
+
+    agreed: CollectiveFingerprint | None = None
+    handle: int = 0
+
+    @property
+    def fields(self) -> Fields:
+        """Fields of the fingerprint: equal on all ranks."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class DispatchRequest(Request):
     """Validated dispatch of one rank.
 
     Attributes:
@@ -95,10 +113,11 @@ class DispatchRequest:
     with_weights: bool = False
     static: StaticRows | None
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         weights = self.topk_weights
         return {
             "payloads": list(map(describe_rows, self.payloads)),
@@ -134,27 +153,27 @@ def weights_of_rows(plan: Plan, request: DispatchRequest) -> torch.Tensor | None
     return plan.slot_weights.to(request.topk_weights.dtype, copy=True)  # padding rows have weight zero
 
 
-@dataclass(frozen=True, kw_only=True)
-class RedispatchRequest(Generic[PlanT]):
+@dataclass(kw_only=True)
+class RedispatchRequest(Request, Generic[PlanT]):
     """Dispatch of other rows with an earlier plan; ``handle`` is the number of the collective that made it."""
 
     payloads: Sequence[torch.Tensor]
     plan: PlanT
     handle: int
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "payloads": list(map(describe_rows, self.payloads)),
-            "handle": self.handle,
             "requires_grad": str(wants_grad(self.payloads[0])),
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CombineRequest(Generic[PlanT]):
+@dataclass(kw_only=True)
+class CombineRequest(Request, Generic[PlanT]):
     """Sum of expert-major rows (num_slots, hidden); ``handle`` is the number of the collective that made the plan.
 
     ``topk_weights`` are the caller's weights; ``None`` means that all weights are one.
@@ -165,6 +184,7 @@ class CombineRequest(Generic[PlanT]):
     topk_weights: torch.Tensor | None
     handle: int
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_weighted(self) -> bool:
@@ -178,30 +198,27 @@ class CombineRequest(Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "row": describe_rows(self.rows),
-            "handle": self.handle,
             "is_weighted": str(self.is_weighted),
             "requires_grad": str([wants_grad(self.rows), wants_grad(self.topk_weights)]),
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShuffleRequest:
-    """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none."""
+@dataclass(kw_only=True)
+class ShuffleRequest(Request):
+    """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none.
+
+    Its fingerprint has no fields: sizes are compared as counts.
+    """
 
     send: Mapping[int, Segments]
     receive: Mapping[int, Segments]
 
-    @property
-    def fields(self) -> Fields:
-        """Fields of the fingerprint: none. Sizes are compared as counts."""
-        return {}
 
-
-@dataclass(frozen=True, kw_only=True)
-class AllToAllRequest:
+@dataclass(kw_only=True)
+class AllToAllRequest(Request):
     """Validated all-to-all of one rank.
 
     Attributes:
@@ -233,7 +250,7 @@ class AllToAllRequest:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "rows": describe_rows(self.input),
             "schedule": str(self.mode),
@@ -241,8 +258,8 @@ class AllToAllRequest:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmptyRequest:
+@dataclass(kw_only=True)
+class EmptyRequest(Request):
     """Allocation of memory that peers can read."""
 
     shape: tuple[int, ...]
@@ -255,7 +272,7 @@ class EmptyRequest:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
@@ -271,7 +288,7 @@ class Pending(Generic[ResultT]):
     """
 
     counts: Sequence[int]
-    run: Callable[[Sequence[Sequence[int]]], ResultT]
+    run: Callable[[Sequence[tuple[int, ...]]], ResultT]
 
 
 class LateRejection(Exception):  # noqa: N818  no error itself: it carries one

@@ -68,8 +68,7 @@ class Scene:
 
     def told(self) -> str:
         """The rejection that all ranks are told."""
-        ((fingerprint, _), _) = self.session.agree.call_args
-        return fingerprint.rejection
+        return self.session.agree.call_args.args[0].rejection
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from simulated_device import END_OF_KERNEL, Machine
+from simulated_kernels import copy_of
 
 from fusco.cuda.kernels.compiler import SOURCE_DIR
 
@@ -189,6 +190,7 @@ class EmulatedKernel:
         is_dependent: bool = False,
     ) -> None:
         assert grid >= 1
+        arguments = copy_of(arguments)
         numbers: list[int] = []
 
         def begin() -> None:

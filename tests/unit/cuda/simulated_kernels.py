@@ -47,6 +47,11 @@ class SimulatedLibrary:
         return SimulatedKernel(self._machine, self._words, name, constants)
 
 
+def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
+    """Arguments as they are now: the driver copies them when a kernel is launched."""
+    return type(arguments).from_buffer_copy(arguments)
+
+
 class SimulatedKernel:
     """Stands in for ``Kernel``."""
 
@@ -58,7 +63,7 @@ class SimulatedKernel:
         assert grid >= 1
         assert ctypes.sizeof(arguments) == self._constants["ARGUMENT_BYTES"]
         launch: Callable[[Stream, Any], None] = getattr(self, f"_{self._name}")
-        launch(self._machine.stream_of(stream), arguments)
+        launch(self._machine.stream_of(stream), copy_of(arguments))
 
     def _plan(self, stream: Stream, args: Any) -> None:
         words, rank = self._words, args.comm.rank

@@ -142,7 +142,10 @@ class SimulatedSession:
 
         yield Call(self._num_calls, self.profile, agree_again)
 
-    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def agree(
+        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+    ) -> list[tuple[int, ...]]:
+        fingerprint = CollectiveFingerprint.decode(fingerprint.text, handle)
         gathered = self._gathers.all_gather(self._rank, (fingerprint, tuple(counts)))
         check_fingerprints([fingerprint for fingerprint, _ in gathered], self._rank)
         return [counts for _, counts in gathered]

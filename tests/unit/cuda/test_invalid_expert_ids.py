@@ -52,7 +52,7 @@ class Engine(CudaEngine):
     """Reports of an engine."""
 
     def __init__(self, at: Rank) -> None:
-        self._arena, self._placement, self._rank = at.arena, PLACEMENT, at.rank
+        self._arena, self._placement, self._rank, self._shuffle = at.arena, PLACEMENT, at.rank, at.shuffle
 
 
 def on_ranks(program: Any, order: int) -> list[Any]:

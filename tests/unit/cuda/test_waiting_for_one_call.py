@@ -26,6 +26,19 @@ IDS, WEIGHTS = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 OWN = Launch(own_stream=True)
 
 
+class At:
+    """Stands in for ``torch.cuda.StreamContext``, which can be entered again."""
+
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before, self._streams.current = self._streams.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
+
+
 class Streams:
     """Simulated streams, one of which is current."""
 
@@ -36,13 +49,8 @@ class Streams:
         self.readers: dict[int, set[int]] = {}
         self.resources = ExitStack()
 
-    @contextmanager
-    def at(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def at(self, stream: Stream) -> At:
+        return At(self, stream)
 
     def launch(self, act) -> None:
         """Run something on the current stream, when its turn comes."""
@@ -69,6 +77,7 @@ class Streams:
                 is_current_stream_capturing=lambda: False,
             ),
             mock.patch.object(torch.Tensor, "record_stream", record),
+            mock.patch("fusco.cuda.stream_order.raw_stream_of", None),
             self.resources,
         ):
             yield self
@@ -82,7 +91,7 @@ class Plan:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.weights, self.num_rows_per_expert = WEIGHTS, torch.tensor([2, 0])
-        self.tensors = [self.num_rows_per_expert]
+        self.tensors, self.stream = [self.num_rows_per_expert], 0
         self.weighing: list[Stream] = []
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,13 +18,13 @@ MAX_PARTS = 4  # maximum number of warps that share a row when there are few row
 ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Payload:
-    """Rows to move, as bytes: their address on this rank, the bytes of a row, and the address of the output."""
+class Payload(NamedTuple):
+    """Rows to move, as bytes: their address on this rank, the bytes of a row, and address and rows of the output."""
 
     address: int
     row_bytes: int
     output_address: int = 0
+    num_output_rows: int = 0
 
 
 class Memory(Protocol):
