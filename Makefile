@@ -26,6 +26,7 @@ demo: setup
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
 	$(BIN)/pytest tests/multirank
+	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,3 +127,30 @@ def check_overflows(group: dist.ProcessGroup, setup: Setup) -> None:
         captured.replay()
         comm.synchronize()
         del captured
+
+
+def replay_until_death(group: dist.ProcessGroup, setup: Setup, victim: int) -> tuple[tuple[int, ...], float, float]:
+    """Replay until the victim, which kills itself, is named; return the named ranks, the time of that, and of closing.
+
+    The graph lives as long as the communicator and longer.
+    """
+    on_device = setup.open(group)
+    comm = on_device._comm  # type: ignore[attr-defined]
+    size = comm.topology.world_size
+    captured = Captured(comm, setup.case("balanced", 0, size, setup.num_topk), fusco.StaticRows(size * 1000))
+    if comm.rank == victim:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    named: tuple[int, ...] = ()
+    began = time.monotonic()
+    while not named and time.monotonic() < began + 60:
+        captured.replay()
+        try:
+            comm.synchronize()
+        except fusco.PeerFailureError as error:
+            named = error.peers
+    took_s = time.monotonic() - began
+    captured.replay()
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    comm.close()
+    return named, took_s, time.monotonic() - began

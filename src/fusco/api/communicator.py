@@ -250,7 +250,7 @@ class Communicator:
 
         """
         out = self._sum(y, handle, weights, launch)
-        if wants_grad(y) or (weights and wants_grad(handle.topk_weights)):
+        if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
@@ -608,7 +608,7 @@ def _close(session: Session, engine: Engine[Any]) -> None:
 def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
     """Release the resources of a communicator that is dropped unclosed, or is unclosed when the process ends."""
     if not session.access.is_own_process:
-        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for its threads
+        leak((session, engine))  # its sockets and threads are the parent's
         return
 
     def leave() -> None:

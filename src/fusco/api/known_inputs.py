@@ -27,7 +27,7 @@ class KnownInput:
         num_bytes: of each tensor, from its first element to the end of its last one.
         options: what validation depends on besides the tensors.
         is_grad_enabled: whether autograd was on, as it is part of the fingerprint.
-        guard: compares tensors with these, if there is such a thing.
+        guard: compares tensors with these, if there is such a thing; a nested tensor would end the process.
 
     """
 
@@ -56,21 +56,19 @@ class KnownInputs:
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None
         known = self._latest.get(options[0])
-        if (
-            known is None
-            or known.options != options
-            or known.is_grad_enabled is not torch.is_grad_enabled()
-            or not _passes(known.guard, tensors)
-        ):
-            key = _key_of(tensors, options)
-            known = self._by_key.get(key) if key else None
-            if known is None:
+        if known is not None and known.options == options and known.is_grad_enabled is torch.is_grad_enabled():
+            guard = known.guard
+            try:
+                has_nested = any([tensor.is_nested for tensor in tensors])  # noqa: C419  quicker than a generator
+                if guard and not has_nested and guard.check(*tensors):
+                    return known if _has_memory(tensors, known.num_bytes) else None
+            except AttributeError:  # no tensor
                 return None
-            self._latest[options[0]] = known
-        for tensor, num_bytes in zip(tensors, known.num_bytes, strict=True):
-            first = tensor.storage_offset() * tensor.element_size()
-            if num_bytes and first + num_bytes > tensor.untyped_storage().nbytes():
-                return None
+        key = _key_of(tensors, options)
+        known = self._by_key.get(key) if key else None
+        if known is None or not _has_memory(tensors, known.num_bytes):
+            return None
+        self._latest[options[0]] = known
         return known
 
     def add(self, fingerprint: CollectiveFingerprint, tensors: Sequence[torch.Tensor], *options: object) -> None:
@@ -83,13 +81,13 @@ class KnownInputs:
         self._by_key[key] = self._latest[options[0]] = known
 
 
-def _passes(guard: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    if guard is None:
-        return False
-    for tensor in tensors:
-        if getattr(tensor, "is_nested", True):  # the guard would end the process
+def _has_memory(tensors: Sequence[torch.Tensor], num_bytes: Sequence[int]) -> bool:
+    """Return whether the storage of each tensor has this many bytes from its first element on."""
+    for tensor, needed in zip(tensors, num_bytes, strict=True):
+        first = tensor.storage_offset() * tensor.element_size()
+        if needed and first + needed > tensor.untyped_storage().nbytes():
             return False
-    return bool(guard.check(*tensors))
+    return True
 
 
 def _guard_of(tensors: Sequence[torch.Tensor]) -> Any:

@@ -34,11 +34,11 @@ _TIMEOUT_S = 20.0
 # Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     "validate": ((Validator, "validate_dispatch"), (Validator, "validate_combine")),
-    "begin and end": ((Session, "begin"), (Session, "finish")),
+    "begin and end": ((Session, "begin"), (Session, "leave")),
     "records": ((Session, "agree"),),
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine"), (OwnRows, "publish")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
-    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "make_plan")),
+    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
     "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
     "scatter": ((OwnRows, "scatter"), (OwnRows, "stage"), (OwnRows, "join")),
     "sum": ((IntranodeShuffle, "combine"),),

@@ -72,10 +72,12 @@ class ShuffleRecord(InternodeBytesRecord):
     ``total_ms`` is the slowest rank's dispatch plus the slowest rank's combine, which may be another rank: between them
     all ranks wait for each other. ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and
     rearranging are each the slowest rank's, of dispatch and combine together, so they need not add up to ``total_ms``.
+    On a testbed, ``bound_ms`` is the time of ``busiest_rank_bytes`` at the rate of a rank's rails; elsewhere 0.
     """
 
     dispatch_ms: float
     combine_ms: float
+    bound_ms: float
     total_ms: float
     planning_ms: float
     staging_ms: float
@@ -163,11 +165,13 @@ def _summarize_variant(
         sum(it.dispatch.internode_row_bytes for it in last),
         sum(it.combine.internode_row_bytes for it in last),
     )
+    described = describe_internode_bytes(variant, workload, run, errors, bytes_sent)
     return ShuffleRecord(
-        **describe_internode_bytes(variant, workload, run, errors, bytes_sent),
+        **described,
         dispatch_ms=milliseconds(lambda it: it.dispatch_s),
         combine_ms=milliseconds(lambda it: it.combine_s),
         total_ms=milliseconds(lambda it: it.dispatch_s, lambda it: it.combine_s),
+        bound_ms=round(described["busiest_rank_bytes"] / run.rank_gbs / 1e6, 3) if run.rank_gbs else 0.0,
         planning_ms=both("planning_s"),
         staging_ms=both("staging_s"),
         wire_ms=both("wire_s"),

@@ -15,6 +15,7 @@ from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,9 @@ def alltoall(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
     ranks_per_node: options.AnyRanksPerNode = None,
+    testbed: Shape = None,
+    rate: Rate = None,
+    rails: Rails = None,
     matrix: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,6 +58,7 @@ def alltoall(
 ) -> None:
     """Compare an all-to-all of skewed sizes with torch.distributed's, on processes of this machine that emulate nodes.
 
+    On a testbed (--testbed) ranks have a host and a network, and the bound is that of the network's rate.
     On CUDA with several nodes, ranks of different nodes communicate over sockets on the loopback device.
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
@@ -65,9 +70,12 @@ def alltoall(
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
-    from fusco.ranks.torchrun import launched
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.schedule import warm_up
 
-    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
+    bed = BenchTestbed.of(testbed, rate, rails)
+    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
+    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
     if device is Device.CUDA:
         check_cuda_core()  # before any process starts
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
@@ -101,9 +109,11 @@ def alltoall(
             mode=None if schedule is ShownMode.AUTO else schedule.value,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
             device=device.value,
+            rank_gbs=bed.rank_gbs,
         )
         for kind in kinds
     ]
+    bed.run_there((warm_up_cpu, warm_up))
     console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
@@ -158,14 +168,22 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
         f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
         f"average, on {one.device}"
     )
+    rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
     columns = (
-        *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "schedule,\nstages"),
-        *("between\nnodes, MB", "busiest rank:\nall_to_all_single", "lane:\nfusco", "\nbound, MB", "verified"),
+        *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "fusco\n/ bound"),
+        *(
+            "schedule,\nstages",
+            "between\nnodes, MB",
+            "busiest rank:\nall_to_all_single",
+            "lane:\nfusco",
+            "\nbound, MB",
+            "verified",
+        ),
     )
     notes = (
         f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
         f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s",
-        "bound: the busiest node's bytes, shared by its ranks, at that peak",
+        f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
         describe_origin(one, one.nodes * one.ranks_per_node),
     )
     table = new_table(title, columns, notes, left=("matrix",))
@@ -176,6 +194,7 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.all_to_all_single_ms:,.1f}",
             f"{record.all_to_all_single_ms / record.fusco_ms:.2f}",
             f"{record.lower_bound_ms:,.1f}",
+            f"{record.fusco_ms / record.lower_bound_ms:.2f}" if record.lower_bound_ms else "-",
             f"{record.schedule}, {record.num_stages}",
             f"{record.internode_bytes / 1e6:,.1f}",
             f"{record.busiest_rank_bytes / 1e6:,.1f}",

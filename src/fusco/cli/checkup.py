@@ -16,7 +16,7 @@ from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 # Names of checks: each has a row, even if the check cannot run.
 _ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
 _CACHE = "cache of compiled kernels"
-_GLOO, _NCCL = "gloo (between nodes, CPU)", "NCCL (between nodes on CUDA)"
+_GLOO, _NCCL = "gloo (process groups on the CPU)", "NCCL (between nodes on CUDA)"
 _PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA kernels)"
 
 

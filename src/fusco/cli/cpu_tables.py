@@ -20,6 +20,7 @@ _ROWS = (
     ("dispatch", "dispatch_ms", "ms"),
     ("combine", "combine_ms", "ms"),
     ("dispatch + combine", "total_ms", "ms"),
+    ("  bound of each, by the busiest rank", "bound_ms", "ms"),
     ("  planning", "planning_ms", "ms"),
     ("  staging (copy into shared memory)", "staging_ms", "ms"),
     ("  wire (and what is fused into it)", "wire_ms", "ms"),
@@ -36,6 +37,7 @@ _HEADINGS = (
     ("dispatch\nms", "dispatch_ms"),
     ("combine\nms", "combine_ms"),
     ("both\nms", "total_ms"),
+    ("bound of\neach, ms", "bound_ms"),
     ("planning\nms", "planning_ms"),
     ("wire\nms", "wire_ms"),
     ("only re-\narranging, ms", "rearranging_ms"),
@@ -62,6 +64,8 @@ def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Seque
     has_ratio = {"fusco", "baseline"} <= set(by_name)
     table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), notes)
     for label, name, unit in _ROWS:
+        if name == "bound_ms" and not records[0].bound_ms:
+            continue
         cells = [f"{_value(record, name, unit)} {unit}" for record in records]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
@@ -95,6 +99,12 @@ def _notes(record: ShuffleRecord) -> list[str]:
         notes.append(
             f"{record.variant}: dispatch's rows between nodes at that peak: {share_s * 1e3:.1f} ms, "
             f"{share_s * 1e3 / record.dispatch_ms:.0%} of the time dispatch took"
+        )
+    if record.bound_ms:
+        notes.append(
+            f"testbed: bound is the busiest rank's bytes at the rate of its rails; {record.variant}: dispatch takes "
+            f"{record.dispatch_ms / record.bound_ms:.2f} times as long, combine "
+            f"{record.combine_ms / record.bound_ms:.2f}"
         )
     if record.trace:
         needed = record.tokens * num_ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
@@ -25,24 +24,6 @@ from fusco.core.profile import Call, CallProfile
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
 
 
-class _Collective:
-    """Context of a collective; a generator would take several microseconds longer."""
-
-    __slots__ = ("_operation", "_session")
-
-    def __init__(self, session: Session, operation: str) -> None:
-        self._session, self._operation = session, operation
-
-    def __enter__(self) -> Call:
-        return self._session.begin(self._operation)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or isinstance(error, _RECOVERABLE):
-            self._session.finish()
-        else:
-            self._session.fail(self._operation, error)
-
-
 class Session:
     """Counts collectives and keeps all ranks in the same one. A failure inside a collective ends the session.
 
@@ -58,13 +39,21 @@ class Session:
         self.broken = ""
         self.profile = CallProfile()
 
-    def collective(self, operation: str) -> _Collective:
-        """Return the context of a collective: everything that it does happens inside. A failure ends the session."""
-        return _Collective(self, operation)
+    @contextmanager
+    def collective(self, operation: str) -> Iterator[Call]:
+        """Enter a collective; everything that it does happens inside this context. A failure ends the session."""
+        call = self.begin(operation)
+        try:
+            yield call
+        except BaseException as error:
+            self.leave(operation, error)
+            raise
+        self.leave(operation)
 
     def begin(self, operation: str) -> Call:
-        """Enter a collective; raises ``ClosedError`` once the session has ended."""
-        self._require_usable(operation)
+        """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
+        if self.broken:
+            self._require_usable(operation)
         try:
             self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self.profile = CallProfile(self._name)
@@ -74,10 +63,13 @@ class Session:
             raise
         return Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
 
-    def finish(self) -> None:
-        """Leave a collective that is complete, or that all ranks have called off."""
-        self._memory.write_done(self.sequence_number)
-        self._watchdog.end()
+    def leave(self, operation: str, error: BaseException | None = None) -> None:
+        """Leave a collective that is complete, or in which an error was raised."""
+        if error is None or isinstance(error, _RECOVERABLE):
+            self._memory.write_done(self.sequence_number)
+            self._watchdog.end()
+        else:
+            self.fail(operation, error)
 
     def fail(self, operation: str, error: BaseException) -> None:
         """End the session because of an error; all other ranks are notified."""

@@ -45,7 +45,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``plain(tensor)`` at an address that is a multiple of 16 bytes."""
-    if is_plain(tensor) and tensor.data_ptr() % _ALIGNMENT == 0:  # as a rule
+    if tensor.data_ptr() % _ALIGNMENT == 0 and is_plain(tensor):  # as a rule
         return tensor
     same = plain(tensor)
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()

@@ -1,8 +1,9 @@
 """Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over TCP.
 
 Ranks do not synchronise between stages. A rank sends its stages in order, and posts receives in order, a few messages
-at a time. A message that no receive waits for gets no further than the socket buffers of the two ranks. So messages of
-a later stage stay at their sender, but for a few MiB, until those of the stage before it have arrived.
+further ahead than messages are sent: one that is late does not hold up those of other ranks. A message that no receive
+waits for gets no further than the socket buffers of the two ranks. So messages of a much later stage stay at their
+sender, but for a few MiB.
 """
 
 from __future__ import annotations
@@ -287,12 +288,11 @@ def make_tasks(
         transport: connections to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
         profile: counts the bytes.
-
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)
     tasks: list[Task] = [
-        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth : 2 * depth])),
+        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth:])),
         SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
     ]
     for peer, flows in rank_schedule.receives_within.items():

@@ -71,6 +71,7 @@ class CpuEngine:
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
+            self._send_slots = list(self._private[: config.settings.ring_depth])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
 
@@ -257,7 +258,7 @@ class CpuEngine:
         self._recycler.close()
 
     def _send_ring(self) -> SendRing:
-        return SendRing(self._transport, list(self._private[: self._settings.ring_depth]))
+        return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
         self, src_to_rows: dict[int, int], row_bytes: int, slot_row_bytes: int, call: Call

@@ -63,7 +63,6 @@ class RoutingExchange:
             forwarding: this rank's tokens for each node.
             num_tokens_to_node: ``[r][n]``, tokens of rank ``r`` that node ``n`` needs; all tokens if ``r`` is on it.
             profile: counts the metadata bytes.
-
         """
         memory = self._memory
         num_topk = routing.num_topk

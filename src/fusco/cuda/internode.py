@@ -49,6 +49,8 @@ from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Send
 from fusco.planner.routing import Routing, describe_invalid_id
 
+_LAUNCH = Launch(num_sms=INTERNODE_SMS)
+
 
 class InternodeShuffle:
     """Dispatch and combine of one rank where there are several nodes."""
@@ -66,6 +68,7 @@ class InternodeShuffle:
         self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.device)
         self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
+        self._has_begun = torch.cuda.Event()
         self._num_counts = 0  # dispatches whose rows the host has counted
 
     def pending_error(self) -> RowOverflowError | None:
@@ -260,7 +263,8 @@ class InternodeShuffle:
         starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
         num_slices = traffic.num_slices(rows_per_slice)
         if num_slices:
-            packing.wait_stream(transfer.stream)  # and so does the network: no peer reads the pool after earlier work
+            self._has_begun.record(transfer.stream)
+            packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
         for number in range(num_slices):
             free = self._ring.slot(number, packing, torch.uint8).data_ptr()
             with timeline.span("gather", f"slice {number}", packing):
@@ -373,4 +377,6 @@ def _count_bytes(sends: Sequence[Message], call: Call) -> None:
 
 
 def _with_sms(launch: Launch) -> Launch:
+    if launch == Launch():
+        return _LAUNCH
     return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)

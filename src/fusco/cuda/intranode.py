@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -39,10 +40,10 @@ class IntranodeShuffle:
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[DevicePlan]]:
         """Plan and move rows."""
-        payloads = list(map(aligned, request.payloads))
+        payloads = [aligned(payload) for payload in request.payloads]
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
-            published = list(map(PublishedRows.unpack, counts))
+            published = [PublishedRows.unpack(of_rank) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, transfer)
 
@@ -81,14 +82,18 @@ class IntranodeShuffle:
         staging_sms = own_rows.stage(transfer)
         published = [(routing.topk_idx.contiguous(), detached_weights(routing))]
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
-        plan = planner.make_plan(DevicePlan, request, published, num_rows, transfer.stream)
+        plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
+        launch_plan = partial(planner.launch, plan, request, published, transfer.stream)
         planned = perf_counter()
         profile.planning_s += planned - begin
         rows = None
         if request.static:
-            rows = own_rows.scatter(plan, plan, transfer, staging_sms)
+            rows = own_rows.scatter(plan, plan, transfer, staging_sms, launch_plan=launch_plan)
         elif (bound := affordable_bound_of(plan, request, transfer)) is not None:
-            rows = self._scatter_to_bound(plan, transfer, staging_sms, bound)
+            with suppress(torch.cuda.OutOfMemoryError):  # then nothing has been launched; there may be room for fewer
+                rows = own_rows.scatter(plan, plan, transfer, staging_sms, bound, launch_plan)
+        if rows is None:
+            launch_plan()
         profile.wire_s += perf_counter() - planned
         if not request.static:
             rows = self._size_exactly(plan, rows, transfer, staging_sms)
@@ -98,14 +103,6 @@ class IntranodeShuffle:
             raise LateRejection(rejection)
         assert rows is not None
         return DispatchOutput(plan, rows)
-
-    def _scatter_to_bound(
-        self, plan: DevicePlan, transfer: Transfer, staging_sms: int, bound: int
-    ) -> list[torch.Tensor] | None:
-        try:
-            return self._own_rows.scatter(plan, plan, transfer, staging_sms, bound)
-        except torch.cuda.OutOfMemoryError:
-            return None  # there may be room for fewer rows, and nothing has been launched
 
     def _size_exactly(
         self, plan: DevicePlan, rows: list[torch.Tensor] | None, transfer: Transfer, staging_sms: int

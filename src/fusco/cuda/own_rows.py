@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -137,11 +137,18 @@ class OwnRows:
         self.join(transfer, staging_sms)
 
     def scatter(
-        self, plan: DevicePlan, held: Rows, transfer: Transfer, staging_sms: int, num_slots: int | None = None
+        self,
+        plan: DevicePlan,
+        held: Rows,
+        transfer: Transfer,
+        staging_sms: int,
+        num_slots: int | None = None,
+        launch_plan: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
         """Return the outputs, filled with the tokens of this node's ranks, while staging takes ``staging_sms``.
 
-        They have ``num_slots`` rows, by default those of the plan.
+        They have ``num_slots`` rows, by default those of the plan. If the plan is not launched yet, ``launch_plan``
+        launches it. It is called as late as possible, since the device should not be idle between the two.
         """
         if num_slots is None:
             num_slots = plan.num_slots
@@ -153,6 +160,8 @@ class OwnRows:
         rows, in_place_ranks = self._sources(transfer)
         launcher, num_sms = self._context.launcher(transfer.stream), transfer.launch.num_sms
         launch = partial(scatter_rows, in_place_ranks=in_place_ranks, clears_padding=True, num_sms=num_sms)
+        if launch_plan:
+            launch_plan()
         num_sms = self._context.timeline.timed("scatter", "own rows", None, launch, launcher, plan, held, moved, rows)
         transfer.call.profile.count_sms(num_sms + staging_sms)
         return outputs

@@ -60,10 +60,23 @@ class DevicePlanner:
             held: sources whose rows this rank forwards.
 
         """
+        plan = self.new_plan(plan_type, request, num_rows, stream, held)
+        self.launch(plan, request, routing, stream)
+        return plan
+
+    def new_plan(
+        self,
+        plan_type: Callable[..., _Plan],
+        request: DispatchRequest,
+        num_rows: Sequence[int],
+        stream: torch.cuda.Stream,
+        held: Sequence[int] = (),
+    ) -> _Plan:
+        """Return a plan that ``launch`` will make; see ``make_plan``."""
         static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
         key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
         first_row, holders, shape = self._sizes.get(key) or self._find_sizes(key)
-        plan = plan_type(
+        return plan_type(
             rank=holders[0],
             placement=self._placement,
             first_row=first_row,
@@ -73,7 +86,17 @@ class DevicePlanner:
             tables=PlanTensors(shape, self._arena.device),
             stream=stream.cuda_stream,
         )
+
+    def launch(
+        self,
+        plan: DevicePlan,
+        request: DispatchRequest,
+        routing: Sequence[tuple[Memory, Memory | None]],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Make a plan on the device; see ``make_plan``."""
         self._num_plans += 1
+        static = request.static
         published = [
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
@@ -88,7 +111,6 @@ class DevicePlanner:
         context = self._context
         arguments = (context.launcher(stream), context.tables, plan, published, terms, ticket)
         context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
-        return plan
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]

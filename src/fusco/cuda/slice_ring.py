@@ -22,6 +22,7 @@ class SliceRing:
     def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
         self._network = network
         self._slots = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        self._is_produced = torch.cuda.Event()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
 
@@ -45,7 +46,8 @@ class SliceRing:
     ) -> torch.cuda.Event:
         """Send a slice after all work on its producer's stream, and receive; return the event of their completion."""
         stream = self._network.stream
-        stream.wait_stream(producer)
+        self._is_produced.record(producer)  # made once: wait_stream would make an event for each slice
+        stream.wait_event(self._is_produced)
         with timeline.span("network", what, stream):
             done = self._network.exchange(sends, receives, what)
         self._is_free[number % len(self._is_free)] = done

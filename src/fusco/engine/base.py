@@ -101,7 +101,6 @@ class DispatchRequest(Request):
         with_weights: whether to return the weight of every row, too.
         static: fixed size of the output, or ``None``.
         launch: streams and SMs to use.
-
     """
 
     routing: Routing
@@ -127,7 +126,7 @@ class DispatchRequest(Request):
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class DispatchOutput(Generic[PlanT]):
     """Result of a dispatch.
 
@@ -136,7 +135,6 @@ class DispatchOutput(Generic[PlanT]):
         rows: expert-major rows of each payload.
         weights: the weight of each row (num_rows,), if requested.
         event: recorded after the dispatch's work, if the caller's stream does not wait for it.
-
     """
 
     plan: PlanT
@@ -228,7 +226,6 @@ class AllToAllRequest(Request):
         receive_rows: number of rows from each rank.
         mode: mode of the schedule between nodes; ``None`` lets the engine choose.
         requires_grad: whether gradients will be sent back, by another all-to-all.
-
     """
 
     input: torch.Tensor
@@ -276,7 +273,7 @@ class EmptyRequest(Request):
         return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending(Generic[ResultT]):
     """Collective that one rank has prepared.
 
@@ -284,7 +281,6 @@ class Pending(Generic[ResultT]):
         counts: packed counts that this rank publishes; the same number of them on all ranks.
         run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
             ``LateRejection``.
-
     """
 
     counts: Sequence[int]

@@ -52,7 +52,6 @@ class Buffer:
 
     Attributes:
         num_sms: multiprocessors of a call without a ``config``; ``None`` means fusco's default.
-
     """
 
     num_sms: ClassVar[int | None] = None
@@ -85,7 +84,6 @@ class Buffer:
             comm: an MPI communicator; not supported.
             use_fabric: ignored; of later versions, as is ``enable_shrink``.
             enable_shrink: ignored.
-
         """
         if low_latency_mode:
             _refuse("low_latency_mode=True")
@@ -147,7 +145,6 @@ class Buffer:
         Returns:
             Tokens to each rank, int32 (num_ranks,); ``None``; tokens to each expert, int32 (num_experts,); which token
             goes to which rank, bool (num_tokens, num_ranks); the event.
-
         """
         wait_for(previous_event)
         is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size).contiguous()
@@ -206,7 +203,6 @@ class Buffer:
             other ranks; their weights, float32, zero there; rows of each local expert, on the host; the handle, or
             ``None`` for a cached dispatch, with element 0 int32 (num_ranks, num_ranks) whose column of this rank has
             the cumulated rows of source ranks; the event.
-
         """
         wait_for(previous_event)
         payloads = list(x) if isinstance(x, tuple) else [x]
@@ -254,7 +250,6 @@ class Buffer:
 
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
-
         """
         wait_for(previous_event)
         sent, launch = checked_handle(handle[1]), self._launch(config)

@@ -19,7 +19,6 @@ def indices_to_map(
     >>> routing_map, probs = indices_to_map(torch.tensor([[2, -1]]), torch.tensor([[0.5, 9.0]]), 1, 3)
     >>> routing_map.tolist(), probs.tolist()
     ([[False, False, True]], [[0.0, 0.0, 0.5]])
-
     """
     # One more column, for pairs without an expert.
     places = torch.where(topk_idx < 0, num_of_experts, topk_idx)
@@ -37,7 +36,6 @@ def map_to_indices(routing_map: torch.Tensor, num_topk: int) -> torch.Tensor:
 
     >>> map_to_indices(torch.tensor([[True, False, True], [False, False, False]]), 2).tolist()
     [[0, 2], [-1, -1]]
-
     """
     num_experts = routing_map.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)

@@ -29,7 +29,6 @@ class EventOverlap:
     Attributes:
         event: ``None`` if there is nothing to wait for.
         extra_tensors: kept alive with the event.
-
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:

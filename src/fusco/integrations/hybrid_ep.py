@@ -34,7 +34,6 @@ class _Sent:
         handle: of its dispatch.
         topk_idx: int64 (num_tokens, num_topk).
         counts: rows of each local expert with padding, int64 (num_local_experts,).
-
     """
 
     comm: Communicator
@@ -49,7 +48,6 @@ class HybridEPBuffer:
     Attributes:
         group: the process group.
         configurer: has ``buffer_config``, the sizes that callers compare before a call.
-
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class HybridEPBuffer:
             enable_custom_allgather: ignored.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
             use_mnnvl: ignored.
-
         """
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
         self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -180,7 +177,6 @@ class HybridEPBuffer:
             Rows (num_rows, hidden_dim); the weight of each row, float32 (num_rows,), or ``None`` without weights; the
             scales of each row or ``None``; the rows of each local expert with padding, int64, in host memory unless
             ``non_blocking``; the handle.
-
         """
         payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
@@ -249,7 +245,6 @@ class HybridEPBuffer:
         Returns:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
             token was not sent to; ``None`` without ``probs``.
-
         """
         sent = _sent(handle)
         launch = self._combine_launch
@@ -281,7 +276,6 @@ class HybridEPBuffer:
             Rows (num_rows, hidden_dim); weights, float32 (num_rows, experts of the node), of this rank's experts, or
             ``None``; scales or ``None``; the handle, whose element 3 is the number of rows, int32 (1,) on the host, and
             whose element 4 is the map of rows to local experts, bool (num_rows, num_local_experts).
-
         """
         payloads = [each for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
@@ -321,7 +315,6 @@ class HybridEPBuffer:
 
         Returns:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
-
         """
         if handle is None:
             raise ValueError("combine needs the handle of a dispatch")

@@ -33,7 +33,6 @@ class RankRouting:
         topk_idx: of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given.
         num_experts: of all ranks together.
         num_rows: rows that arrived, int64 (1,); fewer than those of ``words`` if these are static.
-
     """
 
     comm: Communicator
@@ -104,7 +103,6 @@ class RankRows:
 
         Returns:
             Rows of each payload, and the routing.
-
         """
         topk_idx, topk_weights, num_experts = routing
         words = self._words(payloads[0], topk_idx, topk_weights)

@@ -36,7 +36,6 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
             max_tokens_per_rank: the most tokens of a rank in a step: batch size times sequence length, over the ranks
                 that share a sequence.
             num_sms: multiprocessors of a call.
-
         """
 
         max_tokens_per_rank: int
@@ -69,7 +68,6 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
         Returns:
             Rows (num_rows, hidden) by local expert, the rows of each local expert, int64, and what ``combine`` needs.
-
         """
         if self._dispatcher is None:  # one expert-parallel rank
             args = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)

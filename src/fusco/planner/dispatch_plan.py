@@ -52,9 +52,13 @@ class DispatchPlan:
         return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
-        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself."""
+        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself.
+
+        The source on the next node is first: combine returns rows in this order, so nodes do not all send to one.
+        """
         forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
-        return (*sorted(forwarded), rank)
+        nodes, num_nodes = self.topology.rank_to_node, self.topology.num_nodes
+        return (*sorted(forwarded, key=lambda src: (nodes[src] - self.node) % num_nodes), rank)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,6 @@ class PlannedForwarding(NamedTuple):
         summary: int64 (num_nodes + 2,): tokens for each node; the first pair whose id is no expert, or the number of
             pairs; and that id, or 0.
         messages: for each other node, ascending, the routing of its tokens: ids of its experts, -1 for others.
-
     """
 
     plan: DeviceForwarding

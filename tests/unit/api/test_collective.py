@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -28,11 +27,13 @@ class Session:
         self.profile = CallProfile()
         self.access = Access("a communicator")
 
-    @contextmanager
-    def collective(self, operation):
+    def begin(self, operation):
         self.log.append(f"begin {operation}")
-        yield Call(7, self.profile)
-        self.log.append("end")
+        return Call(7, self.profile)
+
+    def leave(self, operation, error=None):
+        if error is None:
+            self.log.append("end")
 
     def agree(self, fingerprint, counts=(), handle=0):
         self.log.append(fingerprint)

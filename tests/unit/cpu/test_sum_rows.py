@@ -9,7 +9,7 @@ import torch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, produce_sums
+from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
 from fusco.reference.add_rows import add_rows
 from fusco.reference.reduce_rows import reduce_rows
@@ -78,8 +78,10 @@ def test_sums_of_all_ranks_through_full_rings(dtype):
             sums = torch.full((end - first, HIDDEN), float("nan"), dtype=accumulation_dtype(dtype))
             folded = fold_sums(rank.terms, first, 0, rank.rings_in, sums)
             while folded.next_local < NUM_RANKS:  # until the missing rank has room again
+                assert not has_message(rank.rings_in, folded.next_local)
                 missing = node.ranks[folded.next_local]
                 assert produce_sums(missing.terms, missing.chunks, missing.rings_out).num_chunks
+                assert has_message(rank.rings_in, folded.next_local)
                 folded = fold_sums(rank.terms, first, folded.next_local, rank.rings_in, sums)
             expected = node.expected(first, end, dtype)
             assert torch.equal(sums.view(torch.uint8), expected.view(torch.uint8))

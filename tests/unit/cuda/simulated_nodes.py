@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -131,8 +130,7 @@ class SimulatedSession:
         self.machine = gathers.machine
         self.access = Access(f"rank {rank}'s simulated communicator")
 
-    @contextmanager
-    def collective(self, operation: str) -> Iterator[Call]:
+    def begin(self, operation: str) -> Call:
         self._num_calls += 1
         self.profile = CallProfile(operation)
 
@@ -140,7 +138,10 @@ class SimulatedSession:
             self.agree(CollectiveFingerprint(operation, fields))
             return self._num_calls
 
-        yield Call(self._num_calls, self.profile, agree_again)
+        return Call(self._num_calls, self.profile, agree_again)
+
+    def leave(self, operation: str, error: BaseException | None = None) -> None:
+        pass
 
     def agree(
         self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
@@ -230,8 +231,7 @@ class Rank:
         """Hosts do not wait for each other: the more orders are possible in which devices run."""
         weights = plan.weights if is_weighted else None
         request = CombineRequest(rows=rows, plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
-        with self.session.collective("combine") as call:
-            return self.shuffle.combine(request, call, self.stream)
+        return self.shuffle.combine(request, self.session.begin("combine"), self.stream)
 
 
 class World:

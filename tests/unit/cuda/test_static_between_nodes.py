@@ -24,6 +24,8 @@ from fusco.planner.routing import Routing
 from generator import KINDS
 
 NODES = [(2, 1), (2, 2), (3, 1)]
+LIMIT = 4
+emulated = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 
 
 @pytest.fixture(scope="session")
@@ -119,9 +121,21 @@ def kept_terms(scene: Scene, rank: int, limit: int) -> torch.Tensor:
 @pytest.mark.parametrize("on_overflow", ["raise", "drop"])
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), NODES)
 def test_tokens_beyond_the_limit_stay_and_are_reported_once(num_nodes, ranks_per_node, on_overflow):
-    limit = 4
     scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind="balanced", seed=3, dtype=torch.float32)
-    outcomes = Limited(scene, limit, on_overflow).run(order=num_nodes)
+    check_limited(scene, Limited(scene, LIMIT, on_overflow).run(order=num_nodes), on_overflow)
+
+
+@emulated
+@pytest.mark.parametrize("on_overflow", ["raise", "drop"])
+def test_the_kernel_leaves_out_tokens_beyond_the_limit(folder, on_overflow):
+    scene = Scene(num_nodes=3, ranks_per_node=1, kind="balanced", seed=3, dtype=torch.float32)
+    world = Emulated(folder, 1).world(scene.layout, scene.placement)
+    check_limited(scene, world.run(Limited(scene, LIMIT, on_overflow)._on_rank), on_overflow)
+
+
+def check_limited(scene: Scene, outcomes: Sequence[Any], on_overflow: str) -> None:
+    """Errors and sums of ``Limited``."""
+    limit = LIMIT
     for rank, (error, again, out) in enumerate(outcomes):
         assert again is None
         assert torch.equal(out, kept_terms(scene, rank, limit)[:, None].expand_as(out)), rank
@@ -191,7 +205,7 @@ class Repeated:
         )
 
 
-@pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
+@emulated
 @pytest.mark.parametrize("slice_bytes", [40, 4096])
 @pytest.mark.parametrize(("order", "ranks_per_node"), [(0, 1), (1, 2), (2, 2)])
 def test_steps_follow_each_other_without_a_host_while_epochs_wrap_around(folder, order, ranks_per_node, slice_bytes):

@@ -23,7 +23,6 @@ def add_rows(rows: torch.Tensor, row_to_sum: torch.Tensor, sums: torch.Tensor) -
     >>> add_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0]), sums)
     >>> sums.tolist()
     [[3.0], [1.0], [2.0]]
-
     """
     _add_rows(as_array(rows), row_to_sum.numpy(), sums.numpy())
 

@@ -34,7 +34,6 @@ def copy_segments(
     >>> copy_segments(torch.arange(5, dtype=torch.uint8), torch.tensor([3, 3, 0]), dst, torch.tensor([0, 4, 2]), two)
     >>> dst.tolist()
     [3, 4, 0, 0, 3, 4]
-
     """
     _copy_segments(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
 
@@ -46,7 +45,6 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
         addresses: int64 (num_segments,), of segments that this process may read.
         num_bytes: int64 (num_segments,).
         dst: contiguous, of their total size.
-
     """
     assert dst.nbytes == num_bytes.sum(), (dst.nbytes, num_bytes)
     _concatenate(addresses, num_bytes, dst.data_ptr())

@@ -22,7 +22,6 @@ class PlannedPairs:
         distribution: see ``ExpertDistribution``.
         row_to_first_pair: int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``.
         row_to_locals: True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node).
-
     """
 
     distribution: ExpertDistribution
@@ -47,7 +46,6 @@ def plan_pairs(
         rank_to_local: local ranks of the ranks of this node, -1 for others.
         expert_alignment: each block is rounded up to a multiple of this.
         static_rows: rows of the output; ``None`` means as many as needed.
-
     """
     device = routing.topk_idx.device
     num_experts, num_rows = len(placement.rank_to_experts[rank]), len(routing.topk_idx)

@@ -42,7 +42,6 @@ def reduce_rows(
     >>> reduce_rows(rows, torch.tensor([0, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([1.0, 2.0, 3.0]), sums)
     >>> sums.tolist()
     [[102.0], [30.0]]
-
     """
     _reduce_rows(as_array(rows), row_to_first_term.numpy(), term_to_row.numpy(), term_weight.numpy(), sums.numpy())
 

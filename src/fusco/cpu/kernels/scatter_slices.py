@@ -24,7 +24,6 @@ class SourceRows(NamedTuple):
         first_row: its index among the node's rows.
         num_rows: number of rows.
         is_of_peer: 1 if they are in the pool of another rank.
-
     """
 
     flag: Any
@@ -63,7 +62,6 @@ def scatter_slices(
         outputs: int64 (num_outputs, 3): address of slot 0, bytes of a slot, and their offset in the row.
         row_bytes: bytes of a row in a pool.
         rows_per_slice: rows to copy before a flag is read again.
-
     """
     tables = pair_to_slot.numpy(), row_to_first_pair.numpy()
     return Scattered(*_scatter_slices(sources, num_done, *tables, outputs, row_bytes, rows_per_slice))

@@ -33,7 +33,6 @@ class Terms(NamedTuple):
         row_to_locals: bool (num_rows, ranks_per_node): ranks with a sum for the row.
         local: local rank that has ``rows``.
         scratch: one sum, float32 or float64 (hidden,).
-
     """
 
     rows: npt.NDArray[Any]
@@ -72,7 +71,6 @@ class Rings(NamedTuple):
         addresses: int64 (ranks_per_node, 3): of the counts of messages put in and taken out, and of slot 0.
         depth: slots of each.
         slot_bytes: size of a slot.
-
     """
 
     addresses: npt.NDArray[np.int64]
@@ -86,7 +84,6 @@ class Chunks(NamedTuple):
     Attributes:
         bounds: int64 (num_chunks, 3): source, first row and end.
         local_to_chunks: int64 (ranks_per_node, 2): for each rank, its first chunk and their end.
-
     """
 
     bounds: npt.NDArray[np.int64]
@@ -155,9 +152,18 @@ def fold_sums(terms: Terms, first: int, next_local: int, rings: Rings, sums: tor
         next_local: local rank to continue with; 0 sets all sums to zero first.
         rings: from the other ranks.
         sums: float32 or float64 (num_rows of the chunk, hidden); changed in place.
-
     """
     return Folded(*_fold_sums(terms, first, next_local, rings, sums.numpy()))
+
+
+def has_message(rings: Rings, local: int) -> bool:
+    """Return whether a local rank has put in a message that has not been taken out."""
+    return bool(_has_message(rings.addresses, local))
+
+
+@compiled(nogil=True)
+def _has_message(addresses: Any, local: int) -> Any:
+    return load_acquire_at(addresses[local, 0]) > load_acquire_at(addresses[local, 1])
 
 
 @compiled(nogil=True, error_model="numpy")

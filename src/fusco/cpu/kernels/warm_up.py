@@ -13,7 +13,7 @@ from fusco.cpu.kernels.copy_segments import concatenate, copy_segments
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
 from fusco.cpu.kernels.select_tokens import select_tokens
-from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, produce_sums
+from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.routing import INDEX_DTYPES
 
@@ -30,7 +30,10 @@ def warm_up_cpu() -> None:
         select_tokens(torch.zeros(0, 1, dtype=dtype, device="cpu"), ExpertPlacement.contiguous(1, 1), Topology((0,)))
     nothing = np.zeros((0, 7), np.int64)
     scatter_slices(nothing, np.zeros(0, np.int64), none, none, nothing, 1, 1)
-    chunks, rings = cut_chunks((0,), (0,), (0, 0), 1), Rings(np.zeros((1, 3), np.int64), 1, 1)
+    counts = np.zeros(2, np.int64)
+    rings = Rings(np.array([[counts.ctypes.data, counts[1:].ctypes.data, 0]]), 1, 1)
+    chunks = cut_chunks((0,), (0,), (0, 0), 1)
+    has_message(rings, 0)
     for dtype in ROW_DTYPES:
         rows = torch.zeros(0, 1, dtype=dtype, device="cpu")
         sums = torch.zeros(0, 1, dtype=accumulation_dtype(dtype), device="cpu")
