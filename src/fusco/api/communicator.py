@@ -430,6 +430,26 @@ class Communicator:
             if error := self._engine.pending_error():
                 raise error
 
+    def check(self) -> None:
+        """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing, and no collective.
+
+        It takes a few microseconds: it reads words that the device has written to host memory, and examines the other
+        ranks at most every 20 ms. Call it after a step's results have arrived on the host and before they are used. In
+        a replay that a rank has missed, rows and sums are filled with bytes of 255 (NaN, or -1 in signed integers) on
+        the ranks that waited for it, never with values of an earlier replay; so they are in all later replays.
+
+        Raises:
+            PeerFailureError: if a rank has died, failed or left, or if a wait of the device has timed out. Then the
+                communicator can only be closed.
+            RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
+            ClosedError: if the communicator is broken or closed.
+
+        """
+        with self._session.access.using("check"):
+            self._session.check()
+            if error := self._engine.pending_error():
+                raise error
+
     def hand_over(self) -> None:
         """Let another thread own the communicator: the next one that calls a verb."""
         self._session.access.hand_over()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import sys
@@ -76,8 +75,6 @@ def _system() -> Finding:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     if sys.platform != "linux":
         return Finding("system", "missing", found, "fusco needs Linux: unnamed shared memory and /proc")
-    if not hasattr(os, "pidfd_open"):
-        return Finding("system", "missing", found, "a Python built with pidfd_open (any for Linux 5.3 and newer)")
     return Finding("system", "ok", found)
 
 

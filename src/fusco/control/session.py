@@ -103,6 +103,11 @@ class Session:
             self.fail(name, error)
             raise
 
+    def check(self) -> None:
+        """Raise ``PeerFailureError`` if a rank is gone or the device has given up, as ``Watchdog.check``; no wait."""
+        with self.operation("check"):
+            self._watchdog.check()
+
     def agree(
         self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
     ) -> Sequence[tuple[int, ...]]:

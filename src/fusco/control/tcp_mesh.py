@@ -21,6 +21,7 @@ _SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed
 # Unauthenticated connections. Peers authenticate at once, so connections that stay so are not of peers.
 _MAX_UNAUTHENTICATED = 256
 _BACKLOG = 1024  # all peers may connect at once, and foreign clients before them
+_NUM_PROBES = 3
 
 
 class TcpConnections:
@@ -56,6 +57,11 @@ class TcpConnections:
         self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
             self._connect(store_gather, peers, listen_on, wait_until)
+
+    @property
+    def descriptors(self) -> dict[int, int]:
+        """File descriptor of the connection to each peer."""
+        return {peer: connection.fileno() for peer, connection in self._connections.items()}
 
     def close(self) -> None:
         """Close the connections."""
@@ -94,6 +100,7 @@ class TcpConnections:
                 connecting.result()
             for connection in self._connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _keep_alive(connection, store_gather.timeout_s)
                 connection.settimeout(0)
         except BaseException:
             self.close()
@@ -244,3 +251,12 @@ class TcpMesh(TcpConnections):
             self._receiving[peer] = memory[num_bytes:]
         del self._receiving[peer]
         return True
+
+
+def _keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Let an idle connection to a machine that is off or unreachable close within about half of the time limit."""
+    interval_s = max(1, int(timeout_s / 2 / (_NUM_PROBES + 1)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)

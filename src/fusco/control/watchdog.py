@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from fusco.control.liveness import Liveness
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
-from fusco.core.errors import PeerFailureError, Stall, TransportError, cleanup_after, reason_of
+from fusco.core.errors import PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _PATIENCE = 0.7
 _ASKING = 0.15
 _SETTLING = 0.05
 _REPORTING = 0.05
+
+_DEVICE_GAVE_UP = "a wait of the device ended without what it waited for"
 
 # Pauses grow to half a millisecond: ranks may share cores, so a wait must not spin for long.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 20e-6, 500e-6
@@ -25,6 +27,9 @@ _SECONDS_BETWEEN_CHECKS = 0.02
 # Ranks often die together (out of memory, or with their node), and an error should name them all. A rank that seems to
 # have left may have given this one up, with its failure report still under way. A tenth of a second is enough for both.
 _MAX_SETTLING_S = 0.1
+
+# The same in ``check``, which a loop calls after each step.
+_MAX_SETTLING_IN_CHECK_S = 0.02
 
 # A rank that leaves reports its departure and waits for no answer: this takes as long as connecting.
 _MAX_DEPARTURE_S = 0.5
@@ -61,7 +66,7 @@ class Watchdog:
         self._network_probes: list[Callable[[], str]] = []
         self._polls: list[Callable[[], bool]] = []
         self._device_probes: list[Callable[[], Stall | None]] = []
-        self._process_fds = {rank: _open_process(peer.pid) for rank, peer in peers.items() if peer.is_on_this_machine}
+        self._liveness = Liveness({rank: peer.pid for rank, peer in peers.items() if peer.is_on_this_machine})
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
         self._pause_s = _FIRST_PAUSE_S
@@ -72,6 +77,10 @@ class Watchdog:
         Not an argument of the constructor, as networks connect through a watchdog.
         """
         self._network_probes.append(failure)
+
+    def add_connections(self, connections: Mapping[int, int]) -> None:
+        """Watch connections to ranks, too; see ``Liveness``."""
+        self._liveness.add_connections(connections)
 
     def add_device_probe(self, stall: Callable[[], Stall | None]) -> None:
         """Add a check of a device: ``stall`` returns the wait that timed out, ``None`` while the device works."""
@@ -87,9 +96,21 @@ class Watchdog:
 
     def check_device(self) -> None:
         """Raise ``PeerFailureError`` if a wait of the device has timed out."""
-        for probe in self._device_probes:
-            if stall := probe():
-                self.find_fault(stall, "a wait of the device timed out")
+        if stall := self._device_stall():
+            self.find_fault(stall, _DEVICE_GAVE_UP)
+
+    def check(self) -> None:
+        """Raise ``PeerFailureError`` if a rank is gone or has failed, or a wait of the device ended without its data.
+
+        Does not wait for anything. Processes and connections are examined at most every 20 ms.
+        """
+        status_server, now = self._status_server, time.monotonic()
+        is_gone = False
+        if now - self._last_check >= _SECONDS_BETWEEN_CHECKS:
+            self._last_check, is_gone = now, self.has_failed_rank or bool(self._network_failure())
+        if is_gone or status_server.failure_report or status_server.departures or self._device_stall():
+            self.begin(self._collective, "check")
+            self._raise_what_is_wrong()
 
     def begin(self, collective: int, operation: str) -> None:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
@@ -132,7 +153,7 @@ class Watchdog:
         if self._status_server.failure_report:
             raise self._failure(waiting_for, self._status_server.failure_report)
         concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
-        has_died, failure = any(map(self._is_dead, concerned)), self._network_failure()
+        has_died, failure = any(map(self._liveness.is_dead, concerned)), self._network_failure()
         if has_died or failure:
             time.sleep(self._settling_s)
             if dead := self._dead():
@@ -188,41 +209,58 @@ class Watchdog:
         limit_s = min(_REPORTING * self._timeout_s, _MAX_DEPARTURE_S)
         self._status_server.report_departure(self._living(), self._rank, reason, limit_s)
 
+    def report_the_dead(self) -> None:
+        """Report dead ranks to all others, which may be on machines from where they are not seen. Any thread may."""
+        if dead := (*self._dead(), *self._liveness.disconnected()):
+            reason = "; ".join(map(self._describe_end, dead))
+            self._report(FailureReport(dead, reason, self._rank, has_left=True))
+
     @property
     def has_failed_rank(self) -> bool:
-        """True if a rank on this machine has died, or another rank has reported a failure. Any thread may ask."""
-        return bool(self._status_server.failure_report or self._dead())
+        """True if a rank has died, its connection is closed, or a rank has reported a failure. Any thread may ask."""
+        return bool(self._status_server.failure_report or self._dead() or self._liveness.disconnected())
+
+    @property
+    def has_departed_rank(self) -> bool:
+        """True if a rank has reported that it left. Any thread may ask."""
+        return bool(self._status_server.departures)
 
     def close(self) -> None:
-        """Close the process descriptors."""
-        while self._process_fds:
-            _, fd = self._process_fds.popitem()
-            if fd is not None:
-                os.close(fd)
+        """Stop watching processes and connections."""
+        self._liveness.close()
 
     def _network_failure(self) -> str:
         return next((failure for probe in self._network_probes if (failure := probe())), "")
 
-    def _dead(self) -> tuple[int, ...]:
-        return tuple(filter(self._is_dead, self._peers))
+    def _device_stall(self) -> Stall | None:
+        for probe in self._device_probes:
+            if stall := probe():
+                return stall
+        return None
 
-    def _is_dead(self, rank: int) -> bool:
-        if rank not in self._process_fds:
-            return False  # on another machine, where the network fails instead
-        fd = self._process_fds[rank]
-        if fd is None:
-            return True
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        return bool(poller.poll(0))
+    def _dead(self) -> tuple[int, ...]:
+        return tuple(filter(self._liveness.is_dead, self._peers))
 
     def _dead_or_departed(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self._peers if self._is_dead(rank) or rank in self._status_server.departures)
+        return tuple(sorted({*self._dead(), *self._status_server.departures}))
 
     def _describe_end(self, rank: int) -> str:
         if reason := self._status_server.departures.get(rank):
             return f"rank {rank} {reason}"
-        return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
+        if self._liveness.is_dead(rank):
+            return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
+        return f"rank {rank} is dead or has left: its connection is closed"
+
+    def _raise_what_is_wrong(self) -> NoReturn:
+        def stall_of(ranks: tuple[int, ...]) -> Stall:
+            return self._device_stall() or Stall("checking all ranks", ranks, "every rank at work", "fewer")
+
+        if report := self._status_server.failure_report:
+            raise self._failure(stall_of(report.peers), report)
+        time.sleep(min(self._settling_s, _MAX_SETTLING_IN_CHECK_S))
+        if gone := tuple(sorted({*self._dead_or_departed(), *self._liveness.disconnected()})):
+            self._blame(stall_of(gone), gone, "; ".join(map(self._describe_end, gone)), has_left=True)
+        self.find_fault(stall_of(()), self._network_failure() or _DEVICE_GAVE_UP)
 
     def _blame_the_departed(self, stall: Callable[[], Stall]) -> None:
         """Raise if this rank still waits for a rank that has left."""
@@ -248,7 +286,7 @@ class Watchdog:
         self._status_server.report_failure(self._living(), failure_report, _REPORTING * self._timeout_s)
 
     def _living(self) -> dict[int, StatusServerAddress]:
-        return {rank: peer.address for rank, peer in self._peers.items() if not self._is_dead(rank)}
+        return {rank: peer.address for rank, peer in self._peers.items() if not self._liveness.is_dead(rank)}
 
     def _failure(self, stall: Stall, failure_report: FailureReport) -> PeerFailureError:
         found = "" if failure_report.found_by == self._rank else f" (found by rank {failure_report.found_by})"
@@ -260,18 +298,6 @@ class Watchdog:
             stall=stall,
             reason=failure_report.reason + found,
         )
-
-
-def _open_process(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, ``None`` if it has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    except OSError as error:
-        raise TransportError(
-            f"process {pid} of a rank on this machine cannot be watched: {reason_of(error)}"
-        ) from error
 
 
 def _describe_status(status: Status | None) -> str:

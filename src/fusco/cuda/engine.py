@@ -15,6 +15,7 @@ import torch
 
 from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import leak
+from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
@@ -104,15 +105,17 @@ class CudaEngine:
         self._drain: Drain | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            self._order = StreamOrder(device)
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
+            self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
+            self._order = StreamOrder(device, self._peer_watch.start)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
+            resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle()
             self._watchdog.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # the first verb may run on any stream
@@ -121,7 +124,8 @@ class CudaEngine:
 
     def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
-        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, self._arena.abort)
+        on_stall = self._arena.abort_after_network
+        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self) -> Shuffle[Any]:
         """Make the shuffle for one node or several; it takes the plans that it makes."""
@@ -282,7 +286,7 @@ class CudaEngine:
 
     def has_finished(self) -> bool:
         with torch.cuda.stream(self._order.own):
-            return self._has_work_ended() and not self._device_stall() and not self._arena.is_broken()
+            return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         self._context.record(timeline)

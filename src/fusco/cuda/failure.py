@@ -1,4 +1,4 @@
-"""Descriptions of device-side waits that timed out."""
+"""Descriptions of device-side waits that timed out or were aborted."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ PHASES = (
         "all blocks of a kernel resident on this device at once, which are",
         "fewer, as other kernels occupy its multiprocessors",
     ),
+    Phase("the network", "all messages of epoch", "an abort of NCCL"),
 )
 
 
@@ -40,7 +41,7 @@ def own_backlog(expected: str) -> Stall:
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
-    """Return the stall of a device-side wait that timed out; ``node_ranks`` are the ranks of its node."""
+    """Return the stall of a device-side wait that failed; ``node_ranks`` are the ranks of its node."""
     phase = PHASES[failure.phase]
     on_ranks = () if phase.seen else (node_ranks[failure.peer],)
     return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", phase.seen or f"{failure.seen}")

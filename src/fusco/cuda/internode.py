@@ -311,7 +311,7 @@ class InternodeShuffle:
             for local in range(self._layout.num_ranks)
         ]
         moved = [
-            Payload(address=0, row_bytes=size, output_address=output.data_ptr())
+            Payload(address=0, row_bytes=size, output_address=output.data_ptr(), num_output_rows=len(output))
             for size, output in zip(sizes, outputs, strict=True)
         ]
         launcher = self._context.launcher(stream)

@@ -154,7 +154,7 @@ class OwnRows:
             num_slots = plan.num_slots
         outputs = [payload.new_empty(num_slots, *payload.shape[1:]) for payload in transfer.payloads]
         moved = [
-            Payload(payload.data_ptr(), size, output.data_ptr())
+            Payload(payload.data_ptr(), size, output.data_ptr(), num_slots)
             for payload, size, output in zip(transfer.payloads, transfer.row_bytes, outputs, strict=True)
         ]
         rows, in_place_ranks = self._sources(transfer)

@@ -34,8 +34,9 @@ class Held(Protocol):
 class StreamOrder:
     """Keeps all launches of a communicator in one order, on any streams. The caller orders graph replays."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_capture: Callable[[], None]) -> None:
+        """``on_capture`` is called in each launch that a graph captures."""
+        self._device, self._on_capture = device, on_capture
         self.streams: list[torch.cuda.Stream] = []  # all streams with launches
         self.own = self.new_stream()
         self._done = torch.cuda.Event()
@@ -78,8 +79,9 @@ class StreamOrder:
         if held is not None and held.stream != stream.cuda_stream:
             for tensor in held.tensors:
                 tensor.record_stream(stream)
+        is_captured = self._is_captured()
         if stream is not self.latest and stream != self.latest:
-            if self.latest is not None and not torch.cuda.is_current_stream_capturing():
+            if self.latest is not None and not is_captured:
                 stream.wait_stream(self.latest)
             if stream not in self.streams:
                 self.streams.append(stream)
@@ -87,6 +89,12 @@ class StreamOrder:
         if stream is callers and torch.cuda.current_device() == self._device.index:
             return stream, None
         return stream, torch.cuda.stream(stream)
+
+    def _is_captured(self) -> bool:
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            self._on_capture()
+        return is_captured
 
     @contextmanager
     def on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[torch.cuda.Stream]:

@@ -93,8 +93,16 @@ class Emulator:
         self._num_idle = 0
 
 
-@cache
+_schedulers: list[ctypes.CDLL] = []  # at most one: kernels find it by its global names
+
+
 def _load_scheduler(folder: Path) -> ctypes.CDLL:
+    if not _schedulers:
+        _schedulers.append(_build_scheduler(folder))
+    return _schedulers[0]
+
+
+def _build_scheduler(folder: Path) -> ctypes.CDLL:
     library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), ())
     simt = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     simt.simt_launch.argtypes = [

@@ -139,7 +139,7 @@ def weighted_sum(num_topk: int, hidden: int, row_type: str) -> Constants:
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
     item_bytes = ITEM_BYTES[row_type]
     return constants_of(
-        returned_type(num_remote),
+        returned_type(1, num_remote),
         1,
         256,
         NUM_REMOTE=num_remote,

@@ -233,6 +233,99 @@ def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
     assert not arenas[1].failure.is_set
 
 
+def before_its_plan(at: Rank) -> None:
+    at.shuffle._planner.make_plan = die
+
+
+def before_it_stages_rows(at: Rank) -> None:
+    at.shuffle._own_rows.stage = lambda transfer: 0
+    at.shuffle._own_rows.scatter = die
+
+
+def before_its_combine(at: Rank) -> None:
+    at.combine = die
+
+
+class Died(Exception):  # noqa: N818  no error of the test
+    """Ends what a rank launches."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    raise Died
+
+
+# The phase that the others are in, and how many of the outputs (dispatch, combine) of this replay they complete.
+DEATHS = {
+    before_its_plan: ("exchanging routing on the device", 0),
+    before_it_stages_rows: ("pulling rows", 0),
+    before_its_combine: ("adding partial sums", 1),
+}
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(death, order, folder):
+    repeated = Repeated(folder, order, num_ranks=3, patience=1000)
+    phase, num_complete = DEATHS[death]
+    victim, num_replays = 1, 3
+
+    def on_rank(at: Rank) -> Any:
+        # As in replays, hosts agree on nothing in between.
+        request, call = repeated.request(at.rank, 1, torch.float32), Call(1, CallProfile())
+        pending = at.shuffle.prepare_dispatch(request, call, at.stream)
+        counts = at.session.agree(CollectiveFingerprint("dispatch", request.fields), pending.counts)
+        outputs: list[torch.Tensor] = []
+        for replay in range(num_replays):
+            if replay == 1 and at.rank == victim:
+                death(at)
+            try:
+                sent = pending.run(counts)
+                ones = torch.ones(len(sent.rows[0]), 1)
+                outputs += [sent.rows[0], at.combine(sent.plan, ones, is_weighted=False)]
+            except Died:
+                return None
+        at.arena.abort()  # by the host's watch
+        return outputs, sent.plan, stall_of(at.arena.failure, at.arena.node_ranks)
+
+    for rank, result in enumerate(repeated.world.run(on_rank)):
+        if rank == victim:
+            continue
+        outputs, plan, stall = result
+        assert (stall.phase, stall.on_ranks) == (phase, (victim,))
+        is_poison = [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs]
+        num_valid = 2 + num_complete
+        assert is_poison == [False] * num_valid + [True] * (2 * num_replays - num_valid)
+        num_terms = (repeated.request(rank, 1, torch.float32).routing.topk_idx >= 0).sum(1)
+        assert torch.equal(outputs[1][:, 0], num_terms.float())
+        assert (plan.row_to_slots == -1).all()
+        assert (plan.num_rows_per_expert == 0).all()
+
+
+class PlayWithoutNetwork(EmulatedPlay):
+    """A play after which the network of rank 0 fails, and a dispatch and a combine that show it."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        before = super()._on_rank(at)
+        torch.zeros(1)  # after all of that
+        if at.rank == 0:
+            at.arena.abort_after_network()
+        sent = at.dispatch(self._request(at.rank, self._payloads(at)))
+        out = at.combine(sent.plan, torch.ones(len(sent.rows[0]), 3), is_weighted=False)
+        return before, [*sent.rows, out], at.arena
+
+
+@pytest.mark.parametrize("order", range(2))
+def test_what_depends_on_a_network_that_has_failed_is_poison(order, folder):
+    whole = PlayWithoutNetwork(Scene(num_nodes=2, ranks_per_node=1, kind="balanced", seed=order), folder)
+    results = whole.run(order)
+    whole.check([before for before, _, _ in results])
+    for rank, (_, outputs, arena) in enumerate(results):
+        assert [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs] == [rank == 0] * len(outputs)
+        assert bool(arena.failure.is_set) == (rank == 0)
+    failed = results[0][2]
+    assert stall_of(failed.failure, failed.node_ranks).phase == "the network"
+
+
 def alone(folder, program) -> Any:
     """What a program gives on the only rank of a world, with whatever kernels it launches."""
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)

@@ -129,7 +129,7 @@ class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self, streams: Streams) -> None:
-        self._order, self._topology = StreamOrder(torch.device("cuda", 0)), Topology((0,))
+        self._order, self._topology = StreamOrder(torch.device("cuda", 0), pytest.fail), Topology((0,))
         self._shuffle = Shuffle(streams)
 
     def pending_error(self) -> None:

@@ -19,11 +19,12 @@ ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F
 
 
 class Payload(NamedTuple):
-    """Rows to move, as bytes: their address on this rank, the bytes of a row, and the address of the output."""
+    """Rows to move, as bytes: their address on this rank, the bytes of a row, and address and rows of the output."""
 
     address: int
     row_bytes: int
     output_address: int = 0
+    num_output_rows: int = 0
 
 
 class Memory(Protocol):

@@ -24,7 +24,7 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         ("outputs", POINTER * num_payloads),
         *((name, POINTER) for name in ("row_to_slots", "block_to_first_slot", "num_rows_per_expert")),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "longest", "parts")),
+        *((name, I32) for name in ("num_local_experts", "num_slots", "longest", "parts")),
         ("in_place_ranks", U32),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
@@ -65,6 +65,7 @@ def scatter_rows(
     prepared.set_table("outputs", [payload.output_address for payload in payloads])
     arguments.row_to_slots = held.addresses.row_to_slots
     arguments.block_to_first_slot = plan.tables.address_of_blocks
+    arguments.num_slots = payloads[0].num_output_rows
     arguments.num_rows_per_expert = plan.tables.address_of_counts
     prepared.launch(launcher.stream)
     return prepared.grid
