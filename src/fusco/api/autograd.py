@@ -28,7 +28,6 @@ class Precomputed:
     Attributes:
         rows: what the verb returns.
         weights: of a dispatch, the weight of each row (num_rows,), if requested.
-
     """
 
     rows: torch.Tensor

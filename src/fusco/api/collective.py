@@ -43,7 +43,6 @@ def run_collective(
     Raises:
         RejectedInputError, MismatchError: see ``Session.agree``. Otherwise what ``validate``, ``prepare`` or the
         execution raises.
-
     """
     rejection: Exception | None = None
     pending: Pending[_Result] | None = None

@@ -92,7 +92,6 @@ class Communicator:
             MismatchError: if ranks give different values; RejectedInputError: if another rank's were rejected.
             SharedMemoryError: if there is not enough memory; see ``memory_size_hint``.
             PeerFailureError: if a rank does not arrive within ``settings.timeout_s``.
-
         """
         config = CommunicatorConfig(
             num_experts=num_experts,
@@ -180,7 +179,6 @@ class Communicator:
             RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
                 here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
-
         """
         payloads = _as_list(x)
         options = DispatchOptions(
@@ -214,7 +212,6 @@ class Communicator:
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
-
         """
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
@@ -247,7 +244,6 @@ class Communicator:
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
-
         """
         out = self._sum(y, handle, weights, launch)
         if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
@@ -266,7 +262,6 @@ class Communicator:
             topk_weights: float32 or float64 (num_tokens, num_topk).
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
-
         """
         (rows,) = self._move_again([topk_weights.detach()], handle, launch)
         return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
@@ -281,7 +276,6 @@ class Communicator:
 
         Returns:
             float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
-
         """
         return weights_of_tokens(values.detach(), without_weights(handle), self._verbs(launch))
 
@@ -292,7 +286,6 @@ class Communicator:
             send: segments to send to each rank; ranks left out get nothing.
             receive: segments to write the bytes of each rank to, as many as that rank sends. Segments must overlap
                 neither each other nor those to send. That is not checked, and the bytes are undefined then.
-
         """
         run_collective(
             self._session,
@@ -346,7 +339,6 @@ class Communicator:
             PeerFailureError: as in every collective; the output is undefined then.
 
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
-
         """
         splits = (output_split_sizes, input_split_sizes)
         request = run_collective(
@@ -399,7 +391,6 @@ class Communicator:
 
         Raises:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
-
         """
         return run_collective(
             self._session,
@@ -443,7 +434,6 @@ class Communicator:
                 communicator can only be closed.
             RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
             ClosedError: if the communicator is broken or closed.
-
         """
         with self._session.access.using("check"):
             self._session.check()

@@ -97,7 +97,6 @@ class CommunicatorParts:
         session: keeps all ranks in the same collective; its ``close`` frees all connections.
         engine: moves rows; closed before the session.
         validator: checks arguments.
-
     """
 
     session: Session
@@ -111,7 +110,6 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     Raises:
         TypeError: if this rank is not in the group.
         ValueError: if there is no process group.
-
     """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}")

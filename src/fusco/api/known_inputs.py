@@ -28,7 +28,6 @@ class KnownInput:
         options: what validation depends on besides the tensors.
         is_grad_enabled: whether autograd was on, as it is part of the fingerprint.
         guard: compares tensors with these, if there is such a thing; a nested tensor would end the process.
-
     """
 
     fingerprint: CollectiveFingerprint
@@ -51,7 +50,6 @@ class KnownInputs:
         Args:
             tensors: of the input. Anything may be among them.
             options: the verb, the number of tensors, and everything else that validation depends on.
-
         """
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None

@@ -56,7 +56,6 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         SharedMemoryError: on all ranks, if one has no room or cannot open a peer's segment.
         PeerFailureError: with the rank that died or did not join in time.
         TransportError: if a network does not work.
-
     """
     warm_up_node_memory()  # before any rank's clock runs
     with ExitStack() as resources:
@@ -93,7 +92,6 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         how: the network, as the error names it.
         others: ranks to connect to.
         watchdog: asks them for their status after an error.
-
     """
     try:
         return connect()

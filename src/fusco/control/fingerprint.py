@@ -65,7 +65,6 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     >>> check_fingerprints(two, rank=0)
     Traceback (most recent call last):
     fusco.core.errors.MismatchError: ranks disagree in dispatch: num_topk is 8 on rank 0, 4 on rank 1
-
     """
     local = fingerprints[rank]
     if not local.rejection and all(other is local or other == local for other in fingerprints):

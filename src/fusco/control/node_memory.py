@@ -60,7 +60,6 @@ class NodeMemory:
         own_record: this rank's record, for its node.
         write_done: writes this rank's ``done_flag``; does nothing once closed.
         announce_record: writes this rank's ``record_flag``; does nothing once closed.
-
     """
 
     def __init__(self, layout: ControlLayout, rank: int, segments: list[SharedSegment]) -> None:
@@ -163,7 +162,6 @@ def wait_for_flag(
 
     Raises:
         PeerFailureError: see ``Watchdog``.
-
     """
 
     def is_ready() -> bool:

@@ -121,7 +121,6 @@ class Session:
         Raises:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
             RejectedInputError: if other ranks have a rejection and this one has none.
-
         """
         return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
 

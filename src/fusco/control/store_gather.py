@@ -86,7 +86,6 @@ class StoreGather:
             PeerFailureError: with the ranks that did not join within the limit, or that are at fault if the store
                 cannot be reached.
             TransportError: if the store cannot be reached and no rank is known to be at fault.
-
         """
         gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
         values = in_thread(gathering.run)

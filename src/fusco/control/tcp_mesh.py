@@ -49,7 +49,6 @@ class TcpConnections:
         Raises:
             OSError: if the network fails.
             Exception: any that ``wait_until`` raises.
-
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
@@ -200,7 +199,6 @@ class TcpMesh(TcpConnections):
         Args:
             message: bytes for all peers; copied, so the caller may change it at once.
             peer_to_memory: memory for each peer's message, of the same size.
-
         """
         assert self.is_done, (list(self._sending), list(self._receiving))
         copy = memoryview(bytes(message))

@@ -58,7 +58,6 @@ class Watchdog:
             status_server: of this rank.
             timeout_s: limit of every wait.
             spin_s: seconds of each wait in which this rank only yields its core, before it sleeps.
-
         """
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s

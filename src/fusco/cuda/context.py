@@ -30,7 +30,6 @@ class CudaContext:
         tables: tables for all plans.
         expert_to_node: int32 (num_experts,).
         timeline: of all launches; see ``record``.
-
     """
 
     arena: Arena

@@ -22,7 +22,6 @@ class DevicePlan(PlannedRows):
         placement: the experts of each rank.
         num_slots: rows of the expert-major output; set once the plan is made if they are exact.
         stream: handle of the stream that it was made on; 0 if that is not known.
-
     """
 
     rank: int
@@ -61,7 +60,6 @@ class DevicePlan(PlannedRows):
         Args:
             runs: for each rank of the node, the rows that it holds, in order: (source, first, end).
             local: the local index of this rank.
-
         """
         places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
         first_row = [0]

@@ -24,7 +24,6 @@ class InternodePlan(DevicePlan):
         forwarding: the tokens that this rank sends to other nodes.
 
     Rows that it returns are kept, and shared with plans made of it by ``dataclasses.replace``.
-
     """
 
     traffic: InternodeTraffic

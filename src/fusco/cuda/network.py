@@ -64,7 +64,6 @@ class Network:
             num_remote_nodes: the number of other nodes.
             timeout_s: NCCL is aborted after this long without progress.
             on_stall: called just before NCCL is aborted.
-
         """
         device = stream.device
         self._nccl = NcclTransport(

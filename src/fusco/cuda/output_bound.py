@@ -34,7 +34,6 @@ def affordable_bound(
     True
     >>> affordable_bound(65536, 32, 1, 8, 14336, needs_grad=False) is None
     True
-
     """
     bound = num_pairs + min(num_pairs, num_local_experts) * (expert_alignment - 1)
     extra_bytes = (bound - num_pairs // num_ranks) * row_bytes

@@ -34,7 +34,6 @@ class PublishedRows(NamedTuple):
         buffer: index of the peer-visible buffer that holds the rows; -1 if they are staged in the pool.
         offset: byte offset of the rows in the buffer.
         num_rows_to_node: tokens for each other node; empty if there is one node, or with an earlier plan.
-
     """
 
     num_tokens: int
@@ -69,7 +68,6 @@ class Transfer:
         launch: launch options.
         stream: the stream for all launches.
         call: counts times and SMs.
-
     """
 
     payloads: Sequence[torch.Tensor]

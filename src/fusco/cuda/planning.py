@@ -58,7 +58,6 @@ class DevicePlanner:
             num_rows: rows of each source on this node.
             stream: the stream to launch on.
             held: sources whose rows this rank forwards.
-
         """
         plan = self.new_plan(plan_type, request, num_rows, stream, held)
         self.launch(plan, request, routing, stream)

@@ -67,7 +67,6 @@ class StreamOrder:
             launch: selects the stream.
             inputs: the caller's tensors, which the caller keeps alive on its own streams.
             held: tensors referenced only by a handle, so that the caller cannot call ``record_stream`` on them.
-
         """
         callers = self.current()
         stream = self.own if launch.own_stream else callers
@@ -110,7 +109,6 @@ class StreamOrder:
 
         Returns:
             An event of this call alone; ``None`` on the caller's stream, whose later work comes after the call.
-
         """
         if launch.event is not None:
             launch.event.record(stream)

@@ -75,7 +75,6 @@ class Request:
     Attributes:
         agreed: the fingerprint of an earlier request with the same ``fields``, if there was one.
         handle: number of the collective that made the handle, equal on all ranks; 0 without one.
-
     """
 
     agreed: CollectiveFingerprint | None = None

@@ -35,7 +35,6 @@ class Layout:
 
     >>> Layout(num_hosts=4, num_rails=4, rate=10**9, ranks_per_host=2).rails_of(1)
     range(2, 4)
-
     """
 
     num_hosts: int

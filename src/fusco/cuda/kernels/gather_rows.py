@@ -45,7 +45,6 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -
         launcher: the rank's launcher.
         rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
         parts: the same number in every call, some may be empty.
-
     """
     size = row_bytes(rows)
     first_row = (0, *itertools.accumulate(part.num_rows for part in parts))

@@ -51,7 +51,6 @@ class HeldRows:
         weights: float32 or float64 (num_rows, num_topk), or ``None``.
         token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
             expert of it.
-
     """
 
     first_row: tuple[int, ...]

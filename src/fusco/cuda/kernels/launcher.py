@@ -44,7 +44,6 @@ class Launcher:
         comm: a ``comm_type`` struct, the argument of kernels that work across the node's ranks.
         stream: the handle of the stream to launch on.
         prepared: launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams.
-
     """
 
     library: Library
@@ -82,7 +81,6 @@ class Launcher:
             num_threads: likewise.
             shared_bytes: likewise.
             is_dependent: likewise.
-
         """
         kernel = self._find(str(key[0]), constants, arguments, num_threads)
         shape = {

@@ -42,7 +42,6 @@ class PlanTables:
         num_local_experts: experts of this rank.
         run_counts: int32 (num_sms * num_local_experts,), scratch.
         report: the address of a ``Report``.
-
     """
 
     expert_to_local: torch.Tensor
@@ -61,7 +60,6 @@ class PlanTerms(NamedTuple):
         max_slots: slots of the output.
         is_overflow_reported: True if more rows than slots are an error.
         num_sms: maximum number of SMs; ``None`` means those of the device.
-
     """
 
     expert_alignment: int
@@ -109,7 +107,6 @@ class PlanTensors:
         address_of_blocks: of ``block_to_first_slot``.
         num_local_experts: experts of this rank.
         weight_bytes: bytes of a weight; 0 without weights.
-
     """
 
     def __init__(self, shape: PlanShape, device: torch.device) -> None:
@@ -161,7 +158,6 @@ class PlannedRows:
         held: the sources whose rows are in this rank's pool; this rank first.
         num_topk: experts per token (top-k).
         tables: the tensors of the following properties.
-
     """
 
     first_row: tuple[int, ...]
@@ -237,7 +233,6 @@ def plan_slots(
         published: one entry for each node.
         terms: see ``PlanTerms``.
         ticket: number of the report; 0 if the host does not wait for it.
-
     """
     ids, made = published[0].topk_idx, plan.tables
     key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)

@@ -87,7 +87,6 @@ class ForwardingTerms:
         max_rows: tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size.
         is_overflow_reported: True if tokens that are left out are an error.
         ticket: the number of the launch, from 1 on, below 2**32.
-
     """
 
     max_rows: int | None
@@ -113,7 +112,6 @@ def plan_forwarding(
 
     Returns the plan, and uint8 (num_nodes - 1, ...): a message to each other node, ascending. It is weights, then int32
     ids, of as many rows as are sent; see the twin.
-
     """
     topk_idx, weights, num_nodes = routing.topk_idx, routing.topk_weights, summary.num_nodes
     num_tokens, max_rows = len(topk_idx), routing.num_tokens if terms.max_rows is None else terms.max_rows

@@ -54,7 +54,6 @@ def scatter_rows(
         num_sms: a budget of SMs, shared with staging.
 
     Returns the number of SMs that it takes.
-
     """
     first_row, num_local_experts = held.first_row, plan.tables.num_local_experts if clears_padding else 0
     row_bytes = tuple(payload.row_bytes for payload in payloads)

@@ -48,7 +48,6 @@ class CompilingLibrary:
 
     Attributes:
         names: the names of all requested kernels.
-
     """
 
     device, num_sms = torch.device("cpu"), _MANY_SMS
