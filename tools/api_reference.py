@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "api.md"
 OPENING = """# API reference
 
 Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
-`fusco.rails` and `fusco.schedule`; modules below them may move.
-[Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md)."""
+`fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
+[Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md), [testbed](testbed.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {
@@ -50,6 +50,11 @@ TOPICS: dict[str, dict[str, str]] = {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",
         "Schedules": "make_schedule Schedule Transfers check_schedule find_faults warm_up",
         "Time by a model of the links": "Links choose_mode schedule_us stages_us",
+    },
+    "fusco.testbed": {
+        "Hosts and their network": "Testbed Layout RailCounters parse_rate TestbedError",
+        "Processes on hosts": "run_job Namespaces",
+        "Classes of traffic": "BORROWED_PRIORITY BORROWED_TOS",
     },
 }
 # Sections of docstrings and their titles on the page; properties become a section of their class.

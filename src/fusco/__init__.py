@@ -3,6 +3,7 @@
 Layers, each importing only those below it::
 
     cli  train  bench       commands | measured training | benchmarks
+    integrations            the interfaces of frameworks, on the public verbs
     fsdp                    expert parallelism on FSDP2
     api                     the public verbs: validate, prepare, agree, execute
     ranks                   processes that play ranks, for benchmarks, training and tests

@@ -1,4 +1,4 @@
-"""``python streams.py receive ADDRESS PORT`` and ``send ADDRESS PORT BYTES SOURCE``: one TCP stream, timed."""
+"""``python streams.py receive ADDRESS PORT`` and ``send ADDRESS PORT BYTES [SOURCE [TOS]]``: one TCP stream, timed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def receive(address: str, port: int) -> None:
             sys.stdout.write(json.dumps({"seconds": time.perf_counter() - start, "bytes": num_bytes}))
 
 
-def send(address: str, port: int, num_bytes: int, source: str = "") -> None:
+def send(address: str, port: int, num_bytes: int, source: str = "", tos: int = 0) -> None:
     with socket.create_connection((address, port), timeout=20, source_address=(source, 0) if source else None) as peer:
+        peer.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
         for _ in range(num_bytes // len(CHUNK)):
             peer.sendall(CHUNK)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fusco.testbed import Namespaces, Testbed, TestbedError, run_job
+from fusco.testbed import BORROWED_TOS, Namespaces, Testbed, TestbedError, run_job
 
 STREAMS = str(Path(__file__).with_name("streams.py"))
 CAP_SYS_ADMIN, PR_CAPBSET_DROP = 21, 24
@@ -31,8 +31,13 @@ time.sleep(60)
 """
 
 
-def exchange(bed: Testbed, *pairs: tuple[tuple[int, int], tuple[int, int]], num_bytes: int = NUM_BYTES) -> list[float]:
-    """Send bytes from and to (host, rail), all pairs at once; return each pair's bits per second."""
+Place = tuple[int, int]  # host, rail
+
+
+def exchange(
+    bed: Testbed, *pairs: tuple[Place, Place], num_bytes: int = NUM_BYTES, tos: tuple[int, ...] = ()
+) -> list[float]:
+    """Send bytes between places, all pairs at once; return each pair's bits per second."""
     receivers = []
     for i, (_, (host, rail)) in enumerate(pairs):
         command = [sys.executable, STREAMS, "receive", bed.address(host, rail), str(7000 + i)]
@@ -40,7 +45,10 @@ def exchange(bed: Testbed, *pairs: tuple[tuple[int, int], tuple[int, int]], num_
         assert receivers[-1].stdout.readline() == "listening\n"
     for i, ((host, rail), (to_host, to_rail)) in enumerate(pairs):
         source, target = bed.address(host, rail), bed.address(to_host, to_rail)
-        bed.spawn(host, [sys.executable, STREAMS, "send", target, str(7000 + i), str(num_bytes), source])
+        bed.spawn(
+            host,
+            [sys.executable, STREAMS, "send", target, str(7000 + i), str(num_bytes), source, *map(str, tos[i : i + 1])],
+        )
     results = [json.loads(receiver.communicate(timeout=30)[0]) for receiver in receivers]
     assert [result["bytes"] for result in results] == [num_bytes] * len(pairs)
     return [8 * num_bytes / result["seconds"] for result in results]
@@ -89,6 +97,13 @@ def test_incast_shares_the_receivers_rate(bed):
     rates = exchange(bed, ((0, 0), (2, 0)), ((1, 0), (2, 0)), num_bytes=NUM_BYTES // 2)
     assert 0.85 * RATE <= sum(rates) <= 1.4 * RATE  # the slower one ends alone
     assert min(rates) < 0.7 * RATE
+
+
+def test_borrowed_traffic_waits_at_the_receivers_port():
+    with Testbed(3, 1, RATE) as bed:
+        rates = exchange(bed, ((0, 0), (2, 0)), ((1, 0), (2, 0)), tos=(0, BORROWED_TOS))
+    assert rates[0] > 0.9 * RATE
+    assert rates[1] < 0.6 * RATE  # it has the rail after the other
 
 
 def test_a_rate_changes_while_traffic_flows(bed):

@@ -23,7 +23,6 @@ class ShuffleRun:
         num_sms: on CUDA, the maximum number of multiprocessors that fusco may take.
         has_timeline: whether one dispatch and combine of fusco are recorded.
         rank_gbs: on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0.
-
     """
 
     workloads: tuple[Workload, ...]

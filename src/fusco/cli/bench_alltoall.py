@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
@@ -15,6 +14,7 @@ from fusco.cli.options import Device
 from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
+from fusco.cli.tables import new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def alltoall(
     from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.rank_matrix import make_rank_bytes
+    from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
@@ -168,19 +168,25 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
         f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
         f"average, on {one.device}"
     )
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in (
-        "matrix",
-        "fusco\nms",
-        "all_to_all_\nsingle, ms",
-        "that\n/ fusco",
-        "bound\nms",
-        "fusco\n/ bound",
-        "schedule,\nstages",
-    ):
-        table.add_column(name, justify="right" if name != "matrix" else "left")
-    for name in ("between\nnodes, MB", "busiest rank:\nall_to_all_single", "lane:\nfusco", "\nbound, MB", "verified"):
-        table.add_column(name, justify="right")
+    rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
+    columns = (
+        *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "fusco\n/ bound"),
+        *(
+            "schedule,\nstages",
+            "between\nnodes, MB",
+            "busiest rank:\nall_to_all_single",
+            "lane:\nfusco",
+            "\nbound, MB",
+            "verified",
+        ),
+    )
+    notes = (
+        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
+        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s",
+        f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
+        describe_origin(one, one.nodes * one.ranks_per_node),
+    )
+    table = new_table(title, columns, notes, left=("matrix",))
     for record in records:
         table.add_row(
             f"{record.matrix} {record.skew:g}" if record.skew else record.matrix,
@@ -194,15 +200,8 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
             f"{record.lane_bytes / 1e6:,.1f}",
             f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
-            "[green]yes[/]" if record.verified else "[red]NO[/]",
+            verified_cell(record.verified),
         )
-    rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
-    table.caption = (
-        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
-        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s\n"
-        f"bound: the busiest node's bytes, shared by its ranks, at {rate}\n"
-        f"{describe_origin(one, one.nodes * one.ranks_per_node)}"
-    )
     console.print(table)
     for record in records:
         for error in record.errors:

@@ -205,8 +205,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.ranks.emulation import describe_emulation, emulated_network
     from fusco.ranks.torchrun import launched
 
-    if run.variants != ("baseline",):
-        check_cuda_core()  # before any process starts
+    check_cuda_core()  # before any process starts
     ranks = run_on_ranks(
         run_device_rank,
         (run,),

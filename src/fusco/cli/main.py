@@ -18,6 +18,7 @@ from rich.markup import escape
 import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
+from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
 from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
@@ -46,6 +47,7 @@ app.command()(rails)
 app.command()(doctor)
 app.command("testbed")(run_testbed)
 app.command()(warm_up)
+app.command()(integrations)
 
 
 def _print_version(is_asked: bool) -> None:

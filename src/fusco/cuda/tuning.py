@@ -46,7 +46,6 @@ def stage_sms(num_sms: int | None) -> int:
 
     >>> stage_sms(None), stage_sms(32), stage_sms(1)
     (16, 8, 1)
-
     """
     return max(1, num_sms // 4) if num_sms else STAGE_SMS
 
@@ -60,7 +59,6 @@ def scatter_sms(num_ranks: int) -> int:
 
     >>> scatter_sms(4), scatter_sms(2)
     (48, 96)
-
     """
     return 192 // num_ranks
 
@@ -77,6 +75,7 @@ ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
 # Chosen without a GPU (f9ad207). Measured later with these values: 0.734 ms for 65,536 rows of 7168 bf16, 3.84 TB/s of
 # the 4.15 that a copy reaches (one H200, mean of 10, b803365). Other values were not measured.
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
+WEIGHTED_SUM_THREADS = 256  # of benchmarks only; not tuned
 
 # combine_rows, 4 H200, single runs: 132 SMs took 1.56 ms with 512 threads and 4 vectors in flight per lane, and 0.98
 # with fewer warps and 7; 32 SMs took 1.91 ms, and 1.23 with more warps and 2. On few SMs many warps hide latency; on
@@ -93,7 +92,6 @@ def combine_shape(num_sms: int) -> BlockShape:
 
     >>> combine_shape(32).num_threads, combine_shape(132).num_threads
     (512, 384)
-
     """
     return COMBINE_ON_FEW_SMS if num_sms <= COMBINE_FEW_SMS else COMBINE_ON_MANY_SMS
 
@@ -105,7 +103,6 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
 
     >>> parts_of_row(1_000, 4), parts_of_row(5_000, 4), parts_of_row(32_768, 4)
     (4, 2, 1)
-
     """
     return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
 
@@ -121,7 +118,6 @@ def copy_piece_bytes(num_bytes: int, max_blocks: int) -> int:
 
     >>> copy_piece_bytes(1 << 30, 528), copy_piece_bytes(4000, 528)
     (16384, 1024)
-
     """
     return min(COPY_MAX_PIECE_BYTES, max(COPY_MIN_PIECE_BYTES, -(-num_bytes // max_blocks)))
 
@@ -145,7 +141,6 @@ def channels_per_peer(num_remote_nodes: int) -> int | None:
 
     >>> channels_per_peer(1), channels_per_peer(3)
     (4, None)
-
     """
     channels = NCCL_CHANNELS // num_remote_nodes
     return channels if channels > NCCL_DEFAULT_CHANNELS_PER_PEER else None

@@ -25,7 +25,6 @@ class Acceptor:
     Attributes:
         names: for each rail, IP address and port.
         num_refused: connections that were refused: foreign, replayed or late.
-
     """
 
     def __init__(self, host: Host, secret: bytes, join: Callable[[Connection, Introduction], None]) -> None:

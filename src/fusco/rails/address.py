@@ -15,7 +15,6 @@ class Address:
         chunk_bytes: bytes of its chunks.
         rails: for each rail, IP address and port.
         secret: authenticates connections, 32 bytes.
-
     """
 
     worker: int

@@ -29,7 +29,6 @@ class Channel:
         peer: the worker at the other end, as numbered on its host.
         name: names the channel at both ends.
         num_rails: rails that both hosts have.
-
     """
 
     def __init__(self, host: Host, peer: Introduction, name: bytes) -> None:
@@ -57,7 +56,6 @@ class Channel:
         Raises:
             TypeError, ValueError: for anything else.
             ClosedError: if the channel was closed.
-
         """
         memory = as_bytes(buffer, writable=False)
         for rail in rails_of(self._host.direct):
@@ -225,7 +223,6 @@ class Channel:
         Args:
             now: seconds.
             links: mask of the rails that have a link.
-
         """
         for connection in list(self._connections.values()):
             if not links >> connection.rail & 1:

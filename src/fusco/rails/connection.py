@@ -41,7 +41,6 @@ class Connection:
         outstanding: the chunks, (seq, chunk), that were given to it and not acknowledged.
         typical_s: how long an acknowledgement takes, a moving average.
         wants_write: whether it waits for room in the socket's buffer.
-
     """
 
     def __init__(self, connected: socket.socket, rail: int, incarnation: int) -> None:
@@ -91,7 +90,6 @@ class Connection:
         Args:
             now: seconds.
             least_s: chunks are not late before.
-
         """
         limit_s = max(least_s, _LATE * self.typical_s)
         late = [name for name, each in self.outstanding.items() if not each.is_late and now - each.at_s > limit_s]
@@ -137,7 +135,6 @@ class Connection:
         Raises:
             OSError: if the connection has failed or was closed.
             WireError: for records that no peer sends.
-
         """
         budget, has_payload = _READ_BUDGET, False
         while budget > 0:

@@ -47,7 +47,6 @@ class Dialer:
         Args:
             now: seconds.
             links: mask of the rails that have a link.
-
         """
         connected = self.channel.usable
         for i, rail in enumerate(self._rails):

@@ -40,7 +40,6 @@ class Endpoint:
         worker: this worker's number on its host.
         rails: the rails of this host.
         limits: bounds of the scheduler.
-
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Endpoint:
         Raises:
             ValueError: if the worker owns no rail, or for rails or a policy that cannot be.
             SharedMemoryError: if the board cannot be used.
-
         """
         self.worker, self.rails, self.limits = worker, check_rails(rails), limits or Limits()
         direct = sum(1 << i for i, rail in enumerate(self.rails) if worker in rail.owners)

@@ -35,7 +35,6 @@ class Introduction:
         channel: names the channel; the client's, 16 bytes.
         rail: the rail of this connection; the client's.
         incarnation: counts the client's connections of this channel and rail.
-
     """
 
     worker: int

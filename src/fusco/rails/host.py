@@ -26,7 +26,6 @@ class Host:
         monitor: which rails are idle.
         timeout_s: the limit of a wait.
         loop: the endpoint's thread.
-
     """
 
     worker: int

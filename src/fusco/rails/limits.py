@@ -29,7 +29,6 @@ class Limits:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     chunk_bytes: int = 512 * 1024

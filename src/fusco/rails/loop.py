@@ -23,7 +23,6 @@ class Loop:
             name: of the thread.
             step: is called after all events with the time; returns the seconds until it must be called again.
             fail: is called with an error that is no socket's; the loop then ends.
-
         """
         self._step, self._fail = step, fail
         self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

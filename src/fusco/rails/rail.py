@@ -32,7 +32,6 @@ class Rail:
 
     Raises:
         TypeError, ValueError: for an interface name, address, worker or speed that cannot be one.
-
     """
 
     interface: str
@@ -68,7 +67,6 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
 
     Raises:
         ValueError: if there is none, or one of ``interfaces`` is missing, down, or has no address.
-
     """
     names = sorted(name for _, name in socket.if_nameindex()) if interfaces is None else list(interfaces)
     found: list[tuple[str, str]] = []

@@ -52,7 +52,6 @@ class ReceiveQueue:
 
         Raises:
             WireError: if no peer sends such a record.
-
         """
         index, chunk = record.seq - self._first, record.slot
         if index < 0:

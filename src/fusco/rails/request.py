@@ -14,7 +14,6 @@ class Request:
         verb: ``"isend"`` or ``"irecv"``.
         seq: number of the message among those of its channel and direction.
         finished_s: when it was done, of ``time.monotonic``.
-
     """
 
     __slots__ = ("_error", "_finished", "_num_bytes", "_timed_out", "_timeout_s", "finished_s", "seq", "verb")
@@ -44,7 +43,6 @@ class Request:
                 is broken then.
             ValueError: if the message is larger than the buffer of its receive.
             ClosedError: if the channel was closed before.
-
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if self._finished.acquire(timeout=limit_s):

@@ -25,7 +25,6 @@ class View:
         idle: rails idle on both hosts; indirect rails outside it are busy.
         outstanding: for each rail, chunks of this channel that the peer has not acknowledged.
         borrowed: for each rail, borrowed chunks outstanding that count towards the bound.
-
     """
 
     direct: int
@@ -48,7 +47,6 @@ class Policy:
         heeds_receiver: whether rails that are busy at the receiver are left alone.
         monitored: whether it looks at idle rails at all.
         refreshes: whether knowledge is renewed after ``Limits.refresh_s``, or after ``Limits.batch`` chunks only.
-
     """
 
     name: str

@@ -23,7 +23,6 @@ class RailUse:
         sent_mb_per_s, received_mb_per_s: MB/s (1e6 bytes).
         outstanding: chunks sent and not acknowledged.
         borrowed: those of them that are borrowed.
-
     """
 
     rail: int

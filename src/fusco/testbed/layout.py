@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Traffic of the low class, which borrowed rails carry: SO_PRIORITY chooses class 1:20 on the sender's rail (above 6 it
-# needs CAP_NET_ADMIN); IP_TOS (DSCP CS1) chooses it on the sender's rail and on the switch's port to the receiver.
+# SO_PRIORITY of a socket whose traffic waits for that of a rail's owner: the low class (1:20) of the sender's rail. It
+# needs CAP_NET_ADMIN, which processes on a testbed have.
 BORROWED_PRIORITY = 0x10020
+# IP_TOS (DSCP CS1) of such a socket: the low class of the sender's rail, and of the switch's port to the receiver. It
+# needs no privilege.
 BORROWED_TOS = 0x20
 
 _MAX_HOSTS, _MAX_RAILS = 250, 250  # each is a byte of an address
@@ -33,7 +35,6 @@ class Layout:
 
     >>> Layout(num_hosts=4, num_rails=4, rate=10**9, ranks_per_host=2).rails_of(1)
     range(2, 4)
-
     """
 
     num_hosts: int

@@ -38,7 +38,6 @@ class Namespaces:
         network: interfaces and routes.
         names: host name.
         user: user namespace of a testbed without root; empty with root.
-
     """
 
     network: str

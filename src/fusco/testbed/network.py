@@ -30,7 +30,7 @@ _LOCAL = "local"  # unlimited link between the namespaces of a host
 _LOCAL_MTU = 65_535
 _LOCAL_TABLE, _RAIL_TABLE = 99, 100  # routing tables: ranks of the host; 100 + r: what leaves by rail r
 _SETTINGS = {
-    # Loss-based, as the cubic of most hosts, which namespaces may not choose; bbr takes twice the time of the cores.
+    # Loss-based, as the cubic of most hosts, which namespaces may not choose.
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",  # a collective after a pause starts at full rate
     "ipv4/conf/all/rp_filter": "0",

@@ -51,7 +51,6 @@ class Testbed:
 
     Attributes:
         layout: hosts, rails, addresses.
-
     """
 
     __test__ = False  # not a test, in spite of its name
@@ -71,7 +70,6 @@ class Testbed:
         Raises:
             ValueError: if such a shape is not possible.
             TestbedError: without the package ``pyroute2``, or if the system forbids namespaces.
-
         """
         bits = parse_rate(rate) if isinstance(rate, str) else rate
         self.layout = Layout(num_hosts, num_rails, bits, ranks_per_host, mtu)

@@ -30,7 +30,6 @@ class Place:
         policy: how it uses them.
         limits: bounds.
         board: the host's board.
-
     """
 
     host: int

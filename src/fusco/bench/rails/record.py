@@ -21,7 +21,6 @@ class RailsRecord:
         num_hosts, num_rails: of the testbed; rails are those of each host.
         bits_per_s: of a rail, headers included.
         results: measured values by name, with units.
-
     """
 
     benchmark: str

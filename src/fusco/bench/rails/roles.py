@@ -88,7 +88,6 @@ def exchange(
         barrier: a file by which all ``count`` workers begin each iteration together.
         index: of this worker among them.
         count: of workers.
-
     """
     memory, buffers = memoryview(bytes(max(sizes, default=0))), [bytearray(size) for size in sizes_back]
     times = []

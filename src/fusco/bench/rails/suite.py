@@ -51,7 +51,6 @@ class RailsSuite:
         num_rails: rails of each host.
         rate: of a rail, for example ``"2gbit"``.
         seconds: of a case; by default each benchmark's own.
-
     """
 
     names: Sequence[str]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from fusco.cuda.kernels.abi import CHUNK_ROWS, I32, POINTER, U64, Payload
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import STAGE_THREADS, stage_sms
 
 
@@ -33,14 +34,19 @@ def stage_rows(
     Returns the number of SMs that it takes.
     """
     num_chunks = -(-num_tokens // CHUNK_ROWS)
-    arguments = stage_type(launcher.num_ranks, len(payloads))(
-        comm=launcher.comm,
-        payloads=tuple(payload.address for payload in payloads),
-        pools=tuple(pools),
-        row_bytes=tuple(payload.row_bytes for payload in payloads),
-        num_tokens=num_tokens,
-    )
-    constants = {"NUM_PAYLOADS": len(payloads), "CHUNK_ROWS": CHUNK_ROWS}
     grid = max(1, min(stage_sms(num_sms) if num_sms else launcher.sms(stage_sms(None)), num_chunks))
-    launcher.launch("stage_rows", constants, arguments, grid=grid, num_threads=STAGE_THREADS)
+    key = ("stage_rows", grid, *(payload.row_bytes for payload in payloads))
+    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    arguments = prepared.arguments
+    prepared.set_table("payloads", [payload.address for payload in payloads])
+    prepared.set_table("pools", pools)
+    arguments.num_tokens = num_tokens
+    prepared.launch(launcher.stream)
     return grid
+
+
+def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
+    _, grid, *row_bytes = key
+    arguments = stage_type(launcher.num_ranks, len(row_bytes))(comm=launcher.comm, row_bytes=tuple(row_bytes))
+    constants = {"NUM_PAYLOADS": len(row_bytes), "CHUNK_ROWS": CHUNK_ROWS}
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=STAGE_THREADS)

@@ -173,13 +173,11 @@ __device__ __forceinline__ i32 take_send(const Comm& comm) {
 }
 __device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
-    combine_rows(const __grid_constant__ CombineArgs args) {
+// Return false in warps that have given up.
+__device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch) {
     const Comm& comm = args.comm;
-    if (is_broken(comm)) return;
-    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
     i32 taken = take_send(comm);
-    if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return;
+    if (!block_waits_for_peers(comm, comm.sums_released, epoch - 1, REUSING_SUMS)) return false;
 
     // Each warp has partial sums to send and tokens to add up. It never waits for sums while it can send, so there is no
     // circular wait between ranks.
@@ -193,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             const i32 token = sum / args.parts, part = sum % args.parts;
             const Patience patience = send < num_sends ? Patience::LOOK : Patience::WAIT;
             const Arrival arrival = look_for_sums(args, token, part, epoch, patience);
-            if (arrival == Arrival::NEVER) break;
+            if (arrival == Arrival::NEVER) return false;
             if (arrival == Arrival::ALL_HERE) {
                 sum_token(args, token, part);
                 sum += num_warps;
@@ -206,7 +204,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             send_partial_sum(args, item.rank, item.token, item.part, epoch);
         send = for_all_lanes(taken);
     }
-    if (block_is_last(comm.state + NUM_DONE)) {
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    combine_rows(const __grid_constant__ CombineArgs args) {
+    const Comm& comm = args.comm;
+    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
+    const Exit exit = block_exits(comm.state + NUM_DONE, send_and_sum(args, epoch));
+    const u64 num_tokens = args.first_row[comm.rank + 1] - args.first_row[comm.rank];
+    if (exit == Exit::BROKEN) return block_poisons(args.out, num_tokens * OUT_BYTES);
+    if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.sums_released, epoch, threadIdx.x, NUM_THREADS);
         if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0;
     }

@@ -16,6 +16,7 @@ struct ScatterArgs {
     const i64* num_rows_per_expert;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
+    i32 num_slots;
     i32 longest;          // maximum number of tokens of a rank
     i32 parts;            // warps that share a row
     u32 in_place_ranks;   // bit r is set if peers read rank r's rows from the caller's tensor
@@ -79,13 +80,17 @@ __device__ void clear_padding(const ScatterArgs& args) {
                     args.block_to_first_slot[expert + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
+template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterArgs& args) {
+    if constexpr (P < NUM_PAYLOADS) {
+        block_poisons(args.outputs[P], args.num_slots * ROW_BYTES[P]);
+        poison_slots<P + 1>(args);
+    }
+}
+
+// Return false in warps that have given up.
+__device__ __forceinline__ bool fill_slots(const ScatterArgs& args, u32 epoch, bool is_in_place) {
     const Comm& comm = args.comm;
     const u32 lane = lane_index();
-    wait_for_prerequisites();
-    if (is_broken(comm)) return;
-    const u32 epoch = comm.state[ROWS_EPOCH] + 1;
-    const bool is_in_place = args.in_place_ranks >> comm.rank & 1;
     if (is_in_place && blockIdx.x == gridDim.x - 1)
         for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
             store_release_system(section<u32>(comm, peer, comm.rows_ready) + comm.rank * comm.max_chunks, epoch);
@@ -114,8 +119,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const 
         }
     }
     clear_padding(args);
+    return is_alive;
+}
 
-    if (block_is_last(comm.state + NUM_DONE)) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2) scatter_rows(const __grid_constant__ ScatterArgs args) {
+    const Comm& comm = args.comm;
+    wait_for_prerequisites();
+    const u32 epoch = comm.state[ROWS_EPOCH] + 1;
+    const bool is_in_place = args.in_place_ranks >> comm.rank & 1;
+    const bool has_begun = __all_sync(ALL_LANES, has_network_arrived(comm, epoch) && !is_broken(comm));
+    const bool is_complete = has_begun && fill_slots(args, epoch, is_in_place);
+    const Exit exit = block_exits(comm.state + NUM_DONE, is_complete);
+    if (exit == Exit::BROKEN) return poison_slots(args);
+    if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
         // The caller may overwrite its rows as soon as this kernel ends.
         if (is_in_place) block_waits_for_peers(comm, comm.rows_released, epoch, LEAVING);

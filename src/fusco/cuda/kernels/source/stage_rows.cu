@@ -33,7 +33,6 @@ __device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, u64 num_bytes
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __grid_constant__ StageArgs args) {
     const Comm& comm = args.comm;
-    if (is_broken(comm)) return;
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;  // scatter_rows advances the epoch only after this grid
     if (!block_waits_for_peers(comm, comm.rows_released, epoch - 1, REUSING_POOL)) return;
     const i32 num_chunks = (args.num_tokens + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -50,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) stage_rows(const __gri
             if (peer != comm.rank)
                 store_release_system(section<u32>(comm, peer, comm.rows_ready) + comm.rank * comm.max_chunks + chunk, epoch);
     }
-    if (block_is_last(comm.state + NUM_STAGED) && threadIdx.x == 0) comm.state[STAGED_EPOCH] = epoch;
+    if (block_exits(comm.state + NUM_STAGED, true) == Exit::ALL_COMPLETE && threadIdx.x == 0) comm.state[STAGED_EPOCH] = epoch;
 }
