@@ -160,7 +160,7 @@ def checked_sink(office: Office) -> list[tuple[float, int]]:
         if not num_bytes:
             return deliveries
         expected = contents.message(len(deliveries))
-        if num_bytes != len(expected) or memoryview(buffer)[:num_bytes] != expected:
+        if buffer[:num_bytes] != expected:  # of bytearrays, which is 20 times as fast as of memoryviews
             raise ValueError(f"message {len(deliveries)} of {len(expected)} bytes came as other {num_bytes} bytes")
         deliveries.append((request.finished_s, num_bytes))
         posted.append((link.irecv(buffer), buffer))
