@@ -6,14 +6,15 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu attack lint docs
+.PHONY: setup demo test test-minimum test-gpu bench-gpu attack lint docs
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml tests/frameworks.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps -r tests/frameworks.txt
 	touch $@
 
 # Real routing of Qwen3-30B-A3B on this machine playing 2 nodes x 2 ranks: verified, then compared with the baseline.
@@ -25,6 +26,7 @@ demo: setup
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
 	$(BIN)/pytest tests/multirank
+	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
@@ -43,6 +45,11 @@ test-gpu: setup
 	$(BIN)/pytest tests/cuda
 	$(BIN)/pytest tests/multirank --device cuda
 	$(BIN)/pytest tests/multirank --device cuda-nodes
+
+# On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
+# BENCH="--only h7168-t128 train" chooses.
+bench-gpu: setup
+	$(BIN)/python tools/bench_gpu.py $(BENCH)
 
 # Minutes of random work, faults and foreign clients; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
 attack: setup

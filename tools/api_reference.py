@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 OPENING = """# API reference
 
-Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp` and
-`fusco.schedule`; modules below them may move. [Design](design.md), [errors](faults.md), [training](fsdp.md)."""
+Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
+`fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
+[Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md), [testbed](testbed.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {
@@ -40,10 +41,20 @@ TOPICS: dict[str, dict[str, str]] = {
         "parameters_on_meta materialize",
         "Through transformers": "registered_with_transformers registered_as_experts_implementation",
     },
+    "fusco.rails": {
+        "Endpoints and messages": "Endpoint Channel Request Address",
+        "Rails of a host": "Rail discover_rails",
+        "Scheduling": "POLICIES Policy Limits",
+    },
     "fusco.schedule": {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",
         "Schedules": "make_schedule Schedule Transfers check_schedule find_faults warm_up",
         "Time by a model of the links": "Links choose_mode schedule_us stages_us",
+    },
+    "fusco.testbed": {
+        "Hosts and their network": "Testbed Layout RailCounters parse_rate TestbedError",
+        "Processes on hosts": "run_job Namespaces",
+        "Classes of traffic": "BORROWED_PRIORITY BORROWED_TOS",
     },
 }
 # Sections of docstrings and their titles on the page; properties become a section of their class.

@@ -3,6 +3,7 @@
 Layers, each importing only those below it::
 
     cli  train  bench       commands | measured training | benchmarks
+    integrations            the interfaces of frameworks, on the public verbs
     fsdp                    expert parallelism on FSDP2
     api                     the public verbs: validate, prepare, agree, execute
     ranks                   processes that play ranks, for benchmarks, training and tests
@@ -10,7 +11,9 @@ Layers, each importing only those below it::
     engine                  shared by both backends: the interface, byte streams, tasks
     reference               plain PyTorch twins of the kernels
     planner                 routing -> plan, traffic -> communication groups
+    rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
+    testbed                 hosts with rate-limited NICs in namespaces of one machine
     core                    plain values, errors, configuration
 
 Importing ``fusco`` loads nothing but this file; names load their modules when first used.
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusco import fsdp as fsdp
+    from fusco import rails as rails
     from fusco import schedule as schedule
     from fusco.api.communicator import Communicator as Communicator
     from fusco.api.functional import all_to_all as all_to_all
@@ -90,7 +94,7 @@ _NAME_TO_MODULE = {
     "Traffic": "planner.balancer",
 }
 
-_MODULES = ("fsdp", "schedule")  # public as modules, loaded when first used like the names above
+_MODULES = ("fsdp", "rails", "schedule")  # public as modules, loaded when first used like the names above
 
 __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the keys are strings
 

@@ -7,7 +7,7 @@ from one_rank import taken
 from comparison import assert_same_bits
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.add_returned import add_returned as add_on_device
-from fusco.cuda.kernels.gather_rows import gather_rows
+from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.reference.add_returned import add_returned
 from generator import any_bits, values
 
@@ -19,6 +19,15 @@ def launcher(one):
     return one.comm._engine._context.launcher(torch.cuda.current_stream())
 
 
+def gather(one, launcher, rows, parts):
+    """Pack rows into messages, which are on the device."""
+    rows, places = rows.to(one.device), [of_message.to(one.device) for of_message, _ in parts]
+    messages = [message.data_ptr() for _, message in parts]
+    at = [Part(of.data_ptr(), message, len(of)) for of, message in zip(places, messages, strict=True)]
+    gather_rows(launcher, rows, at)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("shape", [(7168,), (3,), (5, 7), (1001,), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64], ids=str)
 def test_rows_are_packed_in_the_order_of_their_places(one, launcher, shape, dtype):
@@ -27,10 +36,18 @@ def test_rows_are_packed_in_the_order_of_their_places(one, launcher, shape, dtyp
         places = torch.randint(0, 300, (num_places,), generator=torch.Generator().manual_seed(num_places)).int()
         expected = rows.index_select(0, places)
         message = torch.empty(expected.nbytes + 64, dtype=torch.uint8, device=one.device).fill_(0xFF)
-        gather_rows(launcher, rows.to(one.device), [(places.to(one.device), message)])
+        gather(one, launcher, rows, [(places, message)])
         message = message.cpu()
         assert_same_bits(message[: expected.nbytes], expected.view(-1).view(torch.uint8), "the message")
         assert bool((message[expected.nbytes :] == 0xFF).all()), "bytes behind the message were written"
+
+
+def test_a_row_without_a_place_is_left_as_it_is(one, launcher):
+    rows, places = any_bits((9, 40), torch.uint8, "gather"), torch.tensor([4, -1, 0, -1], dtype=torch.int32)
+    message = torch.full((4 * 40,), 0xFF, dtype=torch.uint8, device=one.device)
+    gather(one, launcher, rows, [(places, message)])
+    left = torch.full((40,), 0xFF, dtype=torch.uint8)
+    assert_same_bits(message.cpu(), torch.cat([rows[4], left, rows[0], left]), "the message")
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 5), (0, 0, 900, 1), (700, 1, 0, 0, 300, 0)], ids=str)
@@ -39,8 +56,7 @@ def test_rows_for_all_nodes_are_packed_together(one, launcher, counts):
     generator = torch.Generator().manual_seed(len(counts))
     places = [torch.randint(0, 300, (count,), generator=generator).int() for count in counts]
     messages = [torch.full((count * 36 + 64,), 0xFF, dtype=torch.uint8, device=one.device) for count in counts]
-    parts = [(of_node.to(one.device), message) for of_node, message in zip(places, messages, strict=True)]
-    gather_rows(launcher, rows.to(one.device), parts)
+    gather(one, launcher, rows, list(zip(places, messages, strict=True)))
     for of_node, message in zip(places, messages, strict=True):
         expected = torch.cat([rows.index_select(0, of_node).view(-1), torch.full((64,), 0xFF, dtype=torch.uint8)])
         assert_same_bits(message.cpu(), expected, "a message")

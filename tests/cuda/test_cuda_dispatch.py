@@ -1,4 +1,4 @@
-"""``plan``, ``stage_rows`` and ``scatter_rows`` on a GPU against their twins, bit for bit."""
+"""``plan`` and ``scatter_rows`` on a GPU against their twins, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions on ranks: the benchmark's variants without fusco's engine or planner, compared with the specification."""
+"""Functions on ranks: the benchmark's baseline and ablation, compared with the specification."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rank_setup import Setup
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
+from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.internode_bytes import internode_rows
 from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
@@ -66,6 +67,25 @@ def check_no_engine(group: dist.ProcessGroup, setup: Setup) -> None:
         dist.all_gather_object(per_rank, sent_bytes, group=group)
         required_bytes = law.num_internode_rows(topology.rank_to_node) * HIDDEN * 4
         assert [sum(sent) for sent in zip(*per_rank, strict=True)] == [required_bytes, required_bytes]
+
+
+def check_baseline(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Dispatch and combine every kind; each of a token's experts on another node gets a copy."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    topology = fusco.Topology.of_equal_nodes(world_size, setup.ranks_per_node)
+    placement = fusco.ExpertPlacement.of(setup.num_experts, setup.expert_placement, world_size)
+    shuffle = BaselineShuffle(group, placement, topology)
+    to_node = torch.tensor([*(topology.rank_to_node[owner] for owner in placement.expert_to_rank), -1])
+    for case in cases_of(setup, world_size):
+        law = Law(case.world_topk_idx, placement.expert_to_rank)
+
+        def dispatch(x, case=case):
+            return shuffle.dispatch(x, case.topk_idx(rank), case.topk_weights(rank))
+
+        dispatched, _ = check_variant(rank, law, case, dispatch, shuffle.combine, lambda: shuffle.profile)
+        nodes = to_node[case.topk_idx(rank).long()]
+        num_leaving = int(((nodes >= 0) & (nodes != topology.rank_to_node[rank])).sum())
+        assert dispatched == num_leaving * HIDDEN * 4
 
 
 def check_no_planner(group: dist.ProcessGroup, setup: Setup) -> None:

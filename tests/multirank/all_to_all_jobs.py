@@ -15,8 +15,7 @@ from rank_setup import Setup, pause_randomly
 
 import fusco
 from comparison import assert_same_bits
-from fusco.bench.matrices import MatrixKind, make_matrix
-from fusco.bench.rank_matrix import rows_of_routing
+from fusco.bench.matrices import MatrixKind, make_matrix, rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload
 from generator import any_bits, values
 

@@ -15,7 +15,7 @@ from fusco.ranks.local_world import PRELOADED, LocalWorld
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
 
 # Imported once, before any rank is forked; modules that are not installed are left out.
-PRELOADED.append("fsdp_jobs")
+PRELOADED.extend(["fsdp_jobs", "compiled_kernels"])
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 

@@ -24,6 +24,7 @@ TIMEOUT_S = 4.0
 _MAX_ROUNDS = 3  # a fault is detected in its round, or in the next one if it hits the last step
 _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
 _SHUFFLED_BYTES = 5000
+_NUM_CHECKS = 200
 _EXCHANGED_BYTES = 3000
 
 
@@ -193,6 +194,16 @@ def exchange(communicator: fusco.Communicator) -> None:
     communicator.all_to_all(output, rows, receive, send)
 
 
+def check_often(communicator: fusco.Communicator) -> None:
+    """Dispatch once, then only check, as a loop between steps does."""
+    ids = torch.zeros(_NUM_TOKENS, _NUM_TOPK, dtype=torch.int64)
+    communicator.dispatch(torch.ones(_NUM_TOKENS, _HIDDEN), ids)
+    between_calls()
+    for _ in range(_NUM_CHECKS):
+        communicator.check()
+        time.sleep(0.001)
+
+
 def _round(communicator: fusco.Communicator) -> None:
     """Run every collective once: dispatch, combine, their backward passes, shuffle."""
     x = torch.ones(_NUM_TOKENS, _HIDDEN, requires_grad=True)
@@ -217,10 +228,10 @@ def _error_of(call: Callable[[], None]) -> str:
 
 
 def held() -> list[str]:
-    """Shared memory that this process has mapped or open, and pidfds of the processes that it monitors."""
+    """Shared memory that this process has mapped or open, and the memory maps of processes that it watches."""
     links = [name for _, name in open_files()]
     maps = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return [name for name in links + maps if name.startswith("/dev/shm/") or "pidfd" in name]
+    return [name for name in links + maps if name.startswith("/dev/shm/") or name.endswith("/statm")]
 
 
 def open_files(pid: int | str = "self") -> list[tuple[Path, str]]:

@@ -205,8 +205,9 @@ def alignment_beyond_counting(scene: Scene) -> None:
 
 def weights_that_cannot_be_read(scene: Scene) -> None:
     out_of_memory = torch.OutOfMemoryError("no memory for weights")
+    weights = scene.weights.bfloat16()  # which travel as float32
     with mock.patch.object(torch.Tensor, "float", side_effect=out_of_memory):
-        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
+        scene.comm.dispatch(scene.x, scene.ids, weights)
 
 
 def too_few_static_rows(scene: Scene) -> None:

@@ -1,9 +1,9 @@
-"""The benchmark's variants without the engine or the planner satisfy the same specification."""
+"""The benchmark's baseline, and its variants without engine or planner, satisfy the same specification."""
 
 from __future__ import annotations
 
 import pytest
-from ablation_jobs import check_no_engine, check_no_planner, differ_from_plan
+from ablation_jobs import check_baseline, check_no_engine, check_no_planner, differ_from_plan
 from rank_setup import Setup
 
 from fusco import ExpertPlacement, Topology
@@ -21,6 +21,11 @@ def test_without_the_engine(world, ranks_per_node, balancer):
 def test_without_the_engine_on_other_placements(world):
     world.run(check_no_engine, 4, Setup(ranks_per_node=2, expert_placement=(3, 0, 0, 1) * 6))  # none on rank 2
     world.run(check_no_engine, 4, Setup(ranks_per_node=4))  # one node
+
+
+@pytest.mark.parametrize("expert_placement", [None, (3, 0, 0, 1) * 6], ids=["contiguous", "none on rank 2"])
+def test_the_baseline(world, expert_placement):
+    world.run(check_baseline, 4, Setup(ranks_per_node=2, expert_placement=expert_placement))
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from device_fault_jobs import run_until_failure
+from device_fault_jobs import replay_until_failure, run_until_failure
 from fault_jobs import TIMEOUT_S, Fault, die, stop
 
 import fusco
@@ -16,6 +16,7 @@ from fusco.ranks.local_world import LocalWorld
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(90)]
 
 SLACK_S, CLOSING_S = 1.5, 3.0
+CHECKED_S = 0.1
 VICTIM = 1
 PLANNING = "fusco.cuda.planning:plan_slots"
 SCATTERING = "fusco.cuda.own_rows:scatter_rows"
@@ -28,11 +29,16 @@ EXACT, STATIC = None, fusco.StaticRows(4096)
 def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):
     num_ranks = 4 if torch.cuda.device_count() >= 4 or may_share_gpus() else 2
     ranks_per_node = num_ranks // num_nodes
+    return survivors_of(num_ranks, ranks_per_node, run_until_failure, fault, static, is_host_blind, ranks_per_node)
+
+
+def survivors_of(num_ranks, ranks_per_node, function, *args):
+    """Run a function that the victim does not survive; return the results of the others, which end their processes."""
     topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
     world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
     survivors = [rank for rank in range(num_ranks) if rank != VICTIM]
     try:
-        world.start(run_until_failure, num_ranks, fault, static, is_host_blind, ranks_per_node)
+        world.start(function, num_ranks, *args)
         outcomes = world.collect(survivors, timeout_s=60)
     finally:
         os.kill(world.processes[VICTIM].pid, signal.SIGKILL)
@@ -84,3 +90,17 @@ def test_a_rank_that_dies_when_all_devices_are_done_is_no_error(tmp_path, num_no
         assert fate.kind == "", fate
         assert fate.closing_s < CLOSING_S, fate
         assert fate.does_device_work, fate
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_is_killed_while_all_replay_graphs(tmp_path, num_ranks):
+    struck = tmp_path / "struck"
+    for fate in survivors_of(num_ranks, num_ranks, replay_until_failure, VICTIM, struck):
+        report = f"{fate}, {fate.raised_at - float(struck.read_text()):.3f} s after the kill"
+        assert (fate.kind, fate.peers) == ("PeerFailureError", (VICTIM,)), report
+        assert fate.raised_at - float(struck.read_text()) < CHECKED_S, report
+        assert fate.num_stale == 0, report
+        assert fate.num_right > 0, report
+        assert fate.num_poisoned >= 2, report
+        assert fate.closing_s < CLOSING_S, report
+        assert fate.does_device_work, report

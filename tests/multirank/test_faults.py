@@ -13,6 +13,7 @@ from fault_jobs import (
     TIMEOUT_S,
     Fate,
     Fault,
+    check_often,
     die,
     exchange,
     fail,
@@ -32,12 +33,14 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(6
 
 SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
 CLOSING_S = 3.0
+CHECKED_S = 0.1  # on a machine that is not loaded
+TRIES = 3
 
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
 MESH = "fusco.control.tcp_mesh:TcpMesh.__init__"
-CONNECTING = "fusco.cpu.gloo:GlooTransport.__init__"
+CONNECTING = "fusco.cpu.tcp_transport:TcpTransport.__init__"
 REUSE = "fusco.control.record_exchange:RecordExchange.wait_for_peers_done"
 RECORDS = "fusco.control.record_exchange:RecordExchange.exchange_records"
 ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"
@@ -140,6 +143,20 @@ def test_death_is_detected_at_once(tmp_path, topology, victims, where, num_calls
         fates = collect(world, survivors_of(fault, topology[0]))
     assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
     assert_broken(fates)
+
+
+def test_a_check_raises_within_a_tenth_of_a_second_after_a_death(tmp_path):
+    for left in reversed(range(TRIES)):
+        fault = Fault(how=die, victims=(2,), where=OUTSIDE, times=tmp_path)
+        with world_with_victims(4, fault.victims) as world:
+            world.start(run_with_fault, *TWO_NODES, fault, check_often)
+            fates = collect(world, survivors_of(fault, 4))
+        assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+        assert_broken(fates)
+        took_s = max(fate.raised_at for fate in fates.values()) - fault.struck_at
+        if took_s < CHECKED_S:
+            return
+        assert left, took_s
 
 
 @pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), PLACES.values(), ids=PLACES)

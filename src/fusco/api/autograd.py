@@ -28,7 +28,6 @@ class Precomputed:
     Attributes:
         rows: what the verb returns.
         weights: of a dispatch, the weight of each row (num_rows,), if requested.
-
     """
 
     rows: torch.Tensor
@@ -72,7 +71,7 @@ class DispatchRows(torch.autograd.Function):
             flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
             grad_x = ctx.verbs.combine(flat, ctx.handle).view(ctx.shape)
         if grad_row_weights is not None and ctx.needs_input_grad[1]:
-            grad_weights = _weights_of_tokens(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
+            grad_weights = weights_of_tokens(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
         return grad_x, grad_weights, None, None, None
 
 
@@ -125,11 +124,11 @@ def gradients_of_combine(
     dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
     if dots is None:
         return grad_y, None
-    grad_weights = _weights_of_tokens(dots, without_weights(handle), verbs)
+    grad_weights = weights_of_tokens(dots, without_weights(handle), verbs)
     return grad_y, grad_weights.to(handle.topk_weights.dtype)
 
 
-def _weights_of_tokens(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
+def weights_of_tokens(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
     """Send one value of each slot to its token; return (num_tokens, num_topk).
 
     Combines rows of num_topk values, all zero but one.

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from time import perf_counter
+from typing import Any, TypeVar
 
-from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.session import Session
 from fusco.core.errors import SharedMemoryError
 from fusco.core.movable import require_movable_tensors
 from fusco.core.profile import Call
-from fusco.engine.base import Engine, LateRejection, Pending
-
-
-class Request(Protocol):
-    """A valid request of one rank."""
-
-    @property
-    def fields(self) -> Fields:
-        """Values that must be equal on all ranks."""
-
+from fusco.engine.base import Engine, LateRejection, Pending, Request
 
 RequestT = TypeVar("RequestT", bound=Request)
 _Result = TypeVar("_Result")
@@ -51,30 +43,42 @@ def run_collective(
     Raises:
         RejectedInputError, MismatchError: see ``Session.agree``. Otherwise what ``validate``, ``prepare`` or the
         execution raises.
-
     """
     rejection: Exception | None = None
     pending: Pending[_Result] | None = None
-    with session.access.using(name):
+    session.access.enter(name, is_for_owner=True)
+    try:
         try:
             require_movable_tensors(name)
             request = validate()
         except REFUSALS as error:
             rejection = error
         rejection = engine.pending_error() or rejection
-        with session.collective(name) as call:
-            with call.profile.spend("planning"):
-                if rejection is None:
-                    try:
-                        pending = prepare(request, call)
-                    except _REFUSALS_IN_PREPARATION as error:
-                        rejection = error
-                fingerprint = CollectiveFingerprint(name, request.fields if pending else {}, str(rejection or ""))
-                counts = session.agree(fingerprint, pending.counts if pending else ())
+        call = session.begin(name)  # a context made from a generator would take some microseconds
+        try:
+            begin = perf_counter()
+            if rejection is None:
+                try:
+                    pending = prepare(request, call)
+                except _REFUSALS_IN_PREPARATION as error:
+                    rejection = error
+            if pending is None:
+                counts = session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
+            else:
+                fingerprint = request.agreed or CollectiveFingerprint(name, request.fields)
+                counts = session.agree(fingerprint, pending.counts, request.handle)
+            call.profile.planning_s += perf_counter() - begin
             if pending is not None:
                 try:
-                    return pending.run(counts)
+                    result = pending.run(counts)
                 except LateRejection as late:
                     rejection = late.error
-    assert rejection is not None
-    raise rejection
+        except BaseException as error:
+            session.leave(name, error)
+            raise
+        session.leave(name)
+    finally:
+        session.access.leave()
+    if rejection is not None:
+        raise rejection
+    return result

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs
+from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs, weights_of_tokens
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
@@ -22,7 +22,7 @@ from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
 from fusco.core.config import Launch, Settings, StaticRows
-from fusco.core.errors import ClosedError, PeerFailureError, beside
+from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.rows import wants_grad
@@ -92,7 +92,6 @@ class Communicator:
             MismatchError: if ranks give different values; RejectedInputError: if another rank's were rejected.
             SharedMemoryError: if there is not enough memory; see ``memory_size_hint``.
             PeerFailureError: if a rank does not arrive within ``settings.timeout_s``.
-
         """
         config = CommunicatorConfig(
             num_experts=num_experts,
@@ -165,10 +164,11 @@ class Communicator:
             with_weights: return the weight of every row, too.
             static: a fixed size for the output. ``None`` means exactly as large as needed; on CUDA the host then waits
                 until the plan is made. With a fixed size the host does not wait for the device, and the call can be
-                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes the host
-                waits for the counts of rows in any case, and nothing can be captured. All calls run in the order in
-                which they are launched, on all streams. Replays of graphs are outside this order: the caller must order
-                them, and calls on other streams at the same time.
+                captured in a CUDA graph (by all ranks, and replayed by all in the same order). Between nodes messages
+                then have a fixed size, too, and all ranks pass it or none; call once before the capture, and delete
+                graphs before ``close``. All calls run in the order in which they are launched, on all streams. Replays
+                of graphs are outside this order: the caller must order them, and calls on other streams at the same
+                time.
             launch: device settings. Gradients use as many multiprocessors, on the caller's stream.
 
         Returns:
@@ -176,10 +176,9 @@ class Communicator:
             before a stream reads it.
 
         Raises:
-            RowOverflowError: on a rank whose static output is too small. The CPU raises it here, CUDA from
-                ``synchronize``, ``close``, or the next collective, which all ranks then call off.
+            RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
+                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
-
         """
         payloads = _as_list(x)
         options = DispatchOptions(
@@ -192,10 +191,13 @@ class Communicator:
             lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, options),
             self._engine.prepare_dispatch,
         )
-        handle, rows = Handle(output.plan, topk_weights, self._session.sequence_number), output.rows
-        made, given_weights = Precomputed(rows[0], output.weights), topk_weights if with_weights else None
-        first, weights = self._with_gradients(payloads[0], given_weights, made, handle, launch)
-        return Dispatched((first, *rows[1:]), handle.plan.num_rows_per_expert, weights, handle, output.event)
+        plan, rows, weights = output.plan, output.rows, output.weights
+        handle = Handle(plan, topk_weights, self._session.sequence_number)
+        if with_weights or wants_grad(payloads[0]):
+            given = topk_weights if with_weights else None
+            first, weights = self._with_gradients(payloads[0], given, Precomputed(rows[0], weights), handle, launch)
+            rows = [first, *rows[1:]]
+        return Dispatched(tuple(rows), plan.num_rows_per_expert, weights, handle, output.event)
 
     def dispatch_again(
         self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
@@ -210,12 +212,12 @@ class Communicator:
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
-
         """
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
-        first, _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
-        return first, *rows[1:]
+        if wants_grad(payloads[0]):
+            rows[0], _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
+        return tuple(rows)
 
     def combine(
         self,
@@ -242,13 +244,40 @@ class Communicator:
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
-
         """
         out = self._sum(y, handle, weights, launch)
-        summed = handle if weights else without_weights(handle)
-        if wants_grad(y) or wants_grad(summed.topk_weights):
+        if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
+            summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
+
+    def dispatch_weights(
+        self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
+    ) -> torch.Tensor:
+        """Return the weight of each row (num_rows,), for other weights along the routing of a handle; no gradients.
+
+        Padding rows have weight zero.
+
+        Args:
+            topk_weights: float32 or float64 (num_tokens, num_topk).
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings, without ``own_stream``.
+        """
+        (rows,) = self._move_again([topk_weights.detach()], handle, launch)
+        return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
+
+    def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
+        """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
+
+        Args:
+            values: (num_rows,) of any floating-point dtype; those of padding rows are ignored.
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings, without ``own_stream``.
+
+        Returns:
+            float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
+        """
+        return weights_of_tokens(values.detach(), without_weights(handle), self._verbs(launch))
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.
@@ -257,7 +286,6 @@ class Communicator:
             send: segments to send to each rank; ranks left out get nothing.
             receive: segments to write the bytes of each rank to, as many as that rank sends. Segments must overlap
                 neither each other nor those to send. That is not checked, and the bytes are undefined then.
-
         """
         run_collective(
             self._session,
@@ -311,7 +339,6 @@ class Communicator:
             PeerFailureError: as in every collective; the output is undefined then.
 
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
-
         """
         splits = (output_split_sizes, input_split_sizes)
         request = run_collective(
@@ -364,7 +391,6 @@ class Communicator:
 
         Raises:
             SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
-
         """
         return run_collective(
             self._session,
@@ -392,6 +418,25 @@ class Communicator:
         with self._session.access.using("synchronize"):
             self._validator.require_not_capturing("synchronize")
             self._drain()
+            if error := self._engine.pending_error():
+                raise error
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing, and no collective.
+
+        It takes a few microseconds: it reads words that the device has written to host memory, and examines the other
+        ranks at most every 20 ms. Call it after a step's results have arrived on the host and before they are used. In
+        a replay that a rank has missed, rows and sums are filled with bytes of 255 (NaN, or -1 in signed integers) on
+        the ranks that waited for it, never with values of an earlier replay; so they are in all later replays.
+
+        Raises:
+            PeerFailureError: if a rank has died, failed or left, or if a wait of the device has timed out. Then the
+                communicator can only be closed.
+            RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
+            ClosedError: if the communicator is broken or closed.
+        """
+        with self._session.access.using("check"):
+            self._session.check()
             if error := self._engine.pending_error():
                 raise error
 
@@ -435,7 +480,7 @@ class Communicator:
             except ClosedError:
                 pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
-                with beside(error, "the communicator's resources could not be released"):
+                with cleanup_after(error, "the communicator's resources could not be released"):
                     self._end()
                 raise
             self._end()
@@ -465,9 +510,9 @@ class Communicator:
         if not self._session.access.is_own_process:
             return
         if error is not None:
-            with beside(error, "the other ranks could not be notified"):
+            with cleanup_after(error, "the other ranks could not be notified"):
                 self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
-        with beside(error, "the communicator could not be closed"):
+        with cleanup_after(error, "the communicator could not be closed"):
             self.close()
 
     def _end(self) -> None:
@@ -530,8 +575,6 @@ class Communicator:
         launch: Launch | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rows made of ``x``, and their weights if ``topk_weights`` are given, as nodes of the graph."""
-        if topk_weights is None and not wants_grad(x):
-            return made.rows, None
         rows, weights = DispatchRows.apply(x, topk_weights, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return rows, weights
 
@@ -555,7 +598,7 @@ def _close(session: Session, engine: Engine[Any]) -> None:
 def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
     """Release the resources of a communicator that is dropped unclosed, or is unclosed when the process ends."""
     if not session.access.is_own_process:
-        leak((session, engine))  # its sockets and threads are the parent's; gloo would wait for its threads
+        leak((session, engine))  # its sockets and threads are the parent's
         return
 
     def leave() -> None:

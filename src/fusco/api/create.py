@@ -20,11 +20,12 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
-from fusco.core.errors import PeerFailureError, beside
+from fusco.core.errors import PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
@@ -96,7 +97,6 @@ class CommunicatorParts:
         session: keeps all ranks in the same collective; its ``close`` frees all connections.
         engine: moves rows; closed before the session.
         validator: checks arguments.
-
     """
 
     session: Session
@@ -110,7 +110,6 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     Raises:
         TypeError: if this rank is not in the group.
         ValueError: if there is no process group.
-
     """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}")
@@ -126,7 +125,7 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
     try:
         return _create(store_gather, config)
     except Exception as error:
-        with beside(error, "the other ranks could not be waited for"):
+        with cleanup_after(error, "the other ranks could not be waited for"):
             store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
         raise
 
@@ -154,7 +153,6 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,
-        num_nodes=topology.num_nodes,
     )
     return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), peer_info, validator)
 
@@ -176,7 +174,7 @@ def connect_parts(
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
-            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info)
+            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
             resources.callback(connections.close)
             engine = CpuEngine(connections, config)
         resources.callback(engine.close)

@@ -79,7 +79,6 @@ def all_to_all(
 
     Returns:
         ``output``, or with ``None`` a new tensor through which gradients flow.
-
     """
     if comm is not None and group is not None:
         raise ValueError("all_to_all takes a group or a communicator, not both")

@@ -17,7 +17,6 @@ class Handle:
         plan: both levels of descriptors, as this rank executes them.
         topk_weights: the caller's weights (num_tokens, num_topk), to which gradients flow; ``None`` if none were given.
         number: sequence number of the collective that planned it; ranks compare it when they use a handle together.
-
     """
 
     plan: Plan
@@ -62,7 +61,6 @@ class Dispatched:
         weights: the weight of each row (num_rows,), if requested.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         event: recorded after the dispatch, if it runs on the communicator's stream; see ``wait``.
-
     """
 
     payloads: tuple[torch.Tensor, ...]

@@ -6,12 +6,14 @@ import importlib.util
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from fusco.api.handle import Handle
+from fusco.api.known_inputs import KnownInputs
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
@@ -33,6 +35,8 @@ from fusco.schedule.schedule import ScheduleMode
 
 _MAX_DIMS = 6  # a record's text has room for as many with MAX_PAYLOADS, for any sizes
 _MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
+_DEFAULT_LAUNCH = Launch()
+_SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,9 @@ class DispatchOptions:
 class Validator:
     """Validates arguments of one rank's communicator. All methods raise ``TypeError`` or ``ValueError`` with values.
 
-    Each verb has a ``validate_`` method; those of collectives return a request.
+    Each verb has a ``validate_`` method; those of collectives return a request. ``dispatch``, ``dispatch_again`` and
+    ``combine`` validate an input in full once. If only values and addresses differ from an earlier one, they check
+    what depends on these: expert ids on the CPU, freed memory, the handle, the launch, whether the call is captured.
     """
 
     rank: int
@@ -58,7 +64,7 @@ class Validator:
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
-    num_nodes: int
+    _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False, compare=False)
 
     def validate_dispatch(
         self,
@@ -68,52 +74,83 @@ class Validator:
         options: DispatchOptions,
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
-        self.require_capturable("dispatch")
-        check_integer("expert_alignment", options.expert_alignment, least=1, most=MAX_INT32)
-        self.require_static(options.static)
-        if options.with_weights and topk_weights is None:
-            raise ValueError("with_weights=True needs topk_weights")
+        alignment, static, launch = options.expert_alignment, options.static, options.launch
+        if static is not None or self._is_capturing:
+            self.require_static(static)
+        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+        terms = ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(options.with_weights))
+        known = self._known.find(tensors, *terms)
+        if known is None:
+            check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
+            if options.with_weights and topk_weights is None:
+                raise ValueError("with_weights=True needs topk_weights")
         routing = Routing(topk_idx, topk_weights)
-        self.require_routing(routing)
-        self.require_payloads(payloads, routing.num_tokens)
-        if topk_weights is not None and topk_weights.dtype != torch.float64:
-            routing = Routing(topk_idx, topk_weights.detach().float())
-        return DispatchRequest(
+        if known is None:
+            self.require_routing(routing)
+            self.require_payloads(payloads, routing.num_tokens)
+        if self.device.type == "cpu":  # on CUDA the plan checks them, as a check here would wait for the device
+            routing.check_expert_ids(self.placement.num_experts)
+        if topk_weights is not None and (topk_weights.requires_grad or topk_weights.dtype not in _SENT_DTYPES):
+            detached = topk_weights.detach()
+            routing = Routing(topk_idx, detached if detached.dtype in _SENT_DTYPES else detached.float())
+        request = DispatchRequest(
             routing=routing,
             topk_weights=topk_weights,
             payloads=payloads,
             placement=self.placement,
             balancer=self.balancer,
-            expert_alignment=options.expert_alignment,
+            expert_alignment=alignment,
             with_weights=options.with_weights,
-            static=options.static,
-            launch=self.require_launch(options.launch),
+            static=static,
+            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            agreed=known.fingerprint if known else None,
         )
+        if known is None:
+            self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
+        return request
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
-        self.require_capturable("dispatch_again")
         self.require_handle(handle)
-        self.require_payloads(payloads, handle.num_tokens)
-        launch = self.require_launch(launch)
-        return RedispatchRequest(payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch)
+        terms = ("dispatch_again", len(payloads), handle.num_tokens)
+        known = self._known.find(payloads, *terms)
+        if known is None:
+            self.require_payloads(payloads, handle.num_tokens)
+        request: RedispatchRequest[Any] = RedispatchRequest(
+            payloads=payloads,
+            plan=handle.plan,
+            handle=handle.number,
+            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            agreed=known.fingerprint if known else None,
+        )
+        if known is None:
+            self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, *terms)
+        return request
 
     def validate_combine(
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        self.require_capturable("combine")
-        self.require_expert_rows(y, handle)
+        self.require_handle(handle)
         self.require_combine_weights(weights)
-        return CombineRequest(
+        topk_weights = None if weights is None else handle.topk_weights
+        terms = ("combine", 1, handle.num_rows, topk_weights is None, wants_grad(topk_weights))
+        known = self._known.find((y,), *terms)
+        if known is None:
+            self.require_expert_rows(y, handle)
+        request: CombineRequest[Any] = CombineRequest(
             rows=y,
             plan=handle.plan,
-            topk_weights=None if weights is None else handle.topk_weights,
+            topk_weights=topk_weights,
             handle=handle.number,
-            launch=self.require_launch(launch),
+            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            agreed=known.fingerprint if known else None,
         )
+        if known is None:
+            self._known.add(CollectiveFingerprint("combine", request.fields), (y,), *terms)
+        return request
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
         """Validate the arguments of ``shuffle``."""
@@ -181,8 +218,6 @@ class Validator:
         for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
             if tensor is not None:
                 self._tensor(name, tensor)
-        if self.device.type == "cpu":  # on CUDA the plan checks them, as a check here would wait for the device
-            routing.check_expert_ids(self.placement.num_experts)
         if routing.num_topk > self.capacity.num_topk:
             raise ValueError(
                 f"topk_idx has {routing.num_topk} experts per token, but the communicator was made for num_topk="
@@ -197,15 +232,6 @@ class Validator:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticRows(num_rows)"
-            )
-
-    def require_capturable(self, verb: str) -> None:
-        """Raise if a verb is captured between nodes; within a node it only launches, so a CUDA graph may contain it."""
-        if self.num_nodes > 1 and self._is_capturing:
-            raise ValueError(
-                f"{verb} between nodes cannot be captured in a CUDA graph: NCCL needs the sizes of messages when they "
-                f"are launched, and these depend on the routing. Call it outside the capture; within one node a "
-                f"combine can be captured, and a dispatch with static=StaticRows(num_rows)"
             )
 
     def require_not_capturing(self, verb: str) -> None:
@@ -236,7 +262,6 @@ class Validator:
 
     def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``y`` are valid expert-major rows for a combine."""
-        self.require_handle(handle)
         self._tensor("y", y)
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
@@ -244,10 +269,8 @@ class Validator:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
-    def require_launch(self, launch: Launch | None) -> Launch:
-        """The device settings of a call; ``None`` means the defaults."""
-        if launch is None:
-            return Launch()
+    def require_launch(self, launch: Launch) -> Launch:
+        """Raise unless ``launch`` has valid device settings; return it."""
         if not isinstance(launch, Launch):
             raise TypeError(f"launch must be a Launch, got {launch!r}")
         event_device = None if launch.event is None else launch.event.device  # None until it is first recorded
@@ -300,7 +323,7 @@ class Validator:
 
     @property
     def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device.index is not None and torch.cuda.is_current_stream_capturing()  # the CPU has no index
 
     def _rows_to_exchange(self, name: str, tensor: Any) -> None:
         self._tensor(name, tensor)

@@ -31,7 +31,6 @@ def weight_gradients(grads: torch.Tensor, rows: torch.Tensor | None, weights: to
     >>> grads
     tensor([[10.0000, 20.0000],
             [ 1.5000,  2.0000]])
-
     """
     if grads.is_cuda:
         return weight_gradients_on_cuda(grads, rows, weights)

@@ -28,7 +28,8 @@ class ExchangeRecord:
     share per rank (largest row or column sum between nodes over ranks per node), ``lane_bytes`` what the schedule's
     stages take, and ``busiest_rank_bytes`` what the busiest rank sends or receives between nodes in
     ``all_to_all_single``. ``lower_bound_ms`` is the time of ``lane_bytes_lower_bound`` at the peak between nodes of the
-    same run, with all ranks sending at once. ``staged_bytes`` are those that ranks of a node pass to each other before
+    same run, with all ranks sending at once, or on a testbed at the rate of a rank's rails (``rank_gbs``, elsewhere 0).
+    ``staged_bytes`` are those that ranks of a node pass to each other before
     or after they travel between nodes.
     """
 
@@ -54,6 +55,7 @@ class ExchangeRecord:
     intranode_bytes: int
     staged_bytes: int
     internode_peak_gbs: float
+    rank_gbs: float
     copy_peak_gbs: float
     num_iterations: int
     slice_bytes: int | None
@@ -78,6 +80,7 @@ class ExchangeRun:
     mode: ScheduleMode | None
     settings: Settings
     device: str = "cpu"
+    rank_gbs: float = 0.0
 
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
@@ -88,7 +91,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     node = np.array(run.topology.rank_to_node)
     internode = np.where(node[:, None] != node, run.rank_bytes, 0)
     peak_gbs = median(peaks.internode.best_gbs for peaks in links)
-    bound = _lane_bound(schedule)
+    rate_gbs, bound = run.rank_gbs or peak_gbs, _lane_bound(schedule)
     errors = [error for rank in ranks for error in rank.errors]
 
     def profile_ms(of: Callable[[CallProfile], float]) -> float:
@@ -106,7 +109,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         planning_ms=profile_ms(lambda profile: profile.planning_s),
         wire_ms=profile_ms(lambda profile: profile.wire_s),
         all_to_all_single_ms=_slowest_ms([rank.seconds["all_to_all_single"] for rank in ranks]),
-        lower_bound_ms=round(bound / peak_gbs / 1e6, 3) if peak_gbs else 0.0,
+        lower_bound_ms=round(bound / rate_gbs / 1e6, 3) if rate_gbs else 0.0,
         schedule=schedule.mode,
         num_stages=schedule.stages.num_stages,
         internode_bytes=sum(rank.profiles[-1].internode_row_bytes for rank in ranks),
@@ -117,6 +120,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
         staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
         internode_peak_gbs=round(peak_gbs, 3),
+        rank_gbs=run.rank_gbs,
         copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
         num_iterations=len(ranks[0].profiles),
         slice_bytes=run.settings.slice_bytes,

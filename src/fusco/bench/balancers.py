@@ -35,7 +35,6 @@ def compare_balancers(shapes: Sequence[tuple[int, int]], num_draws: int, seed: i
         num_draws: draws for each shape; in each, a rank's load is drawn from Beta(0.2, 0.2) and spread evenly over the
             other nodes.
         seed: of the draws.
-
     """
     records = []
     for num_nodes, ranks_per_node in shapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from fusco.bench.device_shuffle import DeviceResult
 from fusco.bench.results import InternodeBytesRecord, VariantRecord, describe_internode_bytes, describe_variant
@@ -14,7 +15,7 @@ from fusco.bench.traffic import Workload, internode_rows_lower_bound
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRecord(VariantRecord):
-    """One variant's line, within a node. Times in milliseconds, on the device: medians of the slowest rank's.
+    """One variant's line, within a node. Times in milliseconds: medians of the slowest rank's, see ``DeviceTimes``.
 
     ``None`` means that the variant was not timed. ``remote_row_bytes`` is the maximum over ranks of the rows that a
     rank must receive from others, each row once; ``dispatch_gbs`` and ``combine_gbs`` are those bytes over the time,
@@ -24,6 +25,8 @@ class DeviceRecord(VariantRecord):
     dispatch_ms: float | None
     combine_ms: float | None
     total_ms: float | None
+    loop_ms: float | None
+    idle_ms: float | None
     remote_row_bytes: int
     dispatch_gbs: float | None
     combine_gbs: float | None
@@ -41,7 +44,7 @@ class DeviceRecord(VariantRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class InternodeRecord(InternodeBytesRecord):
-    """One variant's line, between nodes. Times in milliseconds, on the device: medians of the slowest rank's.
+    """One variant's line, between nodes. Times in milliseconds: medians of the slowest rank's, see ``DeviceTimes``.
 
     ``bound_ms`` is the time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
     the times over it: 1 means that the network of the busiest rank was never idle. ``emulation`` says which variables
@@ -51,6 +54,8 @@ class InternodeRecord(InternodeBytesRecord):
     dispatch_ms: float
     combine_ms: float
     total_ms: float
+    loop_ms: float
+    idle_ms: float
     bound_ms: float
     dispatch_over_bound: float | None
     combine_over_bound: float | None
@@ -90,18 +95,16 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
     num_bytes = max(rank.remote_row_bytes for rank in ranks)
     if variant == "fusco-fp8":  # a byte for each value, and a float32 scale for each block
         num_bytes = num_bytes // workload.bytes_per_token * (workload.hidden + 4 * -(-workload.hidden // 128))
-    dispatch_ms, combine_ms = (_slowest(variant, name, ranks) for name in ("dispatch_ms", "combine_ms"))
+    times: dict[str, Any] = _slowest_times(variant, ranks)
     dispatch_gbs, combine_gbs = (
-        round(num_bytes / 1e6 / time_ms, 1) if time_ms else None for time_ms in (dispatch_ms, combine_ms)
+        round(num_bytes / 1e6 / times[name], 1) if times[name] else None for name in ("dispatch_ms", "combine_ms")
     )
     described = describe_variant(variant, workload, run, _errors(variant, ranks))
     if variant == "fusco-fp8":
         described["dtype"] = "float8_e4m3fn"
     return DeviceRecord(
         **described,
-        dispatch_ms=dispatch_ms,
-        combine_ms=combine_ms,
-        total_ms=_slowest(variant, "total_ms", ranks),
+        **times,
         remote_row_bytes=num_bytes,
         dispatch_gbs=dispatch_gbs,
         combine_gbs=combine_gbs,
@@ -124,9 +127,7 @@ def _between_nodes(
     described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
     internode = ranks[0].peaks.internode
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
-    dispatch_ms, combine_ms, total_ms = (
-        _slowest(variant, name, ranks) or 0.0 for name in ("dispatch_ms", "combine_ms", "total_ms")
-    )
+    times: dict[str, Any] = _slowest_times(variant, ranks)
     is_fusco = any(profile.num_sms for profile in profiles[0])
     return InternodeRecord(
         **described,
@@ -134,12 +135,10 @@ def _between_nodes(
         metadata_bytes=metadata[0],
         combine_metadata_bytes=metadata[1],
         internode_peak_gbs=round(internode.best_gbs, 3),
-        dispatch_ms=dispatch_ms,
-        combine_ms=combine_ms,
-        total_ms=total_ms,
+        **times,
         bound_ms=round(bound_ms, 4),
-        dispatch_over_bound=round(dispatch_ms / bound_ms, 3) if bound_ms else None,
-        combine_over_bound=round(combine_ms / bound_ms, 3) if bound_ms else None,
+        dispatch_over_bound=round(times["dispatch_ms"] / bound_ms, 3) if bound_ms else None,
+        combine_over_bound=round(times["combine_ms"] / bound_ms, 3) if bound_ms else None,
         num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_fusco else {},
         peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
         emulation=emulation,
@@ -154,6 +153,8 @@ def _errors(variant: str, ranks: Sequence[DeviceResult]) -> list[str]:
     return [error for rank in ranks for error in rank.errors[variant]]
 
 
-def _slowest(variant: str, name: str, ranks: Sequence[DeviceResult]) -> float | None:
-    of_ranks = [getattr(rank.times[variant], name) for rank in ranks]
-    return round(median(map(max, zip(*of_ranks, strict=True))), 4) if of_ranks[0] else None
+def _slowest_times(variant: str, ranks: Sequence[DeviceResult]) -> dict[str, float | None]:
+    """Return the fields of ``DeviceTimes``, each the median over iterations of the slowest rank's."""
+    of_ranks = [asdict(rank.times[variant]) for rank in ranks]
+    slowest = {name: list(map(max, zip(*(times[name] for times in of_ranks), strict=True))) for name in of_ranks[0]}
+    return {name: round(median(times), 4) if times else None for name, times in slowest.items()}

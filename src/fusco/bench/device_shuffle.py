@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Protocol, cast
@@ -15,30 +15,42 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
 from fusco.bench.device_links import DevicePeaks, measure_device_links
-from fusco.bench.peers import import_peers
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.specification import WorldInput, expected_rows
 from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import Shuffle, ShuffleFactory, recorded_variant
+from fusco.bench.variants import PEERS, Shuffle, ShuffleFactory, recorded_variant
 from fusco.bench.verification import verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span, Timeline
 from fusco.ranks.progress import ProgressReporter
 
-_FP8, _DEEP_EP = "fusco-fp8", "deep_ep"
+_FP8 = "fusco-fp8"
 _FP8_BLOCK = 128  # values that share a scale
 KERNELS = ("plan", "scatter_rows", "combine_rows")
 
 
 @dataclass
 class DeviceTimes:
-    """One variant's times on one rank, in milliseconds, one for each iteration; empty if it was not timed."""
+    """One variant's times on one rank, in milliseconds, one for each iteration; empty if it was not timed.
+
+    The first three are the device's, of work that the host enqueues ahead: what the host takes to launch it shows only
+    where the device waits for the host. The others are the host's, of a dispatch and a combine.
+
+    Attributes:
+        dispatch_ms: dispatch alone.
+        combine_ms: combine alone.
+        total_ms: dispatch followed by combine.
+        loop_ms: each of 20 calls in a row, one value for each repetition.
+        idle_ms: from idle devices until the device has completed the call.
+    """
 
     dispatch_ms: list[float] = field(default_factory=list)
     combine_ms: list[float] = field(default_factory=list)
     total_ms: list[float] = field(default_factory=list)
+    loop_ms: list[float] = field(default_factory=list)
+    idle_ms: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -54,7 +66,6 @@ class DeviceResult:
         kernel_us: median duration of each of fusco's kernels, waiting for peers included; empty with several nodes.
         num_sms: maximum number of multiprocessors that fusco's dispatch and combine took.
         spans: of one dispatch and combine of fusco, if recorded.
-
     """
 
     peaks: DevicePeaks
@@ -117,13 +128,9 @@ class _Measurement:
                 result.errors[name], result.times[name] = _fp8(
                     factory.communicator(), workload, world, self._timer, launch, run.num_iterations
                 )
-            elif name == _DEEP_EP:
-                local = (part[self._rank] for part in (world.rows, world.topk_idx, world.topk_weights))
-                shuffles.update(import_peers(self._group, workload, *local))
-            else:
-                shuffles[name] = factory.make(name, workload, world)
-            if name in shuffles:
-                self._compare(name, shuffles[name], result)
+            elif shuffle := self._make(factory, name):
+                shuffles[name] = shuffle
+                self._compare(name, shuffle, result)
             self._progress.advance()
         if run.has_timeline and (recorded := recorded_variant(run.variants)):
             result.spans = _record(factory.communicator(), shuffles[recorded], self._timer)
@@ -133,6 +140,16 @@ class _Measurement:
             result.num_sms, result.kernel_us = _profile_kernels(factory.communicator(), shuffles["fusco"], self._timer)
         self._progress.advance()
         return result
+
+    def _make(self, factory: ShuffleFactory, name: str) -> Shuffle | None:
+        """Return a variant; ``None``, with a warning, for one of another library that cannot be set up."""
+        try:
+            return factory.make(name, self._workload, self._world)
+        except Exception as error:  # another library may raise anything
+            if name not in PEERS:
+                raise
+            warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
+            return None
 
     def _compare(self, name: str, shuffle: Shuffle, result: DeviceResult) -> None:
         result.errors[name] = verify(shuffle, self._workload, self._world, self._rank, max_spare_rows=1)
@@ -155,11 +172,10 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
     }
     times = DeviceTimes()
     for name, work in parts.items():
-        if shuffle.is_graph:
-            with _captured(work) as replay:
-                setattr(times, name, timer.times_ms(replay, num_iterations))
-        else:
-            setattr(times, name, timer.times_ms(work, num_iterations))
+        with _captured(work) if shuffle.is_graph else nullcontext(work) as call:
+            setattr(times, name, timer.times_ms(call, num_iterations))
+            if name == "total_ms":
+                times.loop_ms, times.idle_ms = timer.loop_times_ms(call), timer.idle_times_ms(call, num_iterations)
     return times
 
 

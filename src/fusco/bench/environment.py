@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,20 +32,41 @@ def hardware(device: str = "cpu") -> dict[str, str | int | float]:
     }
 
 
+@cache
 def commit() -> str:
-    """Return the commit of the checkout that this package runs from, ``"unknown"`` for an installed package."""
+    """Return the commit of fusco's own repository that this package runs from, ``"none"`` if it is not in one.
+
+    A repository that encloses an installation, such as one with a virtual environment in it, is not fusco's.
+    """
+    return describe_commit(Path(__file__).parents[1])
+
+
+def describe_commit(package: Path) -> str:
+    """Return the commit of a package folder ``src/fusco`` of fusco's own repository; see ``commit``."""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607  whichever git the user has
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=5,
+        root = Path(_git(package, "rev-parse", "--show-toplevel"))
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")  # raises for a file that is not tracked
+        is_own = (
+            root / "src" / "fusco" == package.resolve() and 'name = "fusco"' in (root / "pyproject.toml").read_text()
         )
+        return _git(package, "describe", "--always", "--dirty", "--abbrev=12") if is_own else "none"
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return described.stdout.strip()
+        return "none"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Return what git prints in a folder, whatever repository the environment names."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(  # noqa: S603  the arguments are those above
+        ["git", *arguments],  # noqa: S607  whichever git the user has
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=5,
+    )
+    return done.stdout.strip()
 
 
 def _gpu_name() -> str:

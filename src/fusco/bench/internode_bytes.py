@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from fusco.bench.matrices import rows_of_routing
 from fusco.bench.no_planner import expand
-from fusco.bench.rank_matrix import rows_of_routing
 from fusco.bench.traffic import Workload
-from fusco.planner.balancer import BALANCERS, Balancer, IntArray, Traffic
+from fusco.bench.variants import has_fixed_messages
+from fusco.planner.balancer import BALANCERS, IntArray, Traffic
 from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.internode import Forwarders
 
 
-def internode_rows(variant: str, workload: Workload, balancer: str) -> IntArray:
+def internode_rows(variant: str, workload: Workload, balancer: str, device: str = "cpu") -> IntArray:
     """Return the rows that each rank sends to each rank of another node in a dispatch, int64 (world_size, world_size).
 
     A combine sends as many in the other direction. ``balancer`` is the run's, a name of ``fusco.BALANCERS``; some
     variants use another one, or none.
     """
-    if variant in ("baseline", "deep_ep"):
+    if variant == "baseline":
         node = np.array(workload.topology.rank_to_node)
         return np.where(node[:, None] != node, rows_of_routing(workload), 0)
-    chosen = BALANCERS["static" if variant == "no-balancer" else balancer]
-    return _forwarded(workload, chosen, is_expanded=variant == "no-planner")
+    if has_fixed_messages(variant, device):
+        return _forwarded([[workload.tokens] * workload.topology.num_nodes] * workload.topology.world_size, workload)
+    counts = []
+    for rank in range(workload.topology.world_size):
+        routing = workload.routing(rank)
+        if variant == "no-planner":  # a copy for each rank of a node
+            routing = expand(routing, workload.placement).routing
+        counts.append(plan_forwarding(routing.topk_idx, workload.placement, workload.topology).num_tokens_to_node)
+    return _forwarded(counts, workload, "static" if variant == "no-balancer" else balancer)
 
 
 def busiest_rows(rank_to_rank: IntArray) -> int:
@@ -37,16 +47,10 @@ def busiest_rows(rank_to_rank: IntArray) -> int:
     return int(max(rank_to_rank.sum(axis=0).max(), rank_to_rank.sum(axis=1).max()))
 
 
-def _forwarded(workload: Workload, balancer: Balancer, *, is_expanded: bool) -> IntArray:
-    """Count one copy of a token for each node that needs it, or for each rank there if the routing is expanded."""
-    topology, placement = workload.topology, workload.placement
-    counts = []
-    for rank in range(topology.world_size):
-        routing = workload.routing(rank)
-        if is_expanded:
-            routing = expand(routing, placement).routing
-        counts.append(plan_forwarding(routing.topk_idx, placement, topology).num_tokens_to_node)
-    groups = balancer(Traffic.from_counts(topology, counts))
+def _forwarded(counts: Sequence[Sequence[int]], workload: Workload, balancer: str = "static") -> IntArray:
+    """Return the rows to each forwarder, if rank ``r`` sends ``counts[r][n]`` to node ``n``."""
+    topology = workload.topology
+    groups = BALANCERS[balancer](Traffic.from_counts(topology, counts))
     rank_to_rank = np.zeros((topology.world_size, topology.world_size), np.int64)
     for src, node_to_count in enumerate(counts):
         for node, forwarder in Forwarders(src, groups).destinations:

@@ -27,7 +27,6 @@ class InternodePeaks:
         paired_gbs: a ring over nodes: each rank sends to the rank of the same local rank on the next node, and
             receives from the one on the node before; on two nodes they are the same rank.
         spread_gbs: each rank exchanges equal parts with every rank of all other nodes.
-
     """
 
     paired_gbs: float = 0.0
@@ -70,7 +69,6 @@ def measure_between_nodes(
         timer: of the device on which the tensors are.
         source: sent by each rank, contiguous uint8.
         target: received into, of the same size.
-
     """
     if topology.num_nodes == 1:
         return InternodePeaks()

@@ -22,7 +22,6 @@ def exchange_messages(
         group: the ranks.
         send: destination and tensor; several for one destination arrive in this order.
         receive: source and the tensor that is written.
-
     """
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer, tag=tag)

@@ -35,7 +35,6 @@ class InternodeBlocks:
         tokens: int64, the tokens to send, block by block.
         sends: (forwarder, number of rows) for each block.
         receives: (source rank, number of rows) for each block.
-
     """
 
     tokens: torch.Tensor
@@ -57,7 +56,6 @@ class Fanout:
         received_counts: for each rank of the node, copies of received rows; those of local rows follow them.
         send_counts: copies for each rank of the group; none for other nodes.
         receive_counts: copies from each.
-
     """
 
     copy_to_row: torch.Tensor

@@ -20,7 +20,6 @@ class Expanded:
     Attributes:
         routing: of the copies.
         copy_to_token: int64 (num_copies,), ascending; by rank among the copies of a token.
-
     """
 
     routing: Routing

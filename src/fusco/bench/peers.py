@@ -1,72 +1,114 @@
-"""Other libraries that the benchmark measures if they are installed. fusco neither needs nor installs them."""
+"""DeepEP, which the benchmark measures if it is installed. fusco neither needs nor installs it.
+
+Both versions return what fusco does: expert-major rows, and sums with weights. Version 1 sends a token to a rank once,
+so one sort of its expert ids and one ``index_select`` follow a dispatch, and one pass that gathers and sums the rows of
+a token precedes a combine. Version 2 expands rows itself; since its combine adds rows without weights, one pass
+multiplies them before. Only interfaces are used: those of deep_ep 1.2.1 (``Buffer``) and 2.1 (``ElasticBuffer``).
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusco.bench.baseline import weighted_sum
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import Shuffle
+from fusco.planner.routing import Routing
+
+_NUM_SMS = 64  # of 16, 24, 64 and 128, nearly the fastest on 2 and on 4 H200; its default of 20 is for overlap
+_NVLINK_BUFFER_BYTES = 10**9
 
 
-def import_peers(
-    group: dist.ProcessGroup,
-    workload: Workload,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> dict[str, Shuffle]:
-    """Return the installed ones by name; one that cannot be set up is left out, with a warning."""
-    if importlib.util.find_spec("deep_ep") is None:
-        return {}
-    try:
-        return {"deep_ep": _deep_ep(group, workload, x, topk_idx, topk_weights)}
-    except Exception as error:  # noqa: BLE001  another library may raise anything
-        warnings.warn(f"deep_ep is installed but could not be set up, and is left out: {error}", stacklevel=2)
-        return {}
+@dataclass(frozen=True)
+class BufferHandle:
+    """State of a dispatch through ``Buffer`` that combine needs.
 
-
-def _deep_ep(
-    group: dist.ProcessGroup,
-    workload: Workload,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> Shuffle:
-    """DeepEP's normal kernels within a node (its ``Buffer`` of version 1), and ``index_select`` to expert-major order.
-
-    Weights are applied to expert-major rows, since its combine adds rows without weights.
+    Attributes:
+        of_library: the library's handle.
+        row_idx: int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least
+            the number of rows for experts that are elsewhere.
+        weights: float32 (num_received, num_topk).
     """
-    deep_ep = importlib.import_module("deep_ep")
-    buffer = deep_ep.Buffer(group, int(1e9), 0)
-    num_experts = workload.placement.num_experts
-    ids = topk_idx.to(deep_ep.topk_idx_t if hasattr(deep_ep, "topk_idx_t") else torch.int64)
 
-    def dispatch() -> tuple[torch.Tensor, list[int], Any]:
-        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, num_experts)
-        rows, local_ids, weights, counts, handle, _ = buffer.dispatch(
+    of_library: Any
+    row_idx: torch.Tensor
+    weights: torch.Tensor
+
+
+class BufferShuffle:
+    """DeepEP's normal kernels within a node (``Buffer``), with a permutation to expert-major order and back."""
+
+    def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
+        deep_ep = importlib.import_module("deep_ep")
+        deep_ep.Buffer.set_num_sms(max(2, (num_sms or _NUM_SMS) // 2 * 2))  # it takes even numbers
+        self._buffer = deep_ep.Buffer(group, _NVLINK_BUFFER_BYTES, 0)
+        self._num_experts = workload.placement.num_experts
+        self._num_local = len(workload.placement.rank_to_experts[group.rank()])
+        self._id_dtype = _id_dtype(deep_ep)
+
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sequence[int], BufferHandle]:
+        """Return expert-major rows, the rows of each local expert, and a handle."""
+        ids = routing.topk_idx.to(self._id_dtype)
+        per_rank, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids, self._num_experts)
+        received, local_ids, weights, counts, handle, _ = self._buffer.dispatch(
             x,
             topk_idx=ids,
-            topk_weights=topk_weights,
+            topk_weights=routing.topk_weights,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
         )
-        row, k = (local_ids >= 0).nonzero(as_tuple=True)
-        order = local_ids[row, k].argsort(stable=True)
-        row, k = row[order], k[order]
-        return rows.index_select(0, row), counts, (handle, row, weights[row, k], len(rows))
+        num_rows, flat = sum(counts), local_ids.reshape(-1)
+        order = flat.where(flat >= 0, self._num_local).sort(stable=True).indices  # those that are elsewhere last
+        row_idx = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        rows = received.index_select(0, order[:num_rows] // local_ids.shape[1])
+        return rows, counts, BufferHandle(handle, row_idx.view(local_ids.shape), weights)
 
-    def combine(y: torch.Tensor, state: Any) -> torch.Tensor:
-        handle, row, weights, num_rows = state
-        sums = torch.zeros(num_rows, y.shape[1], dtype=torch.float32, device=y.device)
-        sums.index_add_(0, row, y.float() * weights[:, None])
-        out: torch.Tensor = buffer.combine(sums.to(y.dtype), handle)[0]
+    def combine(self, y: torch.Tensor, handle: BufferHandle) -> torch.Tensor:
+        """Return token-major rows; parts of a sum travel in the dtype of rows."""
+        out: torch.Tensor = self._buffer.combine(weighted_sum(y, handle.row_idx, handle.weights), handle.of_library)[0]
         return out
 
-    return Shuffle(dispatch, combine)
+
+class ElasticBufferShuffle:
+    """DeepEP's ``ElasticBuffer`` with expanded rows: by expert, those of an expert in order of arrival."""
+
+    def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
+        deep_ep = importlib.import_module("deep_ep")
+        self._buffer = deep_ep.ElasticBuffer(
+            group,
+            num_max_tokens_per_rank=workload.tokens,
+            hidden=workload.hidden,
+            num_topk=workload.num_topk,
+        )
+        self._num_experts, self._num_sms = workload.placement.num_experts, num_sms or _NUM_SMS
+        self._id_dtype = _id_dtype(deep_ep)
+
+    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sequence[int], Any]:
+        """Return expert-major rows, the rows of each local expert, and a handle."""
+        rows, _, weights, handle, _ = self._buffer.dispatch(
+            x,
+            topk_idx=routing.topk_idx.to(self._id_dtype),
+            topk_weights=routing.topk_weights,
+            num_experts=self._num_experts,
+            num_sms=self._num_sms,
+            do_cpu_sync=True,
+            do_expand=True,
+        )
+        return rows, handle.num_recv_tokens_per_expert_list, (handle, weights)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """Return token-major rows; products with weights and parts of a sum are rounded to the dtype of rows."""
+        handle, weights = state
+        weighted = weighted_sum(y, torch.arange(len(y), device=y.device)[:, None], weights.view(-1, 1))
+        out: torch.Tensor = self._buffer.combine(weighted, handle)[0]
+        return out
+
+
+def _id_dtype(deep_ep: Any) -> torch.dtype:
+    return getattr(deep_ep, "topk_idx_t", torch.int64)

@@ -12,7 +12,7 @@ from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
-from fusco.bench.variants import DEDUPLICATED
+from fusco.bench.variants import DEDUPLICATED, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class InternodeBytesRecord(VariantRecord):
     def is_right(self) -> bool:
         """Verified, and a variant that sends one copy for each node sends no unneeded row."""
         sent = {self.internode_row_bytes, self.combine_internode_row_bytes}
-        is_minimal = self.variant not in DEDUPLICATED or sent == {self.internode_row_bytes_lower_bound}
+        may_send_more = self.variant not in DEDUPLICATED or has_fixed_messages(self.variant, self.device)
+        is_minimal = may_send_more or sent == {self.internode_row_bytes_lower_bound}
         return self.verified and is_minimal
 
 
@@ -68,12 +69,15 @@ class InternodeBytesRecord(VariantRecord):
 class ShuffleRecord(InternodeBytesRecord):
     """One variant's line on the CPU. Times in milliseconds: medians over iterations of the slowest rank's.
 
-    ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and rearranging are each the slowest
-    rank's, of dispatch and combine together, so they need not add up to ``total_ms``.
+    ``total_ms`` is the slowest rank's dispatch plus the slowest rank's combine, which may be another rank: between them
+    all ranks wait for each other. ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and
+    rearranging are each the slowest rank's, of dispatch and combine together, so they need not add up to ``total_ms``.
+    On a testbed, ``bound_ms`` is the time of ``busiest_rank_bytes`` at the rate of a rank's rails; elsewhere 0.
     """
 
     dispatch_ms: float
     combine_ms: float
+    bound_ms: float
     total_ms: float
     planning_ms: float
     staging_ms: float
@@ -125,12 +129,14 @@ def describe_internode_bytes(
     ``bytes_sent`` are the bytes of rows that all ranks sent between nodes in a dispatch and in a combine. If they are
     not what the routing requires of the variant, that is an error.
     """
-    rows = internode_rows(variant, workload, run.balancer)
+    rows = internode_rows(variant, workload, run.balancer, run.device)
     expected = int(rows.sum()) * workload.bytes_per_token
     for operation, seen in zip(("dispatch", "combine"), bytes_sent, strict=True):
         if seen != expected:
             errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, its plan requires {expected}"]
-    variant_to_balancer = {"baseline": "none", "deep_ep": "none", "no-balancer": "static"}
+    variant_to_balancer = {"baseline": "none", "no-balancer": "static"}
+    if has_fixed_messages(variant, run.device):
+        variant_to_balancer[variant] = "static"
     return {
         **describe_variant(variant, workload, run, errors),
         "balancer": variant_to_balancer.get(variant, run.balancer),
@@ -145,8 +151,10 @@ def _summarize_variant(
 ) -> ShuffleRecord:
     per_rank = [rank.iterations[variant] for rank in ranks]
 
-    def milliseconds(of: Callable[[Iteration], float]) -> float:
-        return round(median(max(map(of, of_iteration)) for of_iteration in zip(*per_rank, strict=True)) * 1e3, 3)
+    def milliseconds(*parts: Callable[[Iteration], float]) -> float:
+        """Return the median over iterations of the sum of each part's slowest rank."""
+        iterations = zip(*per_rank, strict=True)
+        return round(median(sum(max(map(part, ranks)) for part in parts) for ranks in iterations) * 1e3, 3)
 
     def both(name: str) -> float:
         return milliseconds(lambda it: float(getattr(it.dispatch, name)) + float(getattr(it.combine, name)))
@@ -157,11 +165,13 @@ def _summarize_variant(
         sum(it.dispatch.internode_row_bytes for it in last),
         sum(it.combine.internode_row_bytes for it in last),
     )
+    described = describe_internode_bytes(variant, workload, run, errors, bytes_sent)
     return ShuffleRecord(
-        **describe_internode_bytes(variant, workload, run, errors, bytes_sent),
+        **described,
         dispatch_ms=milliseconds(lambda it: it.dispatch_s),
         combine_ms=milliseconds(lambda it: it.combine_s),
-        total_ms=milliseconds(lambda it: it.dispatch_s + it.combine_s),
+        total_ms=milliseconds(lambda it: it.dispatch_s, lambda it: it.combine_s),
+        bound_ms=round(described["busiest_rank_bytes"] / run.rank_gbs / 1e6, 3) if run.rank_gbs else 0.0,
         planning_ms=both("planning_s"),
         staging_ms=both("staging_s"),
         wire_ms=both("wire_s"),

@@ -22,7 +22,7 @@ class ShuffleRun:
         device: ``"cpu"`` or ``"cuda"``.
         num_sms: on CUDA, the maximum number of multiprocessors that fusco may take.
         has_timeline: whether one dispatch and combine of fusco are recorded.
-
+        rank_gbs: on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0.
     """
 
     workloads: tuple[Workload, ...]
@@ -33,6 +33,7 @@ class ShuffleRun:
     device: str = "cpu"
     num_sms: int | None = None
     has_timeline: bool = False
+    rank_gbs: float = 0.0
 
     def __post_init__(self) -> None:
         shapes = {

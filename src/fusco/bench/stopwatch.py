@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host enqueues what is to be timed
 _NUM_WARM_UPS = 3
+_NUM_LOOPS = 3
+NUM_CALLS_IN_A_ROW = 20
 
 
 class Stopwatch:
@@ -59,6 +61,31 @@ class RankTimer:
         if self._stopwatch.is_cuda:
             torch.cuda.synchronize()
         return [self._stopwatch.elapsed_ms(start, end) for start, end in marks[_NUM_WARM_UPS:]]
+
+    def loop_times_ms(self, work: Callable[[], object]) -> list[float]:
+        """Return the host's time for each of 20 calls in a row that nothing interrupts, up to the end of the last one.
+
+        One value for each repetition, after one that is not counted.
+        """
+        return [each / NUM_CALLS_IN_A_ROW for each in self._host_times_ms(work, NUM_CALLS_IN_A_ROW, 1 + _NUM_LOOPS)][1:]
+
+    def idle_times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
+        """Return the host's time for each call alone: from idle devices until the device has completed it."""
+        return self._host_times_ms(work, 1, _NUM_WARM_UPS + num_iterations)[_NUM_WARM_UPS:]
+
+    def _host_times_ms(self, work: Callable[[], object], num_calls: int, num_repeats: int) -> list[float]:
+        finish: Callable[[], None] = torch.cuda.synchronize if self._stopwatch.is_cuda else lambda: None
+        times = []
+        for _ in range(num_repeats):
+            finish()
+            dist.barrier(self._group)
+            finish()
+            start = time.perf_counter()
+            for _ in range(num_calls):
+                work()
+            finish()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
 
     def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
         """Return the slowest rank's median, the same on all ranks."""

@@ -43,7 +43,6 @@ class Trace:
             layer: index of the layer.
 
         Raises ``ValueError`` with the contents of the file, or ``OSError``.
-
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -93,7 +92,6 @@ class Workload:
 
     Raises:
         ValueError: if pattern and shapes do not fit together.
-
     """
 
     pattern: Pattern

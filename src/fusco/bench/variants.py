@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fusco.core.profile import CallProfile
@@ -43,7 +42,7 @@ class Shuffle:
         profile: returns the profile of the latest call of either.
         is_graph: whether it is captured in a CUDA graph and replayed.
         num_roundings: how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end.
-
+        is_ordered: whether the rows of an expert are in the order that is specified, and not in order of arrival.
     """
 
     dispatch: Callable[[], Sent]
@@ -51,6 +50,7 @@ class Shuffle:
     profile: Callable[[], CallProfile] = CallProfile
     is_graph: bool = False
     num_roundings: int = _PARTS_OF_NODES
+    is_ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RankInput:
     routing: Routing
 
 
-class ShuffleFactory:
+class ShuffleFactory(ExitStack):
     """Makes variants on one rank by name; all ranks make the same ones in the same order. Use it in a ``with`` block.
 
     A communicator is created when first needed, and serves all workloads of the run.
@@ -71,19 +71,11 @@ class ShuffleFactory:
     def __init__(self, group: dist.ProcessGroup, run: ShuffleRun) -> None:
         from fusco.core.config import Launch
 
+        super().__init__()
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
         self._visible: torch.Tensor | None = None
-        self._stack = ExitStack()
-
-    def __enter__(self) -> ShuffleFactory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -116,7 +108,7 @@ class ShuffleFactory:
                 settings=run.settings,
                 device=run.device,
             )
-            self._communicators[key] = self._stack.enter_context(comm)
+            self._communicators[key] = self.enter_context(comm)
         return self._communicators[key]
 
     def by_communicator(
@@ -179,6 +171,26 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     )
 
 
+def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    from fusco.bench.peers import BufferShuffle
+
+    shuffle = BufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
+
+
+def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    from fusco.bench.peers import ElasticBufferShuffle
+
+    shuffle = ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    # A product with a weight is rounded before parts of a sum are.
+    return Shuffle(
+        lambda: shuffle.dispatch(rank.x, rank.routing),
+        shuffle.combine,
+        num_roundings=_PARTS_OF_RANKS,
+        is_ordered=False,
+    )
+
+
 def _of_routing(shuffle: Any, rank: RankInput) -> Callable[[], Sent]:
     return lambda: shuffle.dispatch(rank.x, rank.routing.topk_idx, rank.routing.topk_weights)
 
@@ -220,7 +232,6 @@ class Variant:
     Attributes:
         description: shown below tables.
         make: makes it on one rank; ``None`` for what ``fusco.bench.device_shuffle`` measures by other means.
-
     """
 
     description: str
@@ -235,8 +246,11 @@ VARIANTS = {
         "as fusco-graph, with rows where peers can read them", partial(_static, is_graph=True, is_in_place=True)
     ),
     "fusco-fp8": Variant("as fusco-graph, float8 values and their scales", None),
-    "baseline": Variant("all_to_all_single and index_select", _baseline),
-    "deep_ep": Variant("DeepEP's normal kernels and index_select", None),
+    "baseline": Variant("all_to_all_single, index_select, and one pass that gathers and sums", _baseline),
+    "deep_ep": Variant("DeepEP's Buffer (version 1), one index_select, one pass that gathers and sums", _deep_ep),
+    "deep_ep_v2": Variant(
+        "DeepEP's ElasticBuffer (version 2), expanded, rows in order of arrival; one pass for weights", _deep_ep_v2
+    ),
     "no-engine": Variant(
         "fusco's plan and balancer, by isend and irecv, all_to_all_single and index_select", _no_engine
     ),
@@ -249,8 +263,15 @@ VARIANTS = {
 
 # FUSCO section 5.4, Table 3: what is left without the engine, without the planner, without the balancer.
 ABLATION = ("no-engine", "no-planner", "no-balancer")
+# Of a library that may be installed; what cannot be set up is left out.
+PEERS = ("deep_ep", "deep_ep_v2")
 # One copy of a token for each node that needs it, and no more.
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-balancer")
+
+
+def has_fixed_messages(variant: str, device: str) -> bool:
+    """Return whether a variant sends a row of every token to each other node, whatever the routing."""
+    return device == "cuda" and variant in ("fusco-static", "fusco-graph")
 
 
 def choose_variants(
@@ -268,10 +289,9 @@ def choose_variants(
         ValueError: for a name that is not offered there.
 
     >>> choose_variants("cuda", 2, with_ablation=True)
-    ('fusco', 'fusco-static', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
+    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
     >>> choose_variants("cpu", 2, ["no-engine", "fusco"])
     ('no-engine', 'fusco')
-
     """
     default, others = _offered(device, num_nodes)
     if with_ablation and not set(ABLATION) <= {*default, *others}:
@@ -294,6 +314,6 @@ def _offered(device: str, num_nodes: int) -> tuple[tuple[str, ...], tuple[str, .
     if device == "cpu":
         return ("fusco", "baseline"), ("fusco-static", *ablation)
     if num_nodes > 1:
-        return ("fusco", "fusco-static", "baseline"), ablation
-    peers = ("deep_ep",) if importlib.util.find_spec("deep_ep") else ()
+        return ("fusco", "fusco-static", "fusco-graph", "baseline"), ablation
+    peers = PEERS if importlib.util.find_spec("deep_ep") else ()
     return ("fusco", "fusco-graph", "fusco-in-place", "baseline", *peers, "fusco-fp8"), ("fusco-static",)

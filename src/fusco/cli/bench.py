@@ -1,22 +1,26 @@
-"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules."""
+"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules; rails; host."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
+from fusco.cli.bench_host import host
+from fusco.cli.bench_rails import rails
 from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
 app.command()(shuffle)
 app.command()(alltoall)
 app.command()(schedule)
+app.command()(host)
+app.command()(rails)
 
 
 @app.callback()
@@ -35,9 +39,8 @@ def balancers(
     from fusco.bench.json_lines import write_json_lines
 
     records = compare_balancers([(2, 8), (4, 8), (8, 8)], draws, seed)
-    table = Table(title=f"largest load over mean load, medians of {draws} draws", title_justify="left")
-    for name in ("nodes x ranks", "balancer", "groups (what they send)", "ranks (what they receive)", "time"):
-        table.add_column(name, justify="left" if name == "balancer" else "right")
+    columns = ("nodes x ranks", "balancer", "groups (what they send)", "ranks (what they receive)", "time")
+    table = new_table(f"largest load over mean load, medians of {draws} draws", columns, left=("balancer",))
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or records[i + 1].nodes != record.nodes
         table.add_row(

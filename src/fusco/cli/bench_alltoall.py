@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
@@ -15,6 +14,8 @@ from fusco.cli.options import Device
 from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
+from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,9 @@ def alltoall(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
     ranks_per_node: options.AnyRanksPerNode = None,
+    testbed: Shape = None,
+    rate: Rate = None,
+    rails: Rails = None,
     matrix: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,6 +58,7 @@ def alltoall(
 ) -> None:
     """Compare an all-to-all of skewed sizes with torch.distributed's, on processes of this machine that emulate nodes.
 
+    On a testbed (--testbed) ranks have a host and a network, and the bound is that of the network's rate.
     On CUDA with several nodes, ranks of different nodes communicate over sockets on the loopback device.
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
@@ -61,13 +66,16 @@ def alltoall(
     from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.rank_matrix import make_rank_bytes
+    from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.topology import Topology
-    from fusco.ranks.torchrun import launched
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.schedule import warm_up
 
-    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
+    bed = BenchTestbed.of(testbed, rate, rails)
+    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
+    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
     if device is Device.CUDA:
         check_cuda_core()  # before any process starts
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
@@ -101,9 +109,11 @@ def alltoall(
             mode=None if schedule is ShownMode.AUTO else schedule.value,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
             device=device.value,
+            rank_gbs=bed.rank_gbs,
         )
         for kind in kinds
     ]
+    bed.run_there((warm_up_cpu, warm_up))
     console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
@@ -158,11 +168,25 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
         f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
         f"average, on {one.device}"
     )
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "schedule,\nstages"):
-        table.add_column(name, justify="right" if name != "matrix" else "left")
-    for name in ("between\nnodes, MB", "busiest rank:\nall_to_all_single", "lane:\nfusco", "\nbound, MB", "verified"):
-        table.add_column(name, justify="right")
+    rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
+    columns = (
+        *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "fusco\n/ bound"),
+        *(
+            "schedule,\nstages",
+            "between\nnodes, MB",
+            "busiest rank:\nall_to_all_single",
+            "lane:\nfusco",
+            "\nbound, MB",
+            "verified",
+        ),
+    )
+    notes = (
+        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
+        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s",
+        f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
+        describe_origin(one, one.nodes * one.ranks_per_node),
+    )
+    table = new_table(title, columns, notes, left=("matrix",))
     for record in records:
         table.add_row(
             f"{record.matrix} {record.skew:g}" if record.skew else record.matrix,
@@ -170,19 +194,14 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
             f"{record.all_to_all_single_ms:,.1f}",
             f"{record.all_to_all_single_ms / record.fusco_ms:.2f}",
             f"{record.lower_bound_ms:,.1f}",
+            f"{record.fusco_ms / record.lower_bound_ms:.2f}" if record.lower_bound_ms else "-",
             f"{record.schedule}, {record.num_stages}",
             f"{record.internode_bytes / 1e6:,.1f}",
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
             f"{record.lane_bytes / 1e6:,.1f}",
             f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
-            "[green]yes[/]" if record.verified else "[red]NO[/]",
+            verified_cell(record.verified),
         )
-    table.caption = (
-        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
-        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s\n"
-        "bound: the busiest node's bytes, shared by its ranks, at that peak\n"
-        f"{describe_origin(one, one.nodes * one.ranks_per_node)}"
-    )
     console.print(table)
     for record in records:
         for error in record.errors:

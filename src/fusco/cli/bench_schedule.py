@@ -12,6 +12,7 @@ from rich.table import Table
 from fusco.cli import options
 from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,11 +52,17 @@ def schedule(
 def _table(records: Sequence[ScheduleRecord]) -> Table:
     one = records[0]
     title = f"entries uniform in 1..100,000, {one.num_draws} matrices: medians, in brackets the worst"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("nodes", "exact\nstages", "\nus", "FAST*\nus", "* / exact\n"):
-        table.add_column(name, justify="right")
-    for name in ("few\nstages", "over\nbound", "\nus", "spread-out\nover bound", "\nus"):
-        table.add_column(name, justify="right")
+    columns = (
+        *("nodes", "exact\nstages", "\nus", "FAST*\nus", "* / exact\n"),
+        *("few\nstages", "over\nbound", "\nus", "spread-out\nover bound", "\nus"),
+    )
+    notes = (
+        "over bound: length of all stages over the largest row or column sum, exactly 1 in mode exact",
+        "* not measured here: constants of another machine (AMD EPYC, see docs/performance/schedule.md), of FAST's "
+        "published C++, its decomposition alone",
+        describe_origin(one, 1, ("numba",)),
+    )
+    table = new_table(title, columns, notes)
     for num_nodes, group in groupby(records, key=lambda record: record.num_nodes):
         by_mode = {record.mode: record for record in group}
         exact, few, shifted = by_mode["exact"], by_mode["few"], by_mode["spread-out"]
@@ -72,10 +79,4 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
             f"{shifted.mean_ratio:.2f}",
             f"{shifted.microseconds:,.1f}",
         )
-    table.caption = (
-        "over bound: length of all stages over the largest row or column sum, exactly 1 in mode exact\n"
-        "* not measured here: constants of another machine (AMD EPYC, see docs/performance/schedule.md), of FAST's "
-        "published C++, its decomposition alone\n"
-        f"{describe_origin(one, 1, ('numba',))}"
-    )
     return table

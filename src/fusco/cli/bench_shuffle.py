@@ -16,6 +16,7 @@ from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +55,9 @@ def shuffle(
     device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
     nodes: options.AnyNodes = None,
     ranks_per_node: options.AnyRanksPerNode = None,
+    testbed: Shape = None,
+    rate: Rate = None,
+    rails: Rails = None,
     tokens: options.Tokens = 1024,
     hidden: options.Hidden = 4096,
     num_experts: options.NumExperts = 128,
@@ -102,15 +106,18 @@ def shuffle(
     """Time dispatch and combine of fusco and of the disaggregated baseline in one run.
 
     Ranks are processes of this machine, on CUDA one for each GPU, that emulate the given nodes; or, under torchrun,
-    its ranks. Every variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1
-    if a variant is wrong, or if fusco sends more or fewer bytes between nodes than it must.
+    its ranks. On a testbed (--testbed) they have a host and a network, whose rate the results are compared with. Every
+    variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
+    wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
-    from fusco.ranks.torchrun import launched
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
 
-    shape = choose_shape(device.value, nodes, ranks_per_node, launched(), num_devices(device.value))
+    bed = BenchTestbed.of(testbed, rate, rails)
+    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
+    shape = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
     workloads = options.WorkloadOptions(
         nodes=shape[0],
@@ -141,8 +148,10 @@ def shuffle(
         device=device.value,
         num_sms=num_sms,
         has_timeline=timeline is not None,
+        rank_gbs=bed.rank_gbs,
     )
     _check_timeline(run)
+    bed.run_there((warm_up_cpu,))
     console = new_console(json)
     measured = _run_on_devices(run, console) if device is Device.CUDA else _run_on_cpus(run, console)
     if measured is None:
@@ -196,8 +205,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.ranks.emulation import describe_emulation, emulated_network
     from fusco.ranks.torchrun import launched
 
-    if run.variants != ("baseline",):
-        check_cuda_core()  # before any process starts
+    check_cuda_core()  # before any process starts
     ranks = run_on_ranks(
         run_device_rank,
         (run,),

@@ -1,8 +1,7 @@
-"""Checks of ``fusco doctor``: each tries one requirement of the library and has a remedy."""
+"""The checks of ``fusco doctor``: each tries one requirement of the library and has a remedy."""
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import sys
@@ -17,7 +16,7 @@ from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 # Names of checks: each has a row, even if the check cannot run.
 _ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
 _CACHE = "cache of compiled kernels"
-_GLOO, _NCCL = "gloo (between nodes, CPU)", "NCCL (between nodes on CUDA)"
+_GLOO, _NCCL = "gloo (process groups on the CPU)", "NCCL (between nodes on CUDA)"
 _PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA kernels)"
 
 
@@ -76,8 +75,6 @@ def _system() -> Finding:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     if sys.platform != "linux":
         return Finding("system", "missing", found, "fusco needs Linux: unnamed shared memory and /proc")
-    if not hasattr(os, "pidfd_open"):
-        return Finding("system", "missing", found, "a Python built with pidfd_open (any for Linux 5.3 and newer)")
     return Finding("system", "ok", found)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fusco.cli.origin import describe_origin
+from fusco.cli.tables import new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ _ROWS = (
     ("dispatch", "dispatch_ms", "ms"),
     ("combine", "combine_ms", "ms"),
     ("dispatch + combine", "total_ms", "ms"),
+    ("  bound of each, by the busiest rank", "bound_ms", "ms"),
     ("  planning", "planning_ms", "ms"),
     ("  staging (copy into shared memory)", "staging_ms", "ms"),
     ("  wire (and what is fused into it)", "wire_ms", "ms"),
@@ -35,6 +37,7 @@ _HEADINGS = (
     ("dispatch\nms", "dispatch_ms"),
     ("combine\nms", "combine_ms"),
     ("both\nms", "total_ms"),
+    ("bound of\neach, ms", "bound_ms"),
     ("planning\nms", "planning_ms"),
     ("wire\nms", "wire_ms"),
     ("only re-\narranging, ms", "rearranging_ms"),
@@ -52,44 +55,36 @@ def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> Non
         f"shuffle, {first.traffic} traffic: {first.nodes} nodes x {first.ranks_per_node} ranks, {first.tokens} tokens "
         f"a rank, hidden {first.hidden}, top-{first.num_topk} of {first.num_experts}, {first.dtype}, on {first.device}"
     )
-    table = Table(title=title, title_justify="left", caption="\n".join(_notes(first)), caption_justify="left")
-    table.add_column("")
-    if len(records) > _MAX_COLUMNS:
-        _add_row_each(table, records)
-    else:
-        _add_column_each(table, records)
-    console.print(table)
+    make = _with_row_each if len(records) > _MAX_COLUMNS else _with_column_each
+    console.print(make(title, records, _notes(first)))
 
 
-def _add_column_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
+def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:
     by_name = {record.variant: record for record in records}
     has_ratio = {"fusco", "baseline"} <= set(by_name)
-    for name in (*by_name, *(["baseline / fusco"] if has_ratio else [])):
-        table.add_column(name, justify="right")
+    table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), notes)
     for label, name, unit in _ROWS:
+        if name == "bound_ms" and not records[0].bound_ms:
+            continue
         cells = [f"{_value(record, name, unit)} {unit}" for record in records]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
-    table.add_row("verified", *map(_verified, records))
+    table.add_row("verified", *(verified_cell(record.is_right) for record in records))
+    return table
 
 
-def _add_row_each(table: Table, records: Sequence[ShuffleRecord]) -> None:
-    for heading, _ in _HEADINGS:
-        table.add_column(heading, justify="right")
-    table.add_column("verified", justify="right")
+def _with_row_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:
+    table = new_table(title, ("", *(heading for heading, _ in _HEADINGS), "verified"), notes)
     for record in records:
         cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
-        table.add_row(record.variant, *cells, _verified(record))
+        table.add_row(record.variant, *cells, verified_cell(record.is_right))
+    return table
 
 
 def _value(record: ShuffleRecord, name: str, unit: str) -> str:
     return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
-
-
-def _verified(record: ShuffleRecord) -> str:
-    return "[green]yes[/]" if record.is_right else "[red]NO[/]"
 
 
 def _notes(record: ShuffleRecord) -> list[str]:
@@ -104,6 +99,12 @@ def _notes(record: ShuffleRecord) -> list[str]:
         notes.append(
             f"{record.variant}: dispatch's rows between nodes at that peak: {share_s * 1e3:.1f} ms, "
             f"{share_s * 1e3 / record.dispatch_ms:.0%} of the time dispatch took"
+        )
+    if record.bound_ms:
+        notes.append(
+            f"testbed: bound is the busiest rank's bytes at the rate of its rails; {record.variant}: dispatch takes "
+            f"{record.dispatch_ms / record.bound_ms:.2f} times as long, combine "
+            f"{record.combine_ms / record.bound_ms:.2f}"
         )
     if record.trace:
         needed = record.tokens * num_ranks

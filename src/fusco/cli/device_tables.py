@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from fusco.cli.origin import describe_origin
+from fusco.cli.tables import new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,22 +21,24 @@ if TYPE_CHECKING:
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
     """Print a row for each variant within a node, and notes on the run."""
     first = records[0]
-    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", _notes(records)), _baseline_ms(records)
-    columns = ("dispatch", "combine", "both", "baseline / it", "dispatch", "of peak", "combine", "of peak", "verified")
-    table.add_column("ms, and GB/s of rows")
-    for name in columns:
-        table.add_column(name, justify="right")
+    columns = (
+        *("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
+        *("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak", "verified"),
+    )
+    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", columns, _notes(records)), _baseline_ms(records)
     for record in records:
-        ratio = f"{baseline_ms / record.total_ms:.2f}" if baseline_ms and record.total_ms else "-"
+        ratio = f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-"
         table.add_row(
             record.variant,
             *(_number(time_ms, ".3f") for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
+            _number(record.loop_ms, ".3f"),
             ratio,
+            _number(record.idle_ms, ".3f"),
             _number(record.dispatch_gbs, ".0f"),
             _number(record.dispatch_of_peak, ".0%"),
             _number(record.combine_gbs, ".0f"),
             _number(record.combine_of_peak, ".0%"),
-            "[green]yes[/]" if record.verified else "[red]NO[/]",
+            verified_cell(record.verified),
         )
     console.print(table)
 
@@ -43,44 +46,44 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
     """Print a row for each variant between nodes: times and bytes, compared with the network's peak in the same run."""
     first = records[0]
-    table = _table(first, f"{first.nodes} nodes x {first.ranks_per_node} GPUs", _internode_notes(records))
-    baseline_ms = _baseline_ms(records)
-    table.add_column("")
-    for name in ("dispatch\nms", "combine\nms", "both\nms", "baseline\n/ it", "all ranks\nMB", "lower\nbound, MB"):
-        table.add_column(name, justify="right")
-    for name in ("busiest\nMB", "its time at\nthe peak, ms", "dispatch\n/ that", "combine\n/ that", "verified"):
-        table.add_column(name, justify="right")
+    columns = (
+        *("", "dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
+        *("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms"),
+        *("dispatch\n/ that", "combine\n/ that", "verified"),
+    )
+    where = f"{first.nodes} nodes x {first.ranks_per_node} GPUs"
+    table, baseline_ms = _table(first, where, columns, _internode_notes(records)), _baseline_ms(records)
     for record in records:
         table.add_row(
             record.variant,
             *(f"{time_ms:.3f}" for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
-            f"{baseline_ms / record.total_ms:.2f}" if baseline_ms else "-",
+            f"{record.loop_ms:.3f}",
+            f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms else "-",
+            f"{record.idle_ms:.3f}",
             f"{record.internode_row_bytes / 1e6:,.1f}",
             f"{record.internode_row_bytes_lower_bound / 1e6:,.1f}",
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
             f"{record.bound_ms:.3f}",
             _number(record.dispatch_over_bound, ".2f"),
             _number(record.combine_over_bound, ".2f"),
-            "[green]yes[/]" if record.is_right else "[red]NO[/]",
+            verified_cell(record.is_right),
         )
     console.print(table)
 
 
-def _table(record: VariantRecord, where: str, notes: Sequence[str]) -> Table:
-    """Return an empty table whose title describes the run."""
-    return Table(
-        title=(
-            f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
-            f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
-        ),
-        title_justify="left",
-        caption="\n".join(notes),
-        caption_justify="left",
+def _table(record: VariantRecord, where: str, columns: Sequence[str], notes: Sequence[str]) -> Table:
+    """Return an empty table whose title describes the run, with a first column wide enough for variants."""
+    title = (
+        f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
+        f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
     )
+    table = new_table(title, columns, notes, left=columns[:1])
+    table.columns[0].min_width = 14
+    return table
 
 
 def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) -> float | None:
-    return next((record.total_ms for record in records if record.variant == "baseline"), None)
+    return next((record.loop_ms for record in records if record.variant == "baseline"), None)
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
@@ -90,8 +93,8 @@ def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
         *_variant_notes(records),
         f"network between nodes, NCCL, GB/s per rank and direction, both at once: {peaks['paired_gbs']:.2f} with one "
         f"rank, {peaks['spread_gbs']:.2f} with all of other nodes",
-        f"MB: rows of one dispatch; busiest: the maximum that a rank sends or receives; {first.variant} also sends "
-        f"{first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
+        "MB: rows of one dispatch, of all ranks, and the least possible; busiest: the maximum that a rank sends or "
+        f"receives; {first.variant} also sends {first.metadata_bytes / 1e6:.2f} MB of metadata ({share:.1%})",
     ]
     if first.emulation:
         notes.append(f"nodes are emulated on one machine, by NCCL's network; {first.emulation}")
@@ -135,7 +138,8 @@ def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
     from fusco.bench.variants import VARIANTS
 
     return [
-        f"medians of {records[0].num_iterations}, the slowest rank's, on the device, after an all-reduce; "
-        f"planning and barriers included",
+        f"medians of {records[0].num_iterations}, the slowest rank's, after an all-reduce; planning and barriers "
+        f"included; on the device, enqueued half a millisecond ahead",
+        "20 in a row, idle to idle: the host's time for both, each of 20 calls in a row, and one between idle devices",
         *(f"{record.variant}: {VARIANTS[record.variant].description}" for record in records),
     ]

@@ -18,9 +18,12 @@ from rich.markup import escape
 import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
+from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
+from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
+from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import check_torch
@@ -40,8 +43,11 @@ app.add_typer(bench_app, name="bench")
 app.command()(plan)
 app.command()(schedule)
 app.command()(train)
+app.command()(rails)
 app.command()(doctor)
+app.command("testbed")(run_testbed)
 app.command()(warm_up)
+app.command()(integrations)
 
 
 def _print_version(is_asked: bool) -> None:

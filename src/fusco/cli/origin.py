@@ -27,4 +27,5 @@ def describe_origin(record: Measured, num_ranks: int, packages: tuple[str, ...] 
     machine = (
         f"{num_ranks} x {hardware['gpu']}" if "gpu" in hardware else f"{hardware['cpu']}, {hardware['num_cores']} cores"
     )
-    return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), f"commit {record.commit}"])
+    source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
+    return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])

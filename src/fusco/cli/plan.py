@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench import names
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from fusco.bench.explain import PlanRecord
@@ -62,33 +62,26 @@ def _print(record: PlanRecord, console: Console) -> None:
         f"[bold]{record.traffic}[/] traffic: {record.nodes} nodes x {record.ranks_per_node} ranks, {record.tokens} "
         f"tokens a rank, top-{record.num_topk} of {record.num_experts} experts, {record.bytes_per_token} bytes a token"
     )
-    matrix = Table(title="rows from node (down) to node (across), one copy for each token", title_justify="left")
-    matrix.add_column("")
-    for node in range(record.nodes):
-        matrix.add_column(f"node {node}", justify="right")
+    columns = ["", *(f"node {node}" for node in range(record.nodes))]
+    matrix = new_table("rows from node (down) to node (across), one copy for each token", columns)
     for node, row in enumerate(record.node_to_node_rows):
         matrix.add_row(f"node {node}", *(f"{count:,}" if count else "-" for count in row))
     console.print(matrix)
 
-    ranks = Table(title="rows between nodes, by rank", title_justify="left")
-    for name in ("rank", "node", "group", "sends", "receives as forwarder"):
-        ranks.add_column(name, justify="right")
+    ranks = new_table("rows between nodes, by rank", ("rank", "node", "group", "sends", "receives as forwarder"))
     for rank in record.ranks:
         received = f"{rank.receives:,}"
         ranks.add_row(str(rank.rank), str(rank.node), str(rank.group), f"{rank.sends:,}", received)
     console.print(ranks)
 
-    groups = Table(title=f"communication groups by '{record.balancer}': one rank of each node", title_justify="left")
-    groups.add_column("group", justify="right")
-    groups.add_column("ranks")
-    groups.add_column("load (rows)", justify="right")
+    title = f"communication groups by '{record.balancer}': one rank of each node"
+    groups = new_table(title, ("group", "ranks", "load (rows)"), left=("ranks",))
     for group, (members, load) in enumerate(zip(record.groups, record.group_loads, strict=True)):
         groups.add_row(str(group), ", ".join(map(str, members)), f"{load:,}")
     console.print(groups)
 
-    loads = Table(title="largest load over mean load", title_justify="left")
-    for name in ("balancer", "groups (what they send)", "ranks (what they receive)"):
-        loads.add_column(name, justify="left" if name == "balancer" else "right")
+    columns = ["balancer", "groups (what they send)", "ranks (what they receive)"]
+    loads = new_table("largest load over mean load", columns, left=("balancer",))
     for name, balance in record.balance.items():
         chosen = " (chosen)" if name == record.balancer else ""
         loads.add_row(name + chosen, f"{balance.group_load_ratio:.3f}", f"{balance.receive_ratio:.3f}")

@@ -107,7 +107,6 @@ def run_on_ranks(
 
     Returns:
         ``None`` on all ranks but 0 of a job that a launcher has started.
-
     """
     from fusco.ranks.joined_world import JoinedWorld
     from fusco.ranks.local_world import LocalWorld

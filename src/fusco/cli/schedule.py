@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.gantt import NUM_LETTERS, draw_gantt, node_letter
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,11 +101,8 @@ def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
     if num_nodes > _MAX_ROWS:
         console.print(f"{title}: {node_bytes.sum() / 1e6:,.1f} MB in all, diagonal included")
         return
-    table = Table(title=f"{title}: MB from node (down) to node (across)", title_justify="left")
-    table.add_column("")
-    for node in range(num_nodes):
-        table.add_column(node_letter(node), justify="right")
-    table.add_column("sends", justify="right")
+    columns = ["", *map(node_letter, range(num_nodes)), "sends"]
+    table = new_table(f"{title}: MB from node (down) to node (across)", columns)
     for src, row in enumerate(node_bytes.tolist()):
         sizes = [0 if dst == src else size for dst, size in enumerate(row)]
         table.add_row(node_letter(src), *(f"{size / 1e6:.1f}" if size else "-" for size in [*sizes, sum(sizes)]))
@@ -115,24 +112,22 @@ def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
 def _print_modes(records: Sequence[ModeRecord], console: Console) -> None:
     bound = records[0].lower_bound_bytes
     title = f"lower bound: {bound / 1e6:,.1f} MB, what the busiest node sends or receives"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("mode", "stages", "MB", "over lower bound", "modelled time"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    one, columns = records[0], ("mode", "stages", "MB", "over lower bound", "modelled time")
+    model = (
+        f"model: {one.latency_us:g} us a stage, {one.internode_gbs:g} GB/s for each of {one.ranks_per_node} ranks a "
+        "node; chosen by the size of the matrix"
+    )
+    table = new_table(title, columns, (model,), left=("mode",))
     for record in records:
         chosen = " (chosen)" if record.is_chosen else ""
         total, time_us = f"{record.total_bytes / 1e6:,.1f}", f"{record.modelled_us:,.0f} us"
         table.add_row(record.mode + chosen, str(record.num_stages), total, f"{record.ratio:.4f}", time_us)
-    table.caption = (
-        f"model: {records[0].latency_us:g} us a stage, {records[0].internode_gbs:g} GB/s for each of "
-        f"{records[0].ranks_per_node} ranks a node; chosen by the size of the matrix"
-    )
     console.print(table)
 
 
 def _print_stages(record: ModeRecord, console: Console) -> None:
-    table = Table(title=f"stages of mode '{record.mode}'", title_justify="left")
-    for name in ("stage", "MB", "who sends to whom"):
-        table.add_column(name, justify="left" if name.startswith("who") else "right")
+    pairs_of = "who sends to whom"
+    table = new_table(f"stages of mode '{record.mode}'", ("stage", "MB", pairs_of), left=(pairs_of,))
     stages, is_large = list(zip(record.dst_node, record.duration_bytes, strict=True)), record.num_nodes > NUM_LETTERS
     for stage, (dst_node, length) in enumerate(stages[:_MAX_ROWS]):
         pairs = [

@@ -13,18 +13,18 @@ PresetName = Literal["small", "large"]
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Sizes, each with the name of its option."""
+    """Sizes, each with the name of its option; the defaults are those of small."""
 
-    layers: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    moe_intermediate: int
-    tokens: int
-    length: int
-    lr: float
-    warmup_steps: int
-    dtype: Literal["float32", "bfloat16"]
+    layers: int = 4
+    hidden: int = 128
+    num_experts: int = 16
+    num_topk: int = 4
+    moe_intermediate: int = 128
+    tokens: int = 512
+    length: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def changed(self, **given: Any) -> Preset:
         """Return the preset with the user's values; ``None`` means not given."""
@@ -45,18 +45,7 @@ class Preset:
 
 PRESETS: dict[PresetName, Preset] = {
     # 200 steps on four processes of two cores in about two minutes.
-    "small": Preset(
-        layers=4,
-        hidden=128,
-        num_experts=16,
-        num_topk=4,
-        moe_intermediate=128,
-        tokens=512,
-        length=128,
-        lr=3e-3,
-        warmup_steps=0,
-        dtype="float32",
-    ),
+    "small": Preset(),
     # For GPUs: a sixth of the layers of Qwen3-30B-A3B and half of its experts.
     "large": Preset(
         layers=8,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from fusco.cli.origin import describe_origin
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +44,8 @@ def print_runs(job: TrainingJob, records: Sequence[RunRecord], console: Console)
         highlight=False,
         soft_wrap=True,
     )
-    table = Table()
-    table.add_column("")
-    for record in records:
-        table.add_column(record.dispatcher, justify="right")
-    if len(records) == 2:
-        table.add_column(f"{records[1].dispatcher} / {one.dispatcher}", justify="right")
+    ratio = [f"{records[1].dispatcher} / {one.dispatcher}"] if len(records) == 2 else []
+    table = new_table("", ["", *(record.dispatcher for record in records), *ratio])
     for label, name, form, unit in _ROWS:
         values = [getattr(record, name) for record in records]
         if name == "peak_memory_gib" and not any(values):

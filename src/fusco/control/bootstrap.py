@@ -47,7 +47,6 @@ class PeerInfo:
         hosts: the machine of each rank, by a name that two ranks share if they can share memory.
         devices: the device of each rank.
         listen_on: the address by which the other ranks reach this one.
-
     """
 
     hosts: list[str]
@@ -67,7 +66,6 @@ def exchange_peer_info(
 
     Raises:
         MismatchError, RejectedInputError: see ``check_fingerprints``.
-
     """
     local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
     peers = store_gather.all_gather("bootstrap", local)

@@ -6,13 +6,12 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from fusco.control.bootstrap import PeerInfo
-from fusco.control.flags import warm_up_flags
 from fusco.control.layout import SegmentSizes
-from fusco.control.node_memory import NodeMemory
+from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer, StatusServerAddress
 from fusco.control.store_gather import StoreGather
@@ -27,7 +26,8 @@ _Connected = TypeVar("_Connected")
 class Connections:
     """Memory and connections of one rank's communicator; ``close`` frees them all without waiting for other ranks.
 
-    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach.
+    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach;
+    ``secret`` authenticates ranks.
     """
 
     store_gather: StoreGather
@@ -35,6 +35,7 @@ class Connections:
     mesh: TcpMesh
     memory: NodeMemory
     listen_on: str
+    secret: str = field(repr=False)
     _resources: ExitStack
 
     def close(self) -> None:
@@ -55,9 +56,8 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         SharedMemoryError: on all ranks, if one has no room or cannot open a peer's segment.
         PeerFailureError: with the rank that died or did not join in time.
         TransportError: if a network does not work.
-
     """
-    warm_up_flags()  # before any rank's clock runs
+    warm_up_node_memory()  # before any rank's clock runs
     with ExitStack() as resources:
         secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology
@@ -79,8 +79,9 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         )
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)
+        watchdog.add_connections(mesh.descriptors)
         watchdog.end()
-        return Connections(store_gather, watchdog, mesh, memory, listen_on, resources.pop_all())
+        return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
@@ -91,7 +92,6 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         how: the network, as the error names it.
         others: ranks to connect to.
         watchdog: asks them for their status after an error.
-
     """
     try:
         return connect()
@@ -99,7 +99,7 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise
     except (OSError, RuntimeError) as error:
         symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
-        watchdog.ask_everybody(Stall("connecting", others, "a connection to each", "too few"), symptom)
+        watchdog.query_all_ranks(Stall("connecting", others, "a connection to each", "too few"), symptom)
         raise TransportError(symptom) from error
 
 

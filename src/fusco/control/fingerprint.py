@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from fusco.control.layout import RECORD_TEXT_BYTES
@@ -25,8 +28,9 @@ class CollectiveFingerprint:
     fields: Fields = field(default_factory=dict)
     rejection: str = ""
 
-    def encode(self) -> bytes:
-        """Return it as JSON text of at most ``RECORD_TEXT_BYTES`` bytes; a long rejection is cut."""
+    @cached_property
+    def text(self) -> bytes:
+        """The fingerprint as JSON, at most ``RECORD_TEXT_BYTES`` bytes; a long rejection is cut."""
         rejection = self.rejection
         while len(text := self._to_json(rejection)) > RECORD_TEXT_BYTES and rejection:
             rejection = rejection[: len(rejection) * 3 // 4]  # an error may quote input of any length
@@ -35,18 +39,17 @@ class CollectiveFingerprint:
     def _to_json(self, rejection: str) -> bytes:
         return json.dumps({"operation": self.operation, "fields": self.fields, "rejection": rejection}).encode()
 
+    @cached_property
+    def digest(self) -> tuple[int, int]:
+        """Hash of the text as two int64: equal fingerprints have equal digests, different ones do not in practice."""
+        first, second = struct.unpack("2q", hashlib.blake2b(self.text, digest_size=16).digest())
+        return first, second
+
     @classmethod
-    def decode(cls, text: bytes) -> CollectiveFingerprint:
-        """Parse what ``encode`` returned."""
-        return cls(**json.loads(text))
-
-
-@dataclass(frozen=True)
-class Record:
-    """A fingerprint and the counts that a rank publishes with it."""
-
-    fingerprint: CollectiveFingerprint
-    counts: tuple[int, ...]
+    def decode(cls, text: bytes, handle: int = 0) -> CollectiveFingerprint:
+        """Parse a ``text``; a handle, by its number, becomes another field."""
+        fingerprint = cls(**json.loads(text))
+        return replace(fingerprint, fields={**fingerprint.fields, "handle": handle}) if handle else fingerprint
 
 
 def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int) -> None:
@@ -62,7 +65,6 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     >>> check_fingerprints(two, rank=0)
     Traceback (most recent call last):
     fusco.core.errors.MismatchError: ranks disagree in dispatch: num_topk is 8 on rank 0, 4 on rank 1
-
     """
     local = fingerprints[rank]
     if not local.rejection and all(other is local or other == local for other in fingerprints):
@@ -76,7 +78,7 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
         return
     rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
     if rejections:
-        raise RejectedInputError(f"{operation} was called off on all ranks, since {'; '.join(rejections)}")
+        raise RejectedInputError(f"{operation} was cancelled on all ranks, since {'; '.join(rejections)}")
 
     names = dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint.fields)
     by_field = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,3 +44,7 @@ class Flags:
     def store(self, index: int, value: int) -> None:
         """Write a counter (release); only its writer may."""
         _store(self._counters, index, value)
+
+    def writer(self, index: int) -> Callable[[int], None]:
+        """Return a function that writes one counter, as ``store``, but more quickly."""
+        return partial(_store, self._counters, index)

@@ -9,7 +9,9 @@ from fusco.core.topology import Topology
 
 ALIGNMENT = 64  # a cache line: no two writers share one, and views of every dtype are aligned
 RECORD_TEXT_BYTES = 1024
-_RECORD_HEADER_INTS = 8
+# Digest (2), handle, number of counts, bytes of text; see ``RecordExchange``.
+RECORD_HEADER_INTS = 5
+_MAX_VERB_COUNTS = 8  # counts of a verb besides those for each rank
 
 
 def align(num_bytes: int) -> int:
@@ -29,8 +31,8 @@ class ControlLayout:
 
     @cached_property
     def record_ints(self) -> int:
-        """Number of integers in a record: sizes and values of the verb, then two for each rank of the group."""
-        return _RECORD_HEADER_INTS + 2 * self.topology.world_size
+        """Number of integers in a record: its header, counts of the verb, then two for each rank of the group."""
+        return RECORD_HEADER_INTS + _MAX_VERB_COUNTS + 2 * self.topology.world_size
 
     @cached_property
     def record_bytes(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
-from fusco.control.fingerprint import CollectiveFingerprint, Record
+from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
+from fusco.control.layout import RECORD_HEADER_INTS
 from fusco.control.node_memory import NodeMemory, wait_for_flag
 from fusco.control.tcp_mesh import TcpMesh
 from fusco.control.watchdog import Watchdog
@@ -13,7 +15,12 @@ from fusco.core.profile import CallProfile
 
 
 class RecordExchange:
-    """All-gather of records at the start of a collective."""
+    """All-gather of records at the start of a collective.
+
+    A record is an array of int64, then text: the digest of a fingerprint, the number of a handle, the number of counts,
+    the bytes of text; the counts; and from ``record_ints`` on the text of the fingerprint. Ranks compare the first four
+    numbers. Only if they differ, which is an error as a rule, does a rank read the texts.
+    """
 
     def __init__(self, memory: NodeMemory, mesh: TcpMesh, watchdog: Watchdog) -> None:
         self._memory, self._mesh, self._watchdog = memory, mesh, watchdog
@@ -21,20 +28,37 @@ class RecordExchange:
         self._counterpart_to_node = {
             memory.counterpart(node): node for node in self._topology.remote_nodes(memory.rank)
         }
+        self._written = b""  # the text in this rank's record
+        self._done_flag, self._record_flag = memory.layout.done_flag, memory.layout.record_flag(memory.node)
 
     def wait_for_peers_done(self, collective: int) -> None:
         """Wait until no rank of the node reads the shared memory of an earlier collective any more."""
-        expected = "the previous call's end"
-        flag = self._layout.done_flag
-        wait_for_flag(self._memory, self._watchdog, flag, collective - 1, "reuse of shared memory", expected)
+        memory, flag, expected = self._memory, self._done_flag, "the previous call's end"
+        if not memory.have_reached(flag, collective - 1):
+            wait_for_flag(memory, self._watchdog, flag, collective - 1, "reuse of shared memory", expected)
 
-    def exchange_records(self, collective: int, record: Record, profile: CallProfile) -> list[Record]:
-        """Publish this rank's record and return those of all ranks, by rank."""
+    def exchange_records(
+        self,
+        collective: int,
+        fingerprint: CollectiveFingerprint,
+        handle: int,
+        counts: Sequence[int],
+        profile: CallProfile,
+    ) -> Sequence[tuple[int, ...]]:
+        """Publish this rank's record, and return the counts of all ranks, by rank; raises as ``Session.agree``."""
+        memory, flag = self._memory, self._record_flag
+        self._write(fingerprint, handle, counts)
+        memory.announce_record(collective)
+        if self._counterpart_to_node:
+            self._exchange_between_nodes(collective, profile)
+        elif not memory.have_reached(flag, collective):
+            wait_for_flag(memory, self._watchdog, flag, collective, f"records of node {memory.node}", "its record")
+        of_ranks = memory.counts_of_equal_records(len(counts))
+        return self._compare(fingerprint) if of_ranks is None else of_ranks
+
+    def _exchange_between_nodes(self, collective: int, profile: CallProfile) -> None:
         memory, layout, to_node = self._memory, self._layout, self._counterpart_to_node
         local_record = memory.record_bytes(memory.local, memory.node)
-        local_text = self._write(local_record, record)
-        memory.own.store(layout.record_flag(memory.node), collective)
-
         self._mesh.begin(
             local_record, {peer: memory.record_bytes(memory.local, node) for peer, node in to_node.items()}
         )
@@ -50,29 +74,31 @@ class RecordExchange:
         self._watchdog.wait_until(
             self._has_sent, lambda: Stall("sending records", tuple(to_node), "all sent", "not all")
         )
-        return [
-            self._read(memory.record_bytes(local, node), local_text, record.fingerprint)
-            for local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True)
-        ]
 
     def _has_sent(self) -> bool:
         self._mesh.poll()
         return self._mesh.is_done
 
-    def _write(self, memory: memoryview, record: Record) -> bytes:
-        text = record.fingerprint.encode()
-        header = (len(text), len(record.counts), *record.counts)
-        assert len(header) <= self._layout.record_ints, (len(header), self._layout.record_ints)
-        first_char = self._layout.record_ints * 8
-        assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
-        struct.pack_into(f"{len(header)}q", memory, 0, *header)
-        memory[first_char : first_char + len(text)] = text
-        return text
+    def _write(self, fingerprint: CollectiveFingerprint, handle: int, counts: Sequence[int]) -> None:
+        memory, text, num_counts = self._memory.own_record, fingerprint.text, len(counts)
+        assert RECORD_HEADER_INTS + num_counts <= self._layout.record_ints, (num_counts, self._layout.record_ints)
+        numbers = f"{RECORD_HEADER_INTS + num_counts}q"
+        struct.pack_into(numbers, memory, 0, *fingerprint.digest, handle, num_counts, len(text), *counts)
+        if text is not self._written:
+            first_char = self._layout.record_ints * 8
+            assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
+            memory[first_char : first_char + len(text)] = text
+            self._written = text
 
-    def _read(self, memory: memoryview, local_text: bytes, local: CollectiveFingerprint) -> Record:
-        num_chars, num_counts = struct.unpack_from("2q", memory)
-        counts = struct.unpack_from(f"{num_counts}q", memory, 16)
-        first_char = self._layout.record_ints * 8
-        text = memory[first_char : first_char + num_chars].tobytes()
-        # Fingerprints are almost always equal; then there is nothing to parse.
-        return Record(local if text == local_text else CollectiveFingerprint.decode(text), counts)
+    def _compare(self, local: CollectiveFingerprint) -> Sequence[tuple[int, ...]]:
+        """Raise the difference between the records of all ranks, unless this rank has rejected its input."""
+        fingerprints, counts, first_char = [], [], self._layout.record_ints * 8
+        for rank_local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True):
+            memory = self._memory.record_bytes(rank_local, node)
+            _, _, handle, num_counts, num_chars = struct.unpack_from(f"{RECORD_HEADER_INTS}q", memory)
+            text = memory[first_char : first_char + num_chars].tobytes()
+            fingerprints.append(CollectiveFingerprint.decode(text, handle))
+            counts.append(struct.unpack_from(f"{num_counts}q", memory, 8 * RECORD_HEADER_INTS))
+        check_fingerprints(fingerprints, self._memory.rank)
+        assert local.rejection, "records differ in nothing that fingerprints contain"
+        return counts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fusco.control.connect import Connections
-from fusco.control.fingerprint import CollectiveFingerprint, Fields, Record, check_fingerprints
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.record_exchange import RecordExchange
 from fusco.core.access import Access
 from fusco.core.errors import (
@@ -16,7 +16,7 @@ from fusco.core.errors import (
     PeerFailureError,
     RejectedInputError,
     SharedMemoryError,
-    beside,
+    cleanup_after,
 )
 from fusco.core.profile import Call, CallProfile
 
@@ -42,19 +42,42 @@ class Session:
     @contextmanager
     def collective(self, operation: str) -> Iterator[Call]:
         """Enter a collective; everything that it does happens inside this context. A failure ends the session."""
-        with self.operation(operation):
-            self.sequence_number += 1
-            self._name = f"{operation} #{self.sequence_number}"
-            self._watchdog.begin(self.sequence_number, self._name)
+        call = self.begin(operation)
+        try:
+            yield call
+        except BaseException as error:
+            self.leave(operation, error)
+            raise
+        self.leave(operation)
+
+    def begin(self, operation: str) -> Call:
+        """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
+        if self.broken:
+            self._require_usable(operation)
+        try:
+            self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self.profile = CallProfile(self._name)
-            self._exchange.wait_for_peers_done(self.sequence_number)
-            try:
-                self._watchdog.check_device()
-                yield Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
-            except _RECOVERABLE:
-                self._finish()
-                raise
-            self._finish()
+            self._watchdog.check_device()
+        except BaseException as error:
+            self.fail(operation, error)
+            raise
+        return Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
+
+    def leave(self, operation: str, error: BaseException | None = None) -> None:
+        """Leave a collective that is complete, or in which an error was raised."""
+        if error is None or isinstance(error, _RECOVERABLE):
+            self._memory.write_done(self.sequence_number)
+            self._watchdog.end()
+        else:
+            self.fail(operation, error)
+
+    def fail(self, operation: str, error: BaseException) -> None:
+        """End the session because of an error; all other ranks are notified."""
+        if isinstance(error, PeerFailureError):
+            self.end(str(error))
+            return
+        with cleanup_after(error, "the other ranks could not be notified"):
+            self.abandon(f"failed in {operation}: {type(error).__name__}: {error}")
 
     @contextmanager
     def point_to_point(self, name: str) -> Iterator[None]:
@@ -71,41 +94,52 @@ class Session:
     @contextmanager
     def operation(self, name: str) -> Iterator[None]:
         """Enter a use of the connections; raises ``ClosedError`` once the session has ended."""
-        if self.broken:
-            raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
+        self._require_usable(name)
         try:
             yield
         except _RECOVERABLE:
             raise
-        except PeerFailureError as error:
-            self.end(str(error))
-            raise
         except BaseException as error:
-            with beside(error, "the other ranks could not be notified"):
-                self.abandon(f"failed in {name}: {type(error).__name__}: {error}")
+            self.fail(name, error)
             raise
 
-    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def check(self) -> None:
+        """Raise ``PeerFailureError`` if a rank is gone or the device has given up, as ``Watchdog.check``; no wait."""
+        with self.operation("check"):
+            self._watchdog.check()
+
+    def agree(
+        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+    ) -> Sequence[tuple[int, ...]]:
         """Exchange fingerprints and counts with all ranks; return the counts of all ranks, by rank.
 
-        Raises:
-            MismatchError: on all ranks, unless their fingerprints are equal.
-            RejectedInputError: if other ranks have a rejection and this one has none.
+        Args:
+            fingerprint: equal on all ranks, unless one has rejected its input.
+            counts: as many on all ranks.
+            handle: number of the collective that made the handle that this one uses, equal on all ranks; 0 for none.
 
+        Raises:
+            MismatchError: on all ranks, unless their fingerprints and handles are equal.
+            RejectedInputError: if other ranks have a rejection and this one has none.
         """
-        record = Record(fingerprint, tuple(counts))
-        records = self._exchange.exchange_records(self.sequence_number, record, self.profile)
-        check_fingerprints([record.fingerprint for record in records], self.rank)
-        return [record.counts for record in records]
+        return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
 
     def _agree_again(self, operation: str, fields: Fields) -> int:
         """Compare more fields in the same collective, after all earlier records have been read."""
-        self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
-        self.sequence_number += 1
-        self._watchdog.begin(self.sequence_number, self._name)
-        self._exchange.wait_for_peers_done(self.sequence_number)
+        self._memory.write_done(self.sequence_number)
+        self._begin_exchange(self._name)
         self.agree(CollectiveFingerprint(operation, fields))
         return self.sequence_number
+
+    def _begin_exchange(self, name: str) -> None:
+        self.sequence_number += 1
+        self._name = name
+        self._watchdog.begin(self.sequence_number, name)
+        self._exchange.wait_for_peers_done(self.sequence_number)
+
+    def _require_usable(self, name: str) -> None:
+        if self.broken:
+            raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
 
     def abandon(self, reason: str) -> None:
         """Notify all other ranks that this one has failed, and refuse further calls."""
@@ -126,7 +160,3 @@ class Session:
     def close(self) -> None:
         """Free all connections without waiting for other ranks."""
         self._connections.close()
-
-    def _finish(self) -> None:
-        self._memory.own.store(self._memory.layout.done_flag, self.sequence_number)
-        self._watchdog.end()

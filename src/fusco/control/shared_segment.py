@@ -55,7 +55,6 @@ class SharedSegment:
 
         Raises:
             SharedMemoryError: with the bytes needed and free, if the machine has no room for all of them.
-
         """
         try:
             _check_room(num_bytes, num_ranks, private_bytes)

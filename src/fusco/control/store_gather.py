@@ -31,7 +31,7 @@ class Watcher(Protocol):
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
         """Wait for a condition; raise if a rank fails meanwhile."""
 
-    def ask_everybody(self, stall: Stall, symptom: str) -> Any:
+    def query_all_ranks(self, stall: Stall, symptom: str) -> Any:
         """Raise if a rank is dead or has left, or if another rank has reported a failure."""
 
 
@@ -86,7 +86,6 @@ class StoreGather:
             PeerFailureError: with the ranks that did not join within the limit, or that are at fault if the store
                 cannot be reached.
             TransportError: if the store cannot be reached and no rank is known to be at fault.
-
         """
         gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
         values = in_thread(gathering.run)
@@ -106,7 +105,7 @@ class StoreGather:
         except RuntimeError as error:
             symptom, missing = self._failure(error), gathering.missing
             if self._watcher:
-                self._watcher.ask_everybody(stall(), symptom)
+                self._watcher.query_all_ranks(stall(), symptom)
             if missing:
                 symptom += f". Rank(s) {', '.join(map(str, missing))} had not reached '{stage}' when it last answered"
             raise TransportError(symptom) from error

@@ -1,7 +1,7 @@
-"""Fixed-size control messages over TCP, progressed by polling in the waiting thread; no I/O thread.
+"""TCP connections between ranks, and fixed-size control messages over them.
 
-A message takes the network's time and a few microseconds. One of gloo takes hundreds of microseconds, as it passes
-through threads of gloo and of fusco.
+Messages are progressed by polling in the waiting thread; there is no I/O thread. A message takes the network's time and
+a few microseconds. One of gloo takes hundreds of microseconds, as it passes through threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed
 # Unauthenticated connections. Peers authenticate at once, so connections that stay so are not of peers.
 _MAX_UNAUTHENTICATED = 256
 _BACKLOG = 1024  # all peers may connect at once, and foreign clients before them
+_NUM_PROBES = 3
 
 
-class TcpMesh:
-    """Connections of one rank to its peers; the relation is symmetric.
+class TcpConnections:
+    """Authenticated connections of one rank to its peers; the relation is symmetric. Sockets never block."""
 
-    Messages are exchanged in rounds: in each, every rank sends one message to all its peers and receives one from each.
-    A rank may be one round ahead of its peers.
-    """
+    name = "TCP mesh"  # of the all-gather of addresses, and in errors
 
     def __init__(
         self,
@@ -50,44 +49,22 @@ class TcpMesh:
         Raises:
             OSError: if the network fails.
             Exception: any that ``wait_until`` raises.
-
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
-        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
-        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
         self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
             self._connect(store_gather, peers, listen_on, wait_until)
 
-    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
-        """Begin a round; the previous one must be done.
-
-        Args:
-            message: bytes for all peers; copied, so the caller may change it at once.
-            peer_to_memory: memory for each peer's message, of the same size.
-
-        """
-        assert self.is_done, (list(self._sending), list(self._receiving))
-        copy = memoryview(bytes(message))
-        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
-        self._send()
-
-    def poll(self) -> list[int]:
-        """Send and receive without blocking; return the peers whose message has become complete."""
-        self._send()
-        return [peer for peer in list(self._receiving) if self._receive(peer)]
-
     @property
-    def is_done(self) -> bool:
-        """True once all messages of this round have been sent and received."""
-        return not (self._sending or self._receiving)
+    def descriptors(self) -> dict[int, int]:
+        """File descriptor of the connection to each peer."""
+        return {peer: connection.fileno() for peer, connection in self._connections.items()}
 
     def close(self) -> None:
-        """Close the connections and drop all references to the caller's memory."""
+        """Close the connections."""
         self._is_open = False
-        self._sending, self._receiving = {}, {}
         while self._connections:
             _, connection = self._connections.popitem()
             connection.close()
@@ -101,7 +78,7 @@ class TcpMesh:
     ) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
-                addresses = store_gather.all_gather("TCP mesh", listener.getsockname()[:2])
+                addresses = store_gather.all_gather(self.name, listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
@@ -122,6 +99,7 @@ class TcpMesh:
                 connecting.result()
             for connection in self._connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _keep_alive(connection, store_gather.timeout_s)
                 connection.settimeout(0)
         except BaseException:
             self.close()
@@ -191,6 +169,57 @@ class TcpMesh:
         rank: int = _RANK.unpack(received[-_RANK.size :])[0]
         return rank
 
+    def _note_failure(self, direction: str, peer: int, error: str) -> None:
+        if not self.failure:
+            self.failure = f"the network failed to {direction} (rank {peer}): {error}"
+
+
+class TcpMesh(TcpConnections):
+    """Messages in rounds: in each, every rank sends one message to all its peers and receives one from each.
+
+    A rank may be one round ahead of its peers.
+    """
+
+    def __init__(
+        self,
+        store_gather: StoreGather,
+        peers: Sequence[int],
+        listen_on: str,
+        secret: str,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Connect; see ``TcpConnections``."""
+        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
+        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
+        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+
+    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+        """Begin a round; the previous one must be done.
+
+        Args:
+            message: bytes for all peers; copied, so the caller may change it at once.
+            peer_to_memory: memory for each peer's message, of the same size.
+        """
+        assert self.is_done, (list(self._sending), list(self._receiving))
+        copy = memoryview(bytes(message))
+        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
+        self._send()
+
+    def poll(self) -> list[int]:
+        """Send and receive without blocking; return the peers whose message has become complete."""
+        self._send()
+        return [peer for peer in list(self._receiving) if self._receive(peer)]
+
+    @property
+    def is_done(self) -> bool:
+        """True once all messages of this round have been sent and received."""
+        return not (self._sending or self._receiving)
+
+    def close(self) -> None:
+        """Close the connections and drop all references to the caller's memory."""
+        self._sending, self._receiving = {}, {}
+        super().close()
+
     def _send(self) -> None:
         for peer, rest in list(self._sending.items()):
             try:
@@ -221,6 +250,11 @@ class TcpMesh:
         del self._receiving[peer]
         return True
 
-    def _note_failure(self, direction: str, peer: int, error: str) -> None:
-        if not self.failure:
-            self.failure = f"the network failed to {direction} (rank {peer}): {error}"
+
+def _keep_alive(connection: socket.socket, timeout_s: float) -> None:
+    """Let an idle connection to a machine that is off or unreachable close within about half of the time limit."""
+    interval_s = max(1, int(timeout_s / 2 / (_NUM_PROBES + 1)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)

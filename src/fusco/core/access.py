@@ -47,7 +47,6 @@ class Access:
         Raises:
             ClosedError: in a process that did not make the communicator.
             ThreadError: if another thread is inside a call, or, with ``is_for_owner``, owns the communicator.
-
         """
         if os.getpid() != self._pid:
             raise ClosedError(

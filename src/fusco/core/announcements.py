@@ -70,7 +70,6 @@ class SlowWork:
     Attributes:
         describe: returns the text; called when it is announced.
         after_s: seconds before it is announced.
-
     """
 
     def __init__(self, describe: Callable[[], str], after_s: float = 1.0) -> None:

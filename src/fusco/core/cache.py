@@ -24,7 +24,6 @@ class CacheFolder:
         wanted: folder of the environment; searched first even if it cannot be written. ``None`` if there is none.
         used: folder that kernels are written to: ``wanted``, a private temporary folder, or ``None``.
         problem: why ``wanted`` cannot be written; empty if it can.
-
     """
 
     wanted: Path | None

@@ -33,7 +33,6 @@ class Settings:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     slice_bytes: int | None = None
@@ -67,7 +66,6 @@ class Capacity:
 
     Raises:
         TypeError, ValueError: for a capacity that is no positive integer.
-
     """
 
     max_tokens_per_rank: int
@@ -122,7 +120,6 @@ class Launch:
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     num_sms: int | None = None
@@ -149,16 +146,22 @@ class StaticRows:
             gradient: experts must use ``num_rows_per_expert``.
         on_overflow: with ``"raise"`` the next synchronisation raises ``RowOverflowError`` if a routing needs more;
             with ``"drop"`` rows that do not fit, those of the last experts, are dropped without an error.
+        max_rows_to_node: rows of the messages that this rank sends between nodes on CUDA, to each other node; they are
+            sent whether tokens fill them or not. ``None`` means a row for each of its tokens, which is always enough.
+            Of more tokens for a node, the last ones do not go there: an overflow as above. Elsewhere it has no effect,
+            as messages have the size of what they carry.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
-
     """
 
     num_rows: int
     on_overflow: Literal["raise", "drop"] = "raise"
+    max_rows_to_node: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("num_rows", self.num_rows, least=1, most=MAX_INT32)  # as kernels count
+        if self.max_rows_to_node is not None:
+            check_integer("max_rows_to_node", self.max_rows_to_node, least=1, most=MAX_INT32)
         if self.on_overflow not in ("raise", "drop"):
             raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")

@@ -43,19 +43,25 @@ class LaunchError(FuscoError):
 
 
 class RowOverflowError(FuscoError):
-    """A routing needed more rows than a static output has; rows that did not fit are missing.
+    """A routing needed more rows than a static output, or a message between nodes, has; the others are missing.
 
     Attributes:
-        num_rows: rows of the output.
-        num_rows_needed: rows that the routing needed, including padding.
-
+        num_rows: rows of the output, or of the message.
+        num_rows_needed: rows that the routing needed; of an output, including padding.
+        node: the node that a message goes to; ``None`` if the output was too small.
     """
 
-    def __init__(self, rank: int, num_rows: int, num_rows_needed: int) -> None:
-        self.num_rows, self.num_rows_needed = num_rows, num_rows_needed
+    def __init__(self, rank: int, num_rows: int, num_rows_needed: int, node: int | None = None) -> None:
+        self.num_rows, self.num_rows_needed, self.node = num_rows, num_rows_needed, node
+        if node is None:
+            what = f"needed {num_rows_needed} expert-major rows in a dispatch into static rows"
+            limit = f"StaticRows({num_rows})"
+        else:
+            what = f"had {num_rows_needed} tokens for node {node} in a dispatch into static rows"
+            limit = f"StaticRows(max_rows_to_node={num_rows})"
         super().__init__(
-            f"rank {rank} needed {num_rows_needed} expert-major rows in a dispatch into static rows, but had "
-            f"StaticRows({num_rows}); rows that did not fit are missing. Give it more, or pass on_overflow='drop'"
+            f"rank {rank} {what}, but had {limit}; rows that did not fit are missing. Give it more, or pass "
+            f"on_overflow='drop'"
         )
 
 
@@ -72,15 +78,15 @@ class Stall:
     """Description of a wait, for the error if it times out.
 
     ``phase`` names the step, ``on_ranks`` the ranks that are waited for, ``expected`` the data that should have come
-    from them, and ``seen`` what has come. ``is_for_own_device`` if this rank waits for its local device; any rank that
-    dies may then be the one that the device waits for.
+    from them, and ``seen`` what has come. ``is_for_local_device`` if this rank waits for its local device; any rank
+    that dies may then be the one that the device waits for.
     """
 
     phase: str
     on_ranks: tuple[int, ...]
     expected: str
     seen: str
-    is_for_own_device: bool = False
+    is_for_local_device: bool = False
 
 
 class PeerFailureError(FuscoError):
@@ -93,7 +99,6 @@ class PeerFailureError(FuscoError):
         stall: the wait of this rank (phase, ranks, expected, seen).
         reason: the cause, for example ``"rank 2 (pid 4711) is dead"``.
         has_left: whether the ranks at fault are dead or have closed their communicator.
-
     """
 
     def __init__(
@@ -109,13 +114,12 @@ class PeerFailureError(FuscoError):
 
 
 @contextmanager
-def beside(error: BaseException | None, what: str) -> Iterator[None]:
+def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
     """Clean up after an error: if the block fails, too, add its error to the first one as a note.
 
     Args:
         error: the first error; without one, the error of the block is raised.
         what: the note if the block fails, for example ``"the other ranks could not be notified"``.
-
     """
     try:
         yield

@@ -18,7 +18,8 @@ def why_nothing_moves_here() -> str:
             "was called inside a transform of torch.func (grad, vmap, jvp, ...), which communication cannot pass "
             "through; call it outside, and take gradients by backward()"
         )
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):  # noqa: SLF001
+    has_modes = torch._C._len_torch_dispatch_stack()  # noqa: SLF001  rarely any, so the rest costs nothing
+    if has_modes and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):  # noqa: SLF001
         return "was called while PyTorch traces (FakeTensorMode, make_fx, ...), where tensors have no memory"
     return ""
 
@@ -67,10 +68,19 @@ def _why_not_bytes(tensor: torch.Tensor) -> str:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Return whether the storage contains the last element; it may have been freed under the tensor, as FSDP does."""
+    first, num_bytes = tensor.storage_offset() * tensor.element_size(), bytes_needed(tensor)
+    return not num_bytes or first + num_bytes <= tensor.untyped_storage().nbytes()
+
+
+def bytes_needed(tensor: torch.Tensor) -> int:
+    """Return the bytes of memory from a tensor's first element to the end of its last one.
+
+    >>> bytes_needed(torch.zeros(3, 4, dtype=torch.int16)), bytes_needed(torch.zeros(3, 4)[:, 1])
+    (24, 36)
+    """
     if not tensor.numel():
-        return True
+        return 0
     if tensor.is_contiguous():  # as a rule, and quicker
-        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+        return tensor.numel() * tensor.element_size()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    end = 1 + tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return end * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()

@@ -48,7 +48,6 @@ class ExpertPlacement:
         Raises:
             TypeError: for anything but a sequence of integers.
             ValueError: for a rank outside the group, or without any expert.
-
         """
         try:
             placement = tuple(map(operator.index, expert_to_rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class _Section:
@@ -43,7 +43,6 @@ class CallProfile:
             ``all_to_all``, as the others are known on the device only.
         num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels
             that pack slices and NCCL kernels do not count.
-
     """
 
     operation: str = ""
@@ -55,7 +54,6 @@ class CallProfile:
     internode_metadata_bytes: int = 0
     intranode_row_bytes: int = 0
     num_sms: int = 0
-    _started: float = field(default_factory=time.perf_counter, repr=False)
 
     def spend(self, kind: str) -> _Section:
         """Return a context manager that adds the time of its ``with`` block to the field ``{kind}_s``."""
@@ -73,7 +71,6 @@ class Call:
     Attributes:
         sequence_number: of the latest exchange of records, the same on all ranks; most collectives have one.
         profile: counts times, bytes and multiprocessors.
-
     """
 
     sequence_number: int

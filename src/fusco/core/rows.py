@@ -21,7 +21,7 @@ def row_bytes(rows: torch.Tensor) -> int:
     >>> row_bytes(torch.empty(0, 3, 2, dtype=torch.int16))
     12
     """
-    return rows.shape[1:].numel() * rows.dtype.itemsize
+    return rows.shape[1:].numel() * rows.element_size()
 
 
 def describe_rows(rows: torch.Tensor) -> str:
@@ -33,6 +33,11 @@ def describe_rows(rows: torch.Tensor) -> str:
     return f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape[1:])}"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is what ``plain`` would return: contiguous, with its values, without a gradient."""
+    return tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose memory holds the same values; without a gradient."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -40,6 +45,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``plain(tensor)`` at an address that is a multiple of 16 bytes."""
+    if tensor.data_ptr() % _ALIGNMENT == 0 and is_plain(tensor):  # as a rule
+        return tensor
     same = plain(tensor)
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
 

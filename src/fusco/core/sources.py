@@ -20,7 +20,6 @@ def digest_of_sources(file: Path, package: Path) -> str:
     Raises:
         OSError: if a file cannot be read.
         SyntaxError: if a file is not valid Python.
-
     """
     found, waiting = set[Path](), [file.resolve()]
     while waiting:

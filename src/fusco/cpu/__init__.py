@@ -1,4 +1,4 @@
-"""CPU backend: shared memory within a node, gloo between nodes.
+"""CPU backend: shared memory within a node, TCP between nodes.
 
 ``engine`` implements the verbs. Each verb is a set of *tasks*; a single loop (``fusco.engine.tasks``) advances them in
 turn, so gathering slice i+1, sending slice i and scattering slice i-1 overlap. ``layout`` computes the offsets of a

@@ -1,8 +1,9 @@
-"""Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over gloo.
+"""Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over TCP.
 
 Ranks do not synchronise between stages. A rank sends its stages in order, and posts receives in order, a few messages
-at a time. gloo sends a message only once its receive is posted. So a message of a later stage stays at its sender until
-all but the last few messages of the stage before it have arrived.
+further ahead than messages are sent: one that is late does not hold up those of other ranks. A message that no receive
+waits for gets no further than the socket buffers of the two ranks. So messages of a much later stage stay at their
+sender, but for a few MiB.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
@@ -143,7 +144,7 @@ class SendAcross:
         self,
         flows: Sequence[Flow],
         staging: Staging,
-        transport: GlooTransport,
+        transport: TcpTransport,
         slots: Sequence[torch.Tensor],
         profile: CallProfile,
     ) -> None:
@@ -198,7 +199,7 @@ class ReceiveAcross:
     """Task that receives the stages from other nodes, without a copy if a message is contiguous in memory."""
 
     def __init__(
-        self, flows: Sequence[Flow], staging: Staging, transport: GlooTransport, slots: Sequence[torch.Tensor]
+        self, flows: Sequence[Flow], staging: Staging, transport: TcpTransport, slots: Sequence[torch.Tensor]
     ) -> None:
         """``slots`` limit the number of receives that are posted at once."""
         self._message_queue, self._staging, self._transport = MessageQueue(flows, len(slots[0])), staging, transport
@@ -274,7 +275,7 @@ def make_tasks(
     rank_schedule: RankSchedule,
     memories: Sequence[torch.Tensor],
     memory: CpuMemory,
-    transport: GlooTransport,
+    transport: TcpTransport,
     private: torch.Tensor,
     profile: CallProfile,
 ) -> list[Task]:
@@ -287,12 +288,11 @@ def make_tasks(
         transport: connections to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
         profile: counts the bytes.
-
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)
     tasks: list[Task] = [
-        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth : 2 * depth])),
+        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth:])),
         SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
     ]
     for peer, flows in rank_schedule.receives_within.items():

@@ -1,4 +1,4 @@
-"""Byte streams to and from any rank: over shared memory within a node, over gloo between nodes."""
+"""Byte streams to and from any rank: over shared memory within a node, over TCP between nodes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fusco.core.segments import Segments
-from fusco.cpu.channel import GlooIn, GlooOut, RingIn, RingOut, SendRing
-from fusco.cpu.gloo import GlooTransport
+from fusco.cpu.channel import RingIn, RingOut, SendRing, TcpIn, TcpOut
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport
 from fusco.engine.byte_stream import Incoming, Outgoing, SegmentReceiver, SegmentSender, in_turn
 from fusco.engine.tasks import Task
 
 
 class CpuSegmentChannels:
-    """Factory of the tasks of streams: over shared memory within a node, over gloo between nodes."""
+    """Factory of the tasks of streams: over shared memory within a node, over TCP between nodes."""
 
-    def __init__(self, memory: CpuMemory, transport: GlooTransport, private: torch.Tensor) -> None:
+    def __init__(self, memory: CpuMemory, transport: TcpTransport, private: torch.Tensor) -> None:
         """``private`` are the rank's slots outside shared memory (``CpuLayout.num_private_slots``)."""
         self.device = torch.device("cpu")
         self._memory, self._transport, self._private = memory, transport, private
@@ -27,7 +27,6 @@ class CpuSegmentChannels:
         self._send_ring = SendRing(transport, list(private[: self._depth]))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """See ``SegmentChannels``."""
         rank = self._memory.rank
         tasks: list[Task] = [self._outgoing(segments, dst) for dst, segments in in_turn(rank, send)]
         return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]
@@ -36,7 +35,7 @@ class CpuSegmentChannels:
         channel: Outgoing = (
             RingOut(self._memory, self._memory.ranks.index(dst))
             if dst in self._memory.ranks
-            else GlooOut(self._send_ring, dst)
+            else TcpOut(self._send_ring, dst)
         )
         return SegmentSender(segments, channel, dst, self._slice_bytes, copy_segments)
 
@@ -48,7 +47,7 @@ class CpuSegmentChannels:
             remote = [r for r in range(self._memory.layout.topology.world_size) if r not in self._memory.ranks]
             first = self._depth + 2 * remote.index(src)
             sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
-            channel = GlooIn(self._transport, src, list(self._private[first : first + 2]), sizes)
+            channel = TcpIn(self._transport, src, list(self._private[first : first + 2]), sizes)
         return SegmentReceiver(segments, channel, src, self._slice_bytes, copy_segments)
 
 

@@ -1,4 +1,4 @@
-"""Channels: bounded message rings between two ranks, in shared memory within a node, over gloo between nodes."""
+"""Channels: bounded message rings between two ranks, in shared memory within a node, over TCP between nodes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 
 
 class RingOut:
@@ -26,19 +26,16 @@ class RingOut:
         return self._memory.flags[self._consumer].load(self._memory.layout.control.consumed_flag(self._memory.local))
 
     def slot(self) -> torch.Tensor | None:
-        """See ``Outgoing``."""
         if self.num_produced - self.num_consumed >= self._depth:
             return None
         return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
 
     def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
-        """See ``Outgoing``."""
         self.num_produced += 1
         self._memory.own.store(self._flag, self.num_produced)
 
     @property
     def is_drained(self) -> bool:
-        """See ``Outgoing``."""
         return self.num_consumed == self.num_produced
 
 
@@ -57,26 +54,23 @@ class RingIn:
         return self._memory.flags[self._producer].load(self._memory.layout.control.produced_flag(self._memory.local))
 
     def message(self) -> torch.Tensor | None:
-        """See ``Incoming``."""
         if self.num_produced <= self.num_consumed:
             return None
         return self._memory.ring_slot(self._producer, self._memory.local, self.num_consumed % self._depth)
 
     def release(self) -> None:
-        """See ``Incoming``."""
         self.num_consumed += 1
         self._memory.own.store(self._flag, self.num_consumed)
 
     @property
     def is_released(self) -> bool:
-        """See ``Incoming``."""
         return True
 
 
 class SendRing:
     """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
 
-    def __init__(self, transport: GlooTransport, slots: list[torch.Tensor]) -> None:
+    def __init__(self, transport: TcpTransport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
         self._tickets: list[Ticket | None] = [None] * len(slots)
         self._next = 0
@@ -97,30 +91,27 @@ class SendRing:
         return all(ticket is None or ticket.is_done for ticket in self._tickets)
 
 
-class GlooOut:
+class TcpOut:
     """Sending end of a ``SendRing`` to one rank."""
 
     def __init__(self, ring: SendRing, dst: int) -> None:
         self._ring, self._dst = ring, dst
 
     def slot(self) -> torch.Tensor | None:
-        """See ``Outgoing``."""
         return self._ring.slot()
 
     def commit(self, num_bytes: int) -> None:
-        """See ``Outgoing``."""
         self._ring.commit(num_bytes, self._dst)
 
     @property
     def is_drained(self) -> bool:
-        """See ``Outgoing``."""
         return self._ring.is_drained
 
 
-class GlooIn:
+class TcpIn:
     """Receiving end for messages of known sizes from a rank of another node, with two slots in turn."""
 
-    def __init__(self, transport: GlooTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
+    def __init__(self, transport: TcpTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
         self._transport, self._src = transport, src
         self._sizes: Iterator[int] = iter(sizes)
         self._arriving: list[tuple[Ticket, torch.Tensor]] = []
@@ -135,18 +126,15 @@ class GlooIn:
             self._arriving.append((self._transport.receive(message, self._src), message))
 
     def message(self) -> torch.Tensor | None:
-        """See ``Incoming``."""
         if not self._arriving:
             return None
         ticket, message = self._arriving[0]
         return message if ticket.is_done else None
 
     def release(self) -> None:
-        """See ``Incoming``."""
         self._arriving.pop(0)
         self._post()
 
     @property
     def is_released(self) -> bool:
-        """See ``Incoming``."""
         return True

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import SendRing
-from fusco.cpu.gloo import GlooTransport, Ticket
 from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.dispatch_plan import DispatchPlan
+from fusco.cpu.plan import CpuPlan
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 from fusco.planner.sending import SendingStage, order_of_slices
 
 
@@ -38,9 +42,7 @@ def row_slices(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
 class SendRows:
     """Task that gathers rows for other nodes, slice by slice, while earlier slices are on the network."""
 
-    def __init__(
-        self, plan: DispatchPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, profile: CallProfile
-    ) -> None:
+    def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, profile: CallProfile) -> None:
         self._memory, self._ring, self._row_bytes, self._profile = memory, ring, row_bytes, profile
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
         per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -83,7 +85,7 @@ class ReceiveRows:
     def __init__(
         self,
         memory: CpuMemory,
-        transport: GlooTransport,
+        transport: TcpTransport,
         collective: int,
         src_to_rows: dict[int, int],
         row_bytes: int,
@@ -129,7 +131,7 @@ class ScatterRows:
 
     def __init__(
         self,
-        plan: DispatchPlan,
+        plan: CpuPlan,
         memory: CpuMemory,
         collective: int,
         outputs: Sequence[torch.Tensor],
@@ -137,76 +139,68 @@ class ScatterRows:
         profile: CallProfile,
     ) -> None:
         """``outputs`` are the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes)."""
-        self._memory, self._collective, self._profile = memory, collective, profile
-        self._outputs = [(output.view(-1), output.shape[1]) for output in outputs]
-        self._row_bytes = row_bytes
-        self._slots = plan.distribution.pair_to_slot
-        rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        self._sources = [_SourceRows(plan, memory, src, rows_per_slice, row_bytes) for src in _local_node_first(plan)]
+        self._plan, self._memory, self._profile, self._row_bytes = plan, memory, profile, row_bytes
+        self._sources = _local_node_first(plan)
+        self._num_done = np.zeros(len(self._sources), np.int64)
+        sizes = [output.shape[1] for output in outputs]
+        places = [
+            (output.data_ptr(), size, end - size)
+            for output, size, end in zip(outputs, sizes, accumulate(sizes), strict=True)
+        ]
+        self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
+        self._rows_per_slice = memory.layout.rows_per_slot(row_bytes)
+        self._rows = self._source_rows(collective)
+        self._num_left = len(self._sources)
 
     def step(self) -> bool:
-        """Scatter one slice of the first source that has one."""
-        for source in self._sources:
-            if source.num_done < len(source.slices) and self._num_available(source) > source.num_done:
-                self._scatter(source)
-                return True
-        return False
+        """Scatter about one slice of what is there."""
+        plan = self._plan
+        scattered = scatter_slices(
+            self._rows,
+            self._num_done,
+            plan.distribution.pair_to_slot,
+            plan.pairs.row_to_first_pair,
+            self._outputs,
+            self._row_bytes,
+            self._rows_per_slice,
+        )
+        self._num_left = scattered.num_sources_left
+        self._profile.intranode_row_bytes += scattered.num_peer_rows * self._row_bytes
+        return scattered.num_rows > 0
 
     @property
     def is_done(self) -> bool:
         """True if every slot is filled."""
-        return all(source.num_done == len(source.slices) for source in self._sources)
+        return not self._num_left
 
     def stall(self) -> Stall:
         """Describe the wait for rows in the pools of this node."""
-        waiting = [source for source in self._sources if source.num_done < len(source.slices)]
-        ranks = dict.fromkeys([source.src for source in waiting] + [source.holder for source in waiting])
+        is_late = (self._num_done < self._rows[:, SourceRows._fields.index("num_rows")]).tolist()
+        waiting = [src for src, late in zip(self._sources, is_late, strict=True) if late]
+        ranks = dict.fromkeys(waiting + [self._plan.src_to_holder[src] for src in waiting])
         ranks.pop(self._memory.rank, None)
-        expected = f"{sum(len(source.slices) for source in waiting)} slices in the pools of this node"
-        return Stall("scattering rows", tuple(ranks), expected, f"{sum(source.num_done for source in waiting)}")
+        expected = sum(map(self._plan.num_rows_from, waiting))
+        seen = int(self._num_done[is_late].sum())
+        return Stall("scattering rows", tuple(ranks), f"{expected} rows in the pools of this node", f"{seen}")
 
-    def _num_available(self, source: _SourceRows) -> int:
-        flags, layout = self._memory.flags[source.local], self._memory.layout
-        if source.node == self._memory.node:
-            is_staged = flags.load(layout.rows_flag) >= self._collective
-            return len(source.slices) if is_staged else 0
-        arrived = flags.load(layout.arrival_flag(source.node)) - layout.tag(self._collective, 0)
-        return max(0, arrived)
-
-    def _scatter(self, source: _SourceRows) -> None:
-        first, end = source.slices[source.num_done]
-        source.num_done += 1
-        offsets = source.pair_offsets[first - source.first_pair : end - source.first_pair]
-        column = 0
-        for output, num_bytes in self._outputs:
-            copy_segments(
-                self._memory.bytes[source.local],
-                offsets + column if column else offsets,
-                output,
-                self._slots[first:end] * num_bytes,
-                torch.full_like(offsets, num_bytes),
-            )
-            column += num_bytes
-        if source.local != self._memory.local:
-            self._profile.intranode_row_bytes += _num_distinct(offsets) * self._row_bytes
-
-
-class _SourceRows:
-    """Rows of one source rank on this node, and their pairs on this rank, slice by slice."""
-
-    def __init__(self, plan: DispatchPlan, memory: CpuMemory, src: int, rows_per_slice: int, row_bytes: int) -> None:
-        topology = plan.topology
-        self.src, self.node, self.holder = src, topology.rank_to_node[src], plan.src_to_holder[src]
-        self.local = topology.rank_to_local[self.holder]
-        first_row = plan.routing.src_to_first_row[src]
-        pieces = row_slices(plan.num_rows_from(src), rows_per_slice)
-        bounds = torch.tensor([first_row, *(first_row + piece.end for piece in pieces)], device="cpu")
-        pairs = plan.row_to_first_pair[bounds].tolist()
-        self.slices = list(itertools.pairwise(pairs))
-        self.first_pair = pairs[0]
-        rows = plan.distribution.pair_to_row[pairs[0] : pairs[-1]] - first_row
-        self.pair_offsets = memory.pool_offset(self.node) + rows * row_bytes
-        self.num_done = 0
+    def _source_rows(self, collective: int) -> npt.NDArray[np.int64]:
+        """Return a ``SourceRows`` for each source."""
+        plan, memory, layout = self._plan, self._memory, self._memory.layout
+        src = np.array(self._sources)
+        first_row = np.array(plan.routing.src_to_first_row)
+        node, num_rows = memory.nodes[src], np.diff(first_row)[src]
+        local = memory.locals[np.array(plan.src_to_holder)[src]]
+        is_local = node == memory.node
+        fields = SourceRows(
+            flag=memory.rows_flags[local, node],
+            before=np.where(is_local, collective - 1, layout.tag(collective, 0)),
+            rows_per_step=np.where(is_local, num_rows, self._rows_per_slice),
+            pool=memory.pools[local, node],
+            first_row=first_row[src],
+            num_rows=num_rows,
+            is_of_peer=local != memory.local,
+        )
+        return np.stack(fields, axis=1)
 
 
 def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
@@ -215,14 +209,10 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
-def _num_distinct(ascending: torch.Tensor) -> int:
-    return int((ascending.diff() != 0).sum()) + (len(ascending) > 0)
-
-
-def _local_node_first(plan: DispatchPlan) -> list[int]:
+def _local_node_first(plan: CpuPlan) -> list[int]:
     """Return all source ranks, those of this node first: their rows do not wait for the network."""
-    nodes = plan.topology.rank_to_node
-    return sorted(range(len(nodes)), key=lambda src: (nodes[src] != plan.node, src))
+    nodes, local_node = plan.topology.rank_to_node, plan.node
+    return sorted(range(len(nodes)), key=lambda src: nodes[src] != local_node)
 
 
 def _in_turn(per_node: Mapping[int, list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:

@@ -1,16 +1,16 @@
-"""CPU engine: implements every verb as a set of tasks over shared memory and gloo."""
+"""CPU engine: implements every verb as a set of tasks over shared memory and TCP."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
+from fusco.core.errors import RowOverflowError, SharedMemoryError
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
@@ -19,14 +19,17 @@ from fusco.core.topology import Topology
 from fusco.cpu.all_to_all import make_tasks
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
-from fusco.cpu.combine import FoldSums, PartialSums, ProducePartialSums
+from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
-from fusco.cpu.gloo import GlooTransport, NoTransport
+from fusco.cpu.kernels.select_tokens import select_tokens
+from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
+from fusco.cpu.tcp_transport import TcpTransport
 from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -44,52 +47,52 @@ from fusco.engine.base import (
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
 from fusco.planner.balancer import Traffic
-from fusco.planner.dispatch_plan import DispatchPlan, make_plan
-from fusco.planner.forwarding import NodeForwarding, plan_forwarding
+from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
 from fusco.schedule.cost import CPU_LINKS
 
+# How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
+# on 2 cores and 64 tokens a pair took 0.6 ms instead of 1.0, with 16 ranks 16 instead of 18 (docs/performance/cpu.md).
+SPIN_S = 1e-3
+
 
 class CpuEngine:
-    """Engine of one rank on the CPU; see ``fusco.engine.base.Engine``."""
+    """Engine of one rank on the CPU. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
     def __init__(self, connections: Connections, config: EngineConfig) -> None:
-        """Connect to all other ranks over gloo. The caller keeps the connections, and closes them after the engine."""
+        """Connect to all other ranks over TCP. The caller keeps the connections, and closes them after the engine."""
         self._layout, self._rank = CpuLayout.of(config), connections.store_gather.rank
         self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
         self._recycler = OutputRecycler()
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
             resources.callback(self._memory.close)
-            is_alone = self._topology.num_nodes == 1
-            timeout_s = config.settings.timeout_s
-            self._transport = NoTransport() if is_alone else _connect_over_gloo(timeout_s, connections)
+            self._transport = _connect_over_tcp(config.topology, connections)
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
+            self._send_slots = list(self._private[: config.settings.ring_depth])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
 
     @property
     def topology(self) -> Topology:
-        """See ``Engine``."""
         return self._topology
 
     @property
     def is_asynchronous(self) -> bool:
-        """See ``Engine``: every call returns when its work is complete."""
+        """Every call returns when its work is complete."""
         return False
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``: errors are never deferred."""
+        """Errors are never deferred."""
         return None
 
-    def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DispatchPlan]]:
-        """See ``Engine``."""
-        forwarding = plan_forwarding(request.routing.topk_idx, request.placement, self._topology)
+    def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
+        forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
         published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DispatchPlan]:
+        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
                 plan = self._plan(request, forwarding, list(map(DispatchCounts.unpack, counts)), call)
             rows = self._move_rows(plan, request.payloads, call)
@@ -100,17 +103,15 @@ class CpuEngine:
 
         return Pending(published.pack(), run)
 
-    def prepare_redispatch(self, request: RedispatchRequest[DispatchPlan], call: Call) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
+    def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, call))
 
-    def prepare_combine(self, request: CombineRequest[DispatchPlan], call: Call) -> Pending[torch.Tensor]:
-        """See ``Engine``."""
+    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
         return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
 
     def _plan(
         self, request: DispatchRequest, forwarding: NodeForwarding, counts: Sequence[DispatchCounts], call: Call
-    ) -> DispatchPlan:
+    ) -> CpuPlan:
         num_tokens_to_node = [list(of_rank.num_rows_to_node) for of_rank in counts]
         traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
         groups = agreed_groups(call, request.balancer, traffic)
@@ -131,7 +132,7 @@ class CpuEngine:
             sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
         )
 
-    def _move_rows(self, plan: DispatchPlan, payloads: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
+    def _move_rows(self, plan: CpuPlan, payloads: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
         sizes = list(map(row_bytes, payloads))
         bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
@@ -147,8 +148,9 @@ class CpuEngine:
                 for payload, shape in zip(payloads, shapes, strict=True)
             ]
             as_bytes_out = [as_bytes(output).view(num_slots, size) for output, size in zip(outputs, sizes, strict=True)]
-            for output in as_bytes_out:
-                output[plan.distribution.padding_slots] = 0
+            if plan.distribution.has_padding:
+                for output in as_bytes_out:
+                    output[plan.distribution.padding_slots] = 0
             forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
             run_tasks(
                 [
@@ -163,36 +165,35 @@ class CpuEngine:
         return outputs
 
     def _sum_rows(
-        self, plan: DispatchPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None, call: Call
+        self, plan: CpuPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None, call: Call
     ) -> torch.Tensor:
         with call.profile.spend("wire"):
-            partials = PartialSums(plan, plain(rows), pair_weights)
+            terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
-            sum_bytes = partials.hidden * partials.dtype.itemsize
-            rows_per_chunk = self._layout.rows_per_slot(sum_bytes)
+            rows_per_chunk = self._layout.rows_per_slot(terms.sum_bytes)
+            chunks = cut_chunks(self._memory.ranks, plan.src_to_holder, plan.routing.src_to_first_row, rows_per_chunk)
             to_nodes = {
                 forwarder: len(plan.forwarding.node_to_tokens[node]) for node, forwarder in plan.forwarders.destinations
             }
-            returned = self._receive_rows(to_nodes, partials.hidden * wire_dtype.itemsize, sum_bytes, call)
-            out = self._recycler.empty((plan.num_rows_from(self._rank), partials.hidden), rows.dtype)
+            returned = self._receive_rows(to_nodes, terms.hidden * wire_dtype.itemsize, terms.sum_bytes, call)
+            out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
                 memory=self._memory,
-                partials=partials,
+                terms=terms,
+                chunks=chunks,
                 returned=returned,
                 send_ring=self._send_ring(),
-                scratch=(self._private[-1], self._private[-2]),
+                scratch=self._private[-1],
                 out=out,
                 wire_dtype=wire_dtype,
                 rows_per_chunk=rows_per_chunk,
                 profile=call.profile,
             )
-            produce = ProducePartialSums(plan, self._memory, partials, rows_per_chunk)
-            run_tasks([produce, fold, returned], self._watchdog)
+            run_tasks([ProducePartialSums(self._memory, terms, chunks), fold, returned], self._watchdog)
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        """See ``Engine``."""
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
@@ -203,8 +204,6 @@ class CpuEngine:
         return Pending(sizes.pack(), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """See ``Engine``."""
-
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
@@ -218,19 +217,17 @@ class CpuEngine:
         return Pending(sizes_of(request).pack(), run)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
-        """See ``Engine``."""
         streams = self._streams()
         with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
             run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
-        """See ``Engine``."""
         streams = self._streams()
         with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
             run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """See ``Engine``: rows are always copied, since peers cannot read the caller's memory."""
+        """Rows are always copied, since peers cannot read the caller's memory."""
         try:
             memory = torch.empty(request.shape, dtype=request.dtype, device="cpu")
         except RuntimeError as failure:
@@ -239,31 +236,29 @@ class CpuEngine:
         return Pending((), lambda _: memory)
 
     def wait(self) -> None:
-        """See ``Engine``: nothing is asynchronous."""
+        """Nothing is asynchronous."""
 
     def synchronize(self) -> None:
-        """See ``Engine``: nothing is asynchronous."""
+        """Nothing is asynchronous."""
 
     def finish(self) -> None:
-        """See ``Engine``: a rank that has reached the end needs nothing more from its peers."""
+        """A rank that has reached the end needs nothing more from its peers."""
 
     def has_finished(self) -> bool:
-        """See ``Engine``."""
         return True
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """See ``Engine``: nothing is launched; ``profile`` has the times."""
+        """Nothing is launched; ``profile`` has the times."""
 
     def abort(self) -> None:
-        """See ``Engine``: there are no device-side waits."""
+        """There are no device-side waits."""
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._resources.close()
         self._recycler.close()
 
     def _send_ring(self) -> SendRing:
-        return SendRing(self._transport, list(self._private[: self._settings.ring_depth]))
+        return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
         self, src_to_rows: dict[int, int], row_bytes: int, slot_row_bytes: int, call: Call
@@ -282,21 +277,19 @@ def warm_up(config: EngineConfig) -> None:
         warm_up_stages()
 
 
-def _connect_over_gloo(timeout_s: float, connections: Connections) -> GlooTransport:
+def _connect_over_tcp(topology: Topology, connections: Connections) -> TcpTransport:
     store_gather, watchdog = connections.store_gather, connections.watchdog
-    others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
-    stall = Stall("connecting", others, "a connection to each", "too few")
-
-    def connect_all() -> GlooTransport:
-        def wait_until(is_ready: Callable[[], bool]) -> None:
-            watchdog.wait_until(is_ready, lambda: stall)
-
-        return GlooTransport(
-            store_gather.store, store_gather.rank, store_gather.world_size, timeout_s, connections.listen_on, wait_until
-        )
-
+    local_node = topology.rank_to_node[store_gather.rank]
+    peers = [rank for rank, node in enumerate(topology.rank_to_node) if node != local_node]
     watchdog.begin(0, "Communicator")
-    transport = connecting(connect_all, "over gloo", others, watchdog)
+    transport = connecting(
+        lambda: TcpTransport(store_gather, peers, connections.listen_on, connections.secret, watchdog.wait_until),
+        "over TCP",
+        tuple(peers),
+        watchdog,
+    )
     watchdog.add_network_probe(lambda: transport.failure)
+    if peers:
+        watchdog.add_poll(transport.poll)
     watchdog.end()
     return transport

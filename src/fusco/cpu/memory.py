@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from fusco.control.flags import Flags
 from fusco.control.node_memory import NodeMemory
+from fusco.cpu.kernels.sum_rows import Rings
 from fusco.cpu.layout import CpuLayout
 
 
@@ -17,6 +19,25 @@ class CpuMemory:
         self.control, self.layout = control, layout
         self.rank, self.node, self.local, self.ranks = control.rank, control.node, control.local, control.ranks
         self.bytes, self.flags = list(control.bytes), list(control.flags)
+        self.addresses = [memory.data_ptr() for memory in self.bytes]
+        topology = layout.topology
+        self.nodes, self.locals = np.array(topology.rank_to_node), np.array(topology.rank_to_local)  # by rank
+        # By local rank and node: addresses of the pools, and of the flags that announce their rows.
+        nodes = range(topology.num_nodes)
+        self.pools = np.array([[base + self.pool_offset(node) for node in nodes] for base in self.addresses])
+        # Addresses of the ids and weights of each rank's tokens on this node: its counterpart here receives them.
+        where = [
+            (self.addresses[local], self._region(node)) for local, node in zip(self.locals, self.nodes, strict=True)
+        ]
+        self.src_to_ids = np.array([base + layout.ids_offset(region) for base, region in where])
+        self.src_to_weights = np.array([base + layout.weights_offset(region) for base, region in where])
+        flags = [layout.rows_flag if node == self.node else layout.arrival_flag(node) for node in nodes]
+        self.rows_flags = np.array([[base + 8 * flag for flag in flags] for base in self.addresses])
+        outgoing = [self._ring(self.local, consumer) for consumer in range(len(self.ranks))]
+        incoming = [self._ring(producer, self.local) for producer in range(len(self.ranks))]
+        depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes
+        self.rings_out = Rings(np.array(outgoing, np.int64), depth, slot_bytes)
+        self.rings_in = Rings(np.array(incoming, np.int64), depth, slot_bytes)
 
     @property
     def own(self) -> Flags:
@@ -24,7 +45,6 @@ class CpuMemory:
         return self.flags[self.local]
 
     def counterpart(self, node: int) -> int:
-        """See ``NodeMemory``."""
         return self.control.counterpart(node)
 
     def ids(self, local: int, node: int, num_tokens: int, num_topk: int) -> torch.Tensor:
@@ -48,6 +68,15 @@ class CpuMemory:
         """Return a slot of the ring between two local ranks, uint8 (slot_bytes,)."""
         offset = self.layout.ring_offset(consumer, slot)
         return self.bytes[producer][offset : offset + self.layout.slot_bytes]
+
+    def _ring(self, producer: int, consumer: int) -> tuple[int, int, int]:
+        """Return the addresses of the counts of messages put in and taken out, and of slot 0."""
+        control = self.layout.control
+        return (
+            self.addresses[producer] + 8 * control.produced_flag(consumer),
+            self.addresses[consumer] + 8 * control.consumed_flag(producer),
+            self.addresses[producer] + self.layout.ring_offset(consumer, 0),
+        )
 
     def close(self) -> None:
         """Drop all views of the segments."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fusco.control.node_memory import wait_for_flag
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
-from fusco.cpu.gloo import GlooTransport, Ticket
+from fusco.cpu.kernels.copy_segments import concatenate
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.tcp_transport import TcpTransport, Ticket
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.routing import Routing
-
-_ROUTING_TAG = 1  # routing does not queue behind rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DispatchCounts:
 class RoutingExchange:
     """Exchanges routing, so that every rank of a node has the routing of all tokens that the node needs."""
 
-    def __init__(self, memory: CpuMemory, transport: GlooTransport, watchdog: Watchdog) -> None:
+    def __init__(self, memory: CpuMemory, transport: TcpTransport, watchdog: Watchdog) -> None:
         self._memory, self._transport, self._watchdog = memory, transport, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)
@@ -63,7 +63,6 @@ class RoutingExchange:
             forwarding: this rank's tokens for each node.
             num_tokens_to_node: ``[r][n]``, tokens of rank ``r`` that node ``n`` needs; all tokens if ``r`` is on it.
             profile: counts the metadata bytes.
-
         """
         memory = self._memory
         num_topk = routing.num_topk
@@ -87,8 +86,11 @@ class RoutingExchange:
         for node in range(self._topology.num_nodes):
             flag = self._layout.routing_flag(node)
             phase = f"routing of node {node}"
-            wait_for_flag(memory.control, self._watchdog, flag, collective, phase, "its routing", node)
-        self._finish(tickets)
+            wait_for_flag(
+                memory.control, self._watchdog, flag, collective, phase, "its routing", node, self._transport.poll
+            )
+        if tickets:
+            self._finish(tickets)
         return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
 
     def _receive_routing(
@@ -110,11 +112,11 @@ class RoutingExchange:
             return []
         ids = memory.ids(memory.local, node, num_tokens, num_topk)
         if weights_dtype is None:
-            return [self._transport.receive(ids, src, _ROUTING_TAG, announce)]
+            return [self._transport.receive(ids, src, announce)]
         weights = memory.weights(memory.local, node, (num_tokens, num_topk), weights_dtype)
         return [
-            self._transport.receive(ids, src, _ROUTING_TAG),
-            self._transport.receive(weights, src, _ROUTING_TAG, announce),
+            self._transport.receive(ids, src),
+            self._transport.receive(weights, src, announce),
         ]
 
     def _send_routing(self, node: int, routing: Routing, tokens: torch.Tensor) -> list[Ticket]:
@@ -124,22 +126,22 @@ class RoutingExchange:
         messages = [routing.topk_idx.to(torch.int32)[tokens]]
         if routing.topk_weights is not None:
             messages.append(routing.topk_weights.detach()[tokens])
-        return [self._transport.send(message, dst, _ROUTING_TAG) for message in messages]
+        return [self._transport.send(message, dst) for message in messages]
 
     def _node_routing(
         self, num_tokens_to_node: Sequence[Sequence[int]], num_topk: int, weights_dtype: torch.dtype | None
     ) -> NodeRouting:
-        memory, topology = self._memory, self._topology
-        ids, weights, firsts = [], [], [0]
-        for src in range(topology.world_size):
-            local, node = topology.rank_to_local[src], topology.rank_to_node[src]
-            num_tokens = num_tokens_to_node[src][memory.node]
-            firsts.append(firsts[-1] + num_tokens)
-            ids.append(memory.ids(local, node, num_tokens, num_topk))
-            if weights_dtype:
-                weights.append(memory.weights(local, node, (num_tokens, num_topk), weights_dtype))
+        memory = self._memory
+        num_tokens = np.array([of_rank[memory.node] for of_rank in num_tokens_to_node], np.int64)
+        firsts = (0, *num_tokens.cumsum().tolist())
         # Both are copied out of shared memory: handles outlive the collective, and the next one overwrites the memory.
-        return NodeRouting(torch.cat(ids), torch.cat(weights) if weights_dtype else None, tuple(firsts))
+        ids = torch.empty(firsts[-1], num_topk, dtype=torch.int32, device="cpu")
+        concatenate(memory.src_to_ids, num_tokens * num_topk * ids.itemsize, ids)
+        if weights_dtype is None:
+            return NodeRouting(ids, None, firsts)
+        weights = torch.empty(firsts[-1], num_topk, dtype=weights_dtype, device="cpu")
+        concatenate(memory.src_to_weights, num_tokens * num_topk * weights.itemsize, weights)
+        return NodeRouting(ids, weights, firsts)
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         counterparts = tuple(self._memory.counterpart(node) for node in self._remote_nodes)

@@ -16,7 +16,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.rendezvous import rendezvous
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
-_IS_BROKEN = 0  # index in State
+_END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Arena:
             max_tokens=layout.max_rows,
             max_topk=layout.capacity.num_topk,
             received_bytes=layout.received_bytes,
+            has_network=topology.num_nodes > 1,
             **sections,
         )
 
@@ -90,10 +91,6 @@ class Arena:
         """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""
         return self.buffers[buffer].addresses[local] + offset
 
-    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return part of this rank's arena, as uint8."""
-        return self._views[self.local][offset : offset + num_bytes]
-
     def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
         """Return the ring slot of a message between two ranks of the node, in the producer's arena."""
         layout = self.layout
@@ -101,12 +98,12 @@ class Arena:
         return self._views[producer][first : first + layout.slot_bytes]
 
     def abort(self) -> None:
-        """End every wait on this device soon."""
-        self._abort.value = 1
+        """End every wait on this device soon. Any thread may call it, also during a graph capture."""
+        self._abort.value = self._abort.value or _END_WAITS
 
-    def is_broken(self) -> bool:
-        """Return whether a device-side wait has timed out or was aborted. Synchronises the current stream."""
-        return bool(self._state[_IS_BROKEN].item())
+    def abort_after_network(self) -> None:
+        """End every wait on this device soon, and let kernels poison what depends on the network, which has failed."""
+        self._abort.value = _NETWORK_HAS_FAILED
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""

@@ -29,20 +29,17 @@ class DeviceRingOut:
         self._copies: deque[torch.cuda.Event] = deque()
 
     def slot(self) -> torch.Tensor | None:
-        """See ``Outgoing``."""
         self._announce()
         if self._num_filled - self._num_consumed >= self._arena.layout.ring_depth:
             return None
         return self._arena.ring_slot(self._arena.local, self._consumer, self._num_filled)
 
     def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
-        """See ``Outgoing``."""
         self._num_filled += 1
         self._copies.append(_event_after_copy())
 
     @property
     def is_drained(self) -> bool:
-        """See ``Outgoing``."""
         self._announce()
         return self._num_consumed == self._num_filled
 
@@ -67,7 +64,6 @@ class DeviceRingIn:
         self._copies: deque[torch.cuda.Event] = deque()
 
     def message(self) -> torch.Tensor | None:
-        """See ``Incoming``."""
         self._release()
         produced = self._memory.flags[self._producer].load(self._memory.layout.produced_flag(self._arena.local))
         if produced <= self._num_taken:
@@ -75,13 +71,11 @@ class DeviceRingIn:
         return self._arena.ring_slot(self._producer, self._arena.local, self._num_taken)
 
     def release(self) -> None:
-        """See ``Incoming``."""
         self._num_taken += 1
         self._copies.append(_event_after_copy())
 
     @property
     def is_released(self) -> bool:
-        """See ``Incoming``."""
         self._release()
         return not self._copies
 
@@ -136,7 +130,7 @@ class NetworkExchange:
 
 
 class DeviceSegmentChannels:
-    """See ``SegmentChannels``; of one call, which launches on one stream."""
+    """Of one call, which launches on one stream."""
 
     def __init__(
         self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream
@@ -146,7 +140,6 @@ class DeviceSegmentChannels:
         self._copy = partial(copy_segments, context.launcher(stream))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        """See ``SegmentChannels``."""
         rank, local_of, size = self._arena.rank, self._arena.node_ranks.index, self._arena.layout.slot_bytes
         tasks: list[Task] = []
         remote_send, remote_receive = self._on_other_nodes(send), self._on_other_nodes(receive)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fusco.control.watchdog import Watchdog
 from fusco.core.placement import ExpertPlacement
+from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.arena import Arena
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
 from fusco.cuda.layout import DeviceLayout
@@ -29,7 +30,6 @@ class CudaContext:
         tables: tables for all plans.
         expert_to_node: int32 (num_experts,).
         timeline: of all launches; see ``record``.
-
     """
 
     arena: Arena
@@ -39,6 +39,8 @@ class CudaContext:
     tables: PlanTables
     expert_to_node: torch.Tensor
     timeline: Timeline | NoTimeline = NO_TIMELINE
+    _prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent, init=False)
+    _launchers: Recent[int, Launcher] = field(default_factory=Recent, init=False)
 
     @classmethod
     def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watchdog: Watchdog) -> CudaContext:
@@ -65,8 +67,12 @@ class CudaContext:
         )
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
-        """Return a launcher on a stream."""
-        return Launcher(self.library, self.arena.comm, stream.cuda_stream)
+        """Return the launcher on a stream."""
+        handle = stream.cuda_stream
+        launcher = self._launchers.get(handle)
+        if launcher is None:
+            launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
+        return launcher
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """Record all further launches in a timeline."""
@@ -94,4 +100,5 @@ class CudaContext:
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which partial sums of rows of ``dtype`` are sent."""
-        return torch.promote_types(dtype, self.layout.settings.wire_dtype or dtype)
+        wire_dtype = self.arena.layout.settings.wire_dtype
+        return torch.promote_types(dtype, wire_dtype) if wire_dtype else dtype

@@ -9,31 +9,31 @@ from functools import cached_property
 import torch
 
 from fusco.core.placement import ExpertPlacement
-from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
 from fusco.cuda.kernels.plan import PlannedRows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DevicePlan(PlannedRows):
     """See ``fusco.engine.base.Plan``.
 
     Attributes:
         rank: the rank that the plan is for.
         placement: the experts of each rank.
-        num_slots: rows of the expert-major output.
-
+        num_slots: rows of the expert-major output; set once the plan is made if they are exact.
+        stream: handle of the stream that it was made on; 0 if that is not known.
     """
 
     rank: int
     placement: ExpertPlacement
     num_slots: int
+    stream: int = 0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the plan on the device, including those made so far for weights and gradients."""
-        optional = [self.weights, vars(self).get("slot_weights"), vars(self).get("slot_to_k")]
-        always = [self.row_to_slots, self.num_rows_per_expert, self.block_to_first_slot, self.token_to_ranks]
-        return always + [tensor for tensor in optional if tensor is not None]
+        """All memory of the plan on the device, including what was made so far for weights and gradients."""
+        optional = (vars(self).get("slot_weights"), vars(self).get("slot_to_k"))
+        return [self.tables.memory, *(tensor for tensor in optional if tensor is not None)]
 
     def num_rows_of(self, source: int) -> int:
         """Return the number of rows of a source."""
@@ -44,16 +44,15 @@ class DevicePlan(PlannedRows):
         """Tokens of this rank."""
         return self.num_rows_of(self.rank)
 
-    @cached_property
-    def rows(self) -> HeldRows:
-        """All rows; only if there is one node."""
-        assert len(self.held) == 1, self.held
-        return HeldRows(
-            first_row=self.first_row,
-            row_to_slots=self.row_to_slots,
-            weights=self.weights,
-            token_to_ranks=self.token_to_ranks,
-        )
+    @property
+    def addresses(self) -> RowAddresses:
+        """Of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
+        return self.tables.addresses
+
+    @property
+    def weight_bytes(self) -> int:
+        """See ``held_rows.Rows``."""
+        return self.tables.weight_bytes
 
     def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows:
         """Return some of the rows; copied unless they are contiguous.
@@ -61,7 +60,6 @@ class DevicePlan(PlannedRows):
         Args:
             runs: for each rank of the node, the rows that it holds, in order: (source, first, end).
             local: the local index of this rank.
-
         """
         places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
         first_row = [0]

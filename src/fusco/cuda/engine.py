@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import leak
+from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
@@ -38,7 +40,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import LastWork, StreamOrder
+from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -67,22 +69,25 @@ _PlanT = TypeVar("_PlanT", bound=DevicePlan)
 class Shuffle(Protocol[_PlanT]):
     """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
+    def pending_error(self) -> Exception | None:
+        """Return and clear an error of an earlier call, beyond those of plans."""
+
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[_PlanT]]:
-        """See ``Engine``."""
+        """Prepare what ``Engine.prepare_dispatch`` returns."""
 
     def prepare_redispatch(
         self, request: RedispatchRequest[_PlanT], call: Call, stream: torch.cuda.Stream
     ) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
+        """Prepare what ``Engine.prepare_redispatch`` returns."""
 
     def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows, once all ranks agree."""
 
 
 class CudaEngine:
-    """See ``fusco.engine.base.Engine``."""
+    """Engine of one rank on CUDA. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
     def __init__(
         self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
@@ -97,18 +102,20 @@ class CudaEngine:
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
         self._rank, self._placement = store_gather.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
-        self._last_work: LastWork | None = None
+        self._drain: Drain | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            self._order = StreamOrder(device)
             device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
             memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
+            self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
+            self._order = StreamOrder(device, self._peer_watch.start)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
+            resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle()
             self._watchdog.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # the first verb may run on any stream
@@ -117,7 +124,8 @@ class CudaEngine:
 
     def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
-        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, self._arena.abort)
+        on_stall = self._arena.abort_after_network
+        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self) -> Shuffle[Any]:
         """Make the shuffle for one node or several; it takes the plans that it makes."""
@@ -130,72 +138,70 @@ class CudaEngine:
 
     @property
     def topology(self) -> Topology:
-        """See ``Engine``."""
         return self._topology
 
     @property
     def is_asynchronous(self) -> bool:
-        """See ``Engine``."""
         return True
 
     def pending_error(self) -> Exception | None:
-        """See ``Engine``."""
         report = self._arena.report
         if report.bad_src >= 0:  # from a dispatch into static rows, which does not wait for the report
             reason = describe_invalid_id(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
             bad_src, report.bad_src = report.bad_src, -1
             return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} passed {reason}")
         if not report.overflow_needed:
-            return None
+            return self._shuffle.pending_error()
         error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
         report.overflow_needed = 0
         return error
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
-        """See ``Engine``. Between nodes the host waits for the counts of rows, and expert ids are validated."""
-        launch = request.launch
+        """Wait, between nodes, on the host for the counts of rows, and validate expert ids."""
+        launch, order = request.launch, self._order
         inputs = (*request.payloads, request.routing.topk_idx, request.routing.topk_weights)
-        with self._order.on_stream(launch, *inputs) as stream:
-            pending: Pending[DispatchOutput[DevicePlan]] = self._shuffle.prepare_dispatch(request, call, stream)
+        stream, context = order.enter(launch, *inputs)
+        pending: Pending[DispatchOutput[DevicePlan]]
+        pending = inside(context, self._shuffle.prepare_dispatch, request, call, stream)
+        if not (launch.own_stream or launch.event or request.with_weights or context):
+            return pending
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DevicePlan]:
-            with self._order.resumed(stream):
-                output = pending.run(counts)
-                weights = weights_of_rows(output.plan, request)
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
+            output = inside(context, pending.run, counts)
+            weights = inside(context, weights_of_rows, output.plan, request)
             outputs = [*output.rows, *output.plan.tensors, *([] if weights is None else [weights])]
-            return replace(output, weights=weights, event=self._order.hand_over(outputs, launch, stream))
+            return replace(output, weights=weights, event=order.hand_over(outputs, launch, stream))
 
         return Pending(pending.counts, run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        """See ``Engine``."""
-        launch = request.launch
-        with self._order.on_stream(launch, *request.payloads, held=request.plan.tensors) as stream:
-            pending = self._shuffle.prepare_redispatch(request, call, stream)
+        launch, order = request.launch, self._order
+        stream, context = order.enter(launch, *request.payloads, held=request.plan)
+        pending = inside(context, self._shuffle.prepare_redispatch, request, call, stream)
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-            with self._order.resumed(stream):
-                rows = pending.run(counts)
-            self._order.hand_over(rows, launch, stream)
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+            rows: list[torch.Tensor] = inside(context, pending.run, counts)
+            order.hand_over(rows, launch, stream)
             return rows
 
         return Pending(pending.counts, run)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
-        """See ``Engine``."""
-        launch = request.launch
+        launch, order = request.launch, self._order
 
-        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
-            on_stream = self._order.on_stream(launch, request.rows, held=request.plan.tensors)
-            with on_stream as stream, call.profile.spend("wire"):
-                out = self._shuffle.combine(request, call, stream)
-            self._order.hand_over([out], launch, stream)
+        def run(_: Sequence[tuple[int, ...]]) -> torch.Tensor:
+            begin = perf_counter()
+            stream, context = order.enter(launch, request.rows, held=request.plan)
+            out = inside(context, self._shuffle.combine, request, call, stream)
+            call.profile.wire_s += perf_counter() - begin
+            if launch.own_stream or launch.event:
+                order.hand_over((out,), launch, stream)
             return out
 
         return Pending((), run)
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
@@ -206,7 +212,7 @@ class CudaEngine:
         return Pending(sizes.pack(), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """See ``Engine``. In order with other work on the caller's stream; on one node the host waits for it."""
+        """Keep the order of the caller's stream; on one node the host waits for the copies."""
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
@@ -242,21 +248,20 @@ class CudaEngine:
         stream.wait_stream(network)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
             with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
                 run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
-        """See ``Engine``. Returns when everything has arrived."""
+        """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
             with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
                 run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """See ``Engine``."""
         memory = allocate_visible(request.num_bytes, self._device)
 
         def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -266,11 +271,9 @@ class CudaEngine:
         return Pending((), run)
 
     def wait(self) -> None:
-        """See ``Engine``."""
         self._order.wait()
 
     def synchronize(self) -> None:
-        """See ``Engine``."""
         if self._order.latest is None:
             return
         done = self._order.mark()
@@ -278,25 +281,20 @@ class CudaEngine:
         self._watchdog.check_device()
 
     def finish(self) -> None:
-        """See ``Engine``."""
         if self._network:
             self._network.finish()
 
     def has_finished(self) -> bool:
-        """See ``Engine``."""
         with torch.cuda.stream(self._order.own):
-            return self._has_work_ended() and not self._device_stall() and not self._arena.is_broken()
+            return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """See ``Engine``."""
         self._context.record(timeline)
 
     def abort(self) -> None:
-        """See ``Engine``."""
         self._arena.abort()
 
     def close(self) -> None:
-        """See ``Engine``."""
         self._resources.close()
 
     def _release_memory(self) -> None:
@@ -313,10 +311,10 @@ class CudaEngine:
 
     def _has_work_ended(self) -> bool:
         try:
-            if self._last_work is None:
+            if self._drain is None:
                 streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
-                self._last_work = LastWork(streams, self._ending_s)
-            return self._last_work.ends()
+                self._drain = Drain(streams, self._ending_s)
+            return self._drain.is_complete()
         except RuntimeError:  # from CUDA: this device's state is unknown
             return False
 

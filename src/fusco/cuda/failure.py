@@ -1,4 +1,4 @@
-"""Descriptions of device-side waits that timed out."""
+"""Descriptions of device-side waits that timed out or were aborted."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ PHASES = (
         "all blocks of a kernel resident on this device at once, which are",
         "fewer, as other kernels occupy its multiprocessors",
     ),
+    Phase("the network", "all messages of epoch", "an abort of NCCL"),
 )
 
 
 def own_backlog(expected: str) -> Stall:
     """Return the stall of a wait that needs no peer, only the work queued before it on the stream."""
     seen = "work queued before it on the stream, by fusco or others"
-    return Stall("waiting for the local device", (), expected, seen, is_for_own_device=True)
+    return Stall("waiting for the local device", (), expected, seen, is_for_local_device=True)
 
 
 def stall_of(failure: Failure, node_ranks: Sequence[int]) -> Stall:
-    """Return the stall of a device-side wait that timed out; ``node_ranks`` are the ranks of its node."""
+    """Return the stall of a device-side wait that failed; ``node_ranks`` are the ranks of its node."""
     phase = PHASES[failure.phase]
     on_ranks = () if phase.seen else (node_ranks[failure.peer],)
     return Stall(phase.name, on_ranks, f"{phase.expected} {failure.expected}", phase.seen or f"{failure.seen}")

@@ -5,8 +5,10 @@ into the pool of the node's forwarder. On the caller's stream, all ranks of that
 slots. Tokens of this node are scattered before all others. Combine is the mirror: one sum of a row returns from each
 node.
 
-NCCL needs the size of a message at launch. So the host waits once in each dispatch, until the device has counted the
-rows for each node. Exactly sized outputs need a second wait, as within a node.
+NCCL needs the size of a message at launch. So the host waits once in each exactly sized dispatch, until the device has
+counted the rows for each node, and once more for the size of the output, as within a node. A dispatch into static rows
+sends messages of a fixed size instead: a row for each token of the source, or as many as
+``StaticRows.max_rows_to_node`` allows. Rows that no token fills have no expert, and nothing reads them.
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ from functools import partial
 import torch
 
 from fusco.core.config import Launch
-from fusco.core.profile import Call
-from fusco.core.rows import accumulation_dtype, aligned, row_bytes
+from fusco.core.errors import MismatchError, RowOverflowError
+from fusco.core.groups import Groups
+from fusco.core.profile import Call, CallProfile
+from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.gather_rows import gather_rows
+from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.plan_forwarding import plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.cuda.nccl import Message
-from fusco.cuda.network import Network, messages_of
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
+from fusco.cuda.network import Network
+from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
@@ -41,8 +45,10 @@ from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
-from fusco.planner.internode import InternodeTraffic
+from fusco.planner.internode import InternodeTraffic, Send
 from fusco.planner.routing import Routing, describe_invalid_id
+
+_LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
 
 class InternodeShuffle:
@@ -60,36 +66,47 @@ class InternodeShuffle:
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
         self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.device)
-        self._summary = torch.empty(self._topology.num_nodes + 2, dtype=torch.int64, device="cpu").pin_memory()
-        self._has_summary = torch.cuda.Event()
+        self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
+        self._has_begun = torch.cuda.Event()
+        self._num_counts = 0  # dispatches whose rows the host has counted
+
+    def pending_error(self) -> RowOverflowError | None:
+        """Return and clear the error of a message of fixed size that was too small."""
+        overflow = self._summary.take_overflow()
+        if overflow is None:
+            return None
+        node, needed, limit = overflow
+        return RowOverflowError(self._context.rank, limit, needed, node)
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[InternodePlan]]:
-        """Prepare planning and moving rows; waits until the device has counted the rows for each node.
+        """Prepare planning and moving rows; unless they are static, waits until the device has counted them.
 
-        Raises ``ValueError`` for an invalid expert id.
+        Raises ``ValueError`` for an invalid expert id, which static rows report later.
         """
-        request = replace(request, launch=_with_sms(request.launch))
-        routing = replace(request.routing, topk_idx=request.routing.topk_idx.contiguous())
+        weights = request.routing.topk_weights
+        routing = Routing(request.routing.topk_idx.contiguous(), None if weights is None else plain(weights))
+        request = replace(request, launch=_with_sms(request.launch), routing=routing)
         payloads = list(map(aligned, request.payloads))
+        terms = self._terms_of(request)
         with self._context.timeline.span("plan", "rows for each node"):
-            forwarding = plan_forwarding(
-                self._context.launcher(stream),
-                routing.topk_idx,
-                self._context.expert_to_node,
-                self._context.node,
-                self._summary,
+            forwarding, packed = plan_forwarding(
+                self._context.launcher(stream), routing, self._context.expert_to_node, self._summary, terms
             )
-        *num_rows_to_node, bad_pair, bad_id = self._read_summary(stream)
-        self._require_experts(routing, bad_pair, bad_id)
+        if terms.max_rows is None:
+            num_rows_to_node = self._count_rows(routing, terms.ticket)
+        else:
+            num_rows_to_node = [terms.max_rows * (n != self._context.node) for n in range(self._topology.num_nodes)]
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[InternodePlan]:
-            published = list(map(PublishedRows.unpack, counts))
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
+            _require_alike([is_static for is_static, *_ in counts])
+            published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            return self._dispatch(request, routing, forwarding, transfer)
+            return self._dispatch(request, forwarding, packed, transfer)
 
-        return Pending(PublishedRows(routing.num_tokens, tuple(num_rows_to_node)).pack(), run)
+        published = PublishedRows(routing.num_tokens, tuple(num_rows_to_node))
+        return Pending([int(request.static is not None), *published.pack()], run)
 
     def prepare_redispatch(
         self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
@@ -98,7 +115,7 @@ class InternodeShuffle:
         plan, launch = request.plan, _with_sms(request.launch)
         payloads = list(map(aligned, request.payloads))
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
             with call.profile.spend("wire"):
@@ -141,22 +158,21 @@ class InternodeShuffle:
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in traffic.destinations}
         arrival = None
-        self._network.stream.wait_stream(stream)
+        size = hidden * wire_dtype.itemsize
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            num_rows = sum(end - first for _, first, end in traffic.receives(number, rows_per_slice))
-            slot = self._ring.slot(number, stream)
-            sums = slot[: num_rows * hidden * wire_dtype.itemsize].view(wire_dtype).view(num_rows, hidden)
+            sums = self._ring.slot(number, stream, wire_dtype)
             with timeline.span("sum", f"slice {number}", stream):
                 self._sum(request, held, rows, sums, call, stream)
-            sends, first_row = [], 0
+            sends, address = [], sums.data_ptr()
             for src, first, end in traffic.receives(number, rows_per_slice):
-                sends += messages_of([(src, sums[first_row : first_row + end - first])])
-                first_row += end - first
-            receives = messages_of(
-                (forwarder, returned[remote][first:end])
+                sends.append(Message(src, address, (end - first) * size))
+                address += (end - first) * size
+            receives = [
+                Message(forwarder, returned[remote].data_ptr() + first * size, (end - first) * size)
                 for remote, forwarder, first, end in traffic.sends(number, rows_per_slice)
-            )
-            _count_rows(sends, call)
+                if first < end
+            ]
+            _count_bytes(sends, call)
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
         return returned, arrival
 
@@ -181,15 +197,13 @@ class InternodeShuffle:
         call.profile.count_sms(num_sms)
 
     def _dispatch(
-        self, request: DispatchRequest, routing: Routing, forwarding: DeviceForwarding, transfer: Transfer
+        self, request: DispatchRequest, forwarding: DeviceForwarding, packed: torch.Tensor, transfer: Transfer
     ) -> DispatchOutput[InternodePlan]:
         stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
         with profile.spend("planning"):
-            num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
-            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
-            traffic = InternodeTraffic(self._context.rank, groups, num_rows)
-            messages = RoutingMessages(routing, forwarding, traffic)
-            self._pack_routing(messages, transfer)
+            traffic = self._traffic(request, transfer)
+            messages = RoutingMessages(request.routing, packed, traffic)
+            profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
         # Routing travels with the first slice: separate, it would cost the network's latency once more.
         sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
         with profile.spend("wire"):
@@ -202,20 +216,31 @@ class InternodeShuffle:
             plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
         with profile.spend("wire"):
             arrivals += sending
-        if not request.static:
-            with profile.spend("planning"):
-                plan = self._planner.size_exactly(plan)
+        # Where a bound on the output is affordable, its size is read while rows move.
+        bound = request.static.num_rows if request.static else affordable_bound_of(plan, request, transfer)
+        if not bound:
+            self._size_exactly(plan, profile)
         with profile.spend("wire"):
-            rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
+            rows = self._own_rows.scatter(plan, plan.own_rows, transfer, bound)
             self._scatter_slices(plan, transfer, rows, arrivals)
+        if bound and not request.static:
+            self._size_exactly(plan, profile)
+            for of_payload in rows:
+                of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
         return DispatchOutput(plan, rows)
 
-    def _pack_routing(self, routing: RoutingMessages, transfer: Transfer) -> None:
-        """Pack routing before any rows."""
-        self._packing_stream.wait_stream(transfer.stream)
-        with self._context.timeline.span("gather", "routing", self._packing_stream):
-            routing.pack(self._context.launcher(self._packing_stream))
-        transfer.call.profile.internode_metadata_bytes += sum(message.num_bytes for message in routing.sends)
+    def _size_exactly(self, plan: InternodePlan, profile: CallProfile) -> None:
+        with profile.spend("planning"):
+            self._planner.size_exactly(plan)
+
+    def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
+        """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
+        num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
+        if request.static or self._topology.ranks_per_node == 1:
+            groups = Groups.of_same_local_rank(self._topology)
+        else:
+            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
+        return InternodeTraffic(self._context.rank, groups, num_rows)
 
     def _send(
         self,
@@ -231,45 +256,41 @@ class InternodeShuffle:
         timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
         rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        starts = self._forwarded_starts(traffic, local, sizes)
-        # No peer reads the pool once all earlier work is complete.
-        self._network.stream.wait_stream(transfer.stream)
-        packing.wait_stream(transfer.stream)
-        for number in range(traffic.num_slices(rows_per_slice)):
-            free = self._ring.slot(number, packing)
-            outgoing = traffic.sends(number, rows_per_slice)
-            places = [forwarding.node_to_tokens[remote, first:end] for remote, _, first, end in outgoing]
+        starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
+        num_slices = traffic.num_slices(rows_per_slice)
+        if num_slices:
+            self._has_begun.record(transfer.stream)
+            packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
+        for number in range(num_slices):
+            free = self._ring.slot(number, packing, torch.uint8).data_ptr()
             with timeline.span("gather", f"slice {number}", packing):
-                packed = self._pack(transfer.payloads, places, free)
-            sends: list[Message] = []
-            for messages in packed:
-                forwarders = (forwarder for _, forwarder, _, _ in outgoing)
-                sends += messages_of(zip(forwarders, messages, strict=True))
+                sends = self._pack(transfer.payloads, forwarding, traffic.sends(number, rows_per_slice), free)
             receives: list[Message] = []
             first_row = traffic.first_in_pool(local, number, rows_per_slice)
             for src, first, end in traffic.receives(number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
-                    arriving = self._arena.bytes_at(start + first_row * size, (end - first) * size)
-                    receives += messages_of([(src, arriving)])
+                    receives.append(Message(src, start + first_row * size, (end - first) * size))
                 first_row += end - first
-            _count_rows(sends, transfer.call)
-            more = with_first if number == 0 else ((), ())
-            sends, receives = [*sends, *more[0]], [*receives, *more[1]]
+            _count_bytes(sends, transfer.call)
+            if number == 0:
+                sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
             yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
 
     def _pack(
-        self, payloads: Sequence[torch.Tensor], places: Sequence[torch.Tensor], free: torch.Tensor
-    ) -> list[list[torch.Tensor]]:
-        """Return, per payload, a message to each other node: its rows at ``places``, packed into ``free`` bytes."""
-        launcher, packed = self._context.launcher(self._packing_stream), []
+        self, payloads: Sequence[torch.Tensor], forwarding: DeviceForwarding, outgoing: Sequence[Send], free: int
+    ) -> list[Message]:
+        """Pack the rows of a slice into messages from the address ``free`` on, and return the messages."""
+        launcher, messages = self._context.launcher(self._packing_stream), []
+        tokens, node_bytes = forwarding.node_to_tokens.data_ptr(), 4 * forwarding.node_to_tokens.shape[1]
         for payload in payloads:
-            messages = []
-            for of_node in places:
-                message, free = _take(free, len(of_node) * row_bytes(payload))
-                messages.append(message)
-            gather_rows(launcher, payload, list(zip(places, messages, strict=True)))
-            packed.append(messages)
-        return packed
+            parts, size = [], row_bytes(payload)
+            for remote, forwarder, first, end in outgoing:
+                parts.append(Part(tokens + remote * node_bytes + 4 * first, free, end - first))
+                if first < end:
+                    messages.append(Message(forwarder, free, (end - first) * size))
+                free += -(-(end - first) * size // 16) * 16
+            gather_rows(launcher, payload, parts)
+        return messages
 
     def _scatter_slices(
         self,
@@ -287,37 +308,51 @@ class InternodeShuffle:
             stream.wait_event(arrival)
             first_row = traffic.first_in_pool(local, number, rows_per_slice)
             moved = [
-                Payload(address=start + first_row * size, row_bytes=size, output_address=output.data_ptr())
+                Payload(start + first_row * size, size, output.data_ptr(), len(output))
                 for start, size, output in zip(starts, sizes, outputs, strict=True)
             ]
-            self._own_rows.scatter_held(plan, held, moved, transfer, clears_padding=False)
+            self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)
 
     def _forwarded_starts(self, traffic: InternodeTraffic, local: int, sizes: list[int]) -> list[int]:
         """Return the arena offsets of the payloads that a rank of the node forwards."""
         num_rows = traffic.num_forwarded[local]
         return [self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes))]
 
-    def _read_summary(self, stream: torch.cuda.Stream) -> list[int]:
-        self._has_summary.record(stream)
-        wait_until = self._context.watchdog.wait_until
-        wait_until(self._has_summary.query, lambda: own_backlog("the number of rows for each node"))
-        return [int(entry) for entry in self._summary.tolist()]
+    def _terms_of(self, request: DispatchRequest) -> ForwardingTerms:
+        static, num_tokens = request.static, request.routing.num_tokens
+        if static is None:
+            self._num_counts += 1
+            return ForwardingTerms(max_rows=None, is_overflow_reported=False, ticket=self._num_counts)
+        limit = num_tokens if static.max_rows_to_node is None else min(num_tokens, static.max_rows_to_node)
+        return ForwardingTerms(max_rows=limit, is_overflow_reported=static.on_overflow == "raise", ticket=0)
 
-    def _require_experts(self, routing: Routing, bad_pair: int, bad_id: int) -> None:
-        if bad_pair != routing.topk_idx.numel():
-            token, k = divmod(bad_pair, routing.num_topk)
-            raise ValueError(describe_invalid_id(token, k, bad_id, self._context.placement.num_experts))
+    def _count_rows(self, routing: Routing, ticket: int) -> list[int]:
+        """Wait for the number of rows for each node, and return them; ``ValueError`` for an invalid expert id."""
+        summary = self._summary
+        self._context.watchdog.wait_until(
+            lambda: summary.is_of(ticket), lambda: own_backlog("the number of rows for each node")
+        )
+        if summary.bad_pair != routing.topk_idx.numel():
+            token, k = divmod(summary.bad_pair, routing.num_topk)
+            raise ValueError(describe_invalid_id(token, k, summary.bad_id, self._context.placement.num_experts))
+        return summary.num_rows_to_node
 
 
-def _count_rows(sends: Sequence[Message], call: Call) -> None:
+def _require_alike(is_static: Sequence[int]) -> None:
+    """Raise ``MismatchError``, the same on all ranks, unless all pass static rows or none does."""
+    if len(set(is_static)) > 1:
+        ranks = {kind: ", ".join(str(rank) for rank, of in enumerate(is_static) if of == kind) for kind in (0, 1)}
+        raise MismatchError(
+            f"ranks disagree in dispatch: ranks {ranks[1]} passed static rows, ranks {ranks[0]} did not. Between nodes "
+            f"messages are of a fixed size on all ranks or on none"
+        )
+
+
+def _count_bytes(sends: Sequence[Message], call: Call) -> None:
     call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
 
 
 def _with_sms(launch: Launch) -> Launch:
+    if launch == Launch():
+        return _LAUNCH
     return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)
-
-
-def _take(free: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first bytes, and the rest, aligned."""
-    aligned = -(-num_bytes // 16) * 16
-    return free[:num_bytes], free[aligned:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -13,8 +12,10 @@ from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 
+_OWN = 0  # in place of the rows per slice
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class InternodePlan(DevicePlan):
     """A plan between nodes.
 
@@ -22,6 +23,7 @@ class InternodePlan(DevicePlan):
         traffic: the number of rows from each rank to each node, and the forwarders.
         forwarding: the tokens that this rank sends to other nodes.
 
+    Rows that it returns are kept, and shared with plans made of it by ``dataclasses.replace``.
     """
 
     traffic: InternodeTraffic
@@ -31,18 +33,18 @@ class InternodePlan(DevicePlan):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that it holds on the device, including copies made for earlier calls."""
-        own_rows = vars(self).get("own_rows")
-        copied = [own_rows] if own_rows else []
-        copied += itertools.chain.from_iterable(self._slices.values())
+        copied = itertools.chain.from_iterable(self._slices.values())
         copies = [tensor for held in copied for tensor in held.tensors]
         return [*super().tensors, self.forwarding.node_to_tokens, self.forwarding.token_to_place, *copies]
 
-    @cached_property
+    @property
     def own_rows(self) -> HeldRows:
         """Rows of this node's ranks."""
-        topology = self.traffic.groups.topology
-        runs = [[(rank, 0, self.num_rows_of(rank))] for rank in topology.node_to_ranks[self.traffic.node]]
-        return self.rows_of(runs, topology.rank_to_local[self.rank])
+        if _OWN not in self._slices:
+            topology = self.traffic.groups.topology
+            runs = [[(rank, 0, self.num_rows_of(rank))] for rank in topology.node_to_ranks[self.traffic.node]]
+            self._slices[_OWN] = [self.rows_of(runs, topology.rank_to_local[self.rank])]
+        return self._slices[_OWN][0]
 
     def slices(self, rows_per_slice: int) -> list[HeldRows]:
         """Return the rows of other nodes' ranks, by slice."""

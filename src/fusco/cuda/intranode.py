@@ -1,17 +1,20 @@
-"""Dispatch and combine within a node: plan, pull rows into their slots, and sum them, as kernels on one stream."""
+"""Dispatch and combine within a node: plan, scatter rows into their slots, and sum them, as kernels on one stream."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
 
 import torch
 
 from fusco.core.profile import Call
-from fusco.core.rows import aligned
+from fusco.core.rows import aligned, is_plain
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer
+from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.engine.base import (
     CombineRequest,
@@ -30,14 +33,17 @@ class IntranodeShuffle:
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
 
+    def pending_error(self) -> None:
+        """Return no error: plans report all that there are."""
+
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[DevicePlan]]:
         """Plan and move rows."""
-        payloads = list(map(aligned, request.payloads))
+        payloads = [aligned(payload) for payload in request.payloads]
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[DevicePlan]:
-            published = list(map(PublishedRows.unpack, counts))
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
+            published = [PublishedRows.unpack(of_rank) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             return self._dispatch(request, transfer)
 
@@ -49,48 +55,70 @@ class IntranodeShuffle:
         """Move rows along an earlier plan."""
         plan, payloads = request.plan, list(map(aligned, request.payloads))
 
-        def run(counts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
             with call.profile.spend("wire"):
-                return self._own_rows.scatter(plan, plan.rows, transfer)
+                return self._own_rows.scatter(plan, plan, transfer)
 
         return Pending(PublishedRows(plan.num_tokens).pack(), run)
 
     def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows."""
-        plan, rows = request.plan, aligned(request.rows)
+        plan, rows, context = request.plan, aligned(request.rows), self._context
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        with self._context.timeline.span("sum", "tokens", stream):
-            num_sms = combine_rows(
-                self._context.launcher(stream),
-                plan.rows,
-                rows,
-                self._context.wire_dtype(rows.dtype),
-                out,
-                is_weighted=request.is_weighted,
-                num_sms=request.launch.num_sms,
-            )
-        call.profile.count_sms(num_sms)
+        wire_dtype = context.wire_dtype(rows.dtype)
+        launch = partial(combine_rows, is_weighted=request.is_weighted, num_sms=request.launch.num_sms)
+        arguments = (context.launcher(stream), plan, rows, wire_dtype, out)
+        call.profile.count_sms(context.timeline.timed("sum", "tokens", stream, launch, *arguments))
         return out
 
     def _dispatch(self, request: DispatchRequest, transfer: Transfer) -> DispatchOutput[DevicePlan]:
-        routing, stream, profile = request.routing, transfer.stream, transfer.call.profile
+        """Launch plan and scatter; an exact size is read while rows move, if its bound is affordable."""
+        routing, profile, own_rows, planner = request.routing, transfer.call.profile, self._own_rows, self._planner
+        begin = perf_counter()
         if not request.static:
-            self._planner.begin(stream)
-        with profile.spend("planning"):
-            routing_of_rank = [(routing.topk_idx.contiguous(), detached_weights(routing))]
-            num_rows = [of_rank.num_tokens for of_rank in transfer.published]
-            plan = self._planner.make_plan(DevicePlan, request, routing_of_rank, num_rows, stream)
-            if not request.static:
-                plan = self._planner.size_exactly(plan)
-        with profile.spend("wire"):
-            rows = self._own_rows.scatter(plan, plan.rows, transfer)
-        if not request.static and (rejection := self._planner.rejection_of(routing)):
+            planner.begin(transfer.stream)
+        published = [(routing.topk_idx.contiguous(), detached_weights(routing))]
+        num_rows = [of_rank.num_tokens for of_rank in transfer.published]
+        plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
+        launch_plan = partial(planner.launch, plan, request, published, transfer.stream)
+        planned = perf_counter()
+        profile.planning_s += planned - begin
+        rows = None
+        if request.static:
+            rows = own_rows.scatter(plan, plan, transfer, launch_plan=launch_plan)
+        elif (bound := affordable_bound_of(plan, request, transfer)) is not None:
+            with suppress(torch.cuda.OutOfMemoryError):  # then nothing has been launched; there may be room for fewer
+                rows = own_rows.scatter(plan, plan, transfer, bound, launch_plan)
+        if rows is None:
+            launch_plan()
+        profile.wire_s += perf_counter() - planned
+        if not request.static:
+            rows = self._size_exactly(plan, rows, transfer)
+        if not request.static and (rejection := planner.rejection_of(routing)):
             raise LateRejection(rejection)
+        assert rows is not None
         return DispatchOutput(plan, rows)
+
+    def _size_exactly(
+        self, plan: DevicePlan, rows: list[torch.Tensor] | None, transfer: Transfer
+    ) -> list[torch.Tensor]:
+        """Wait for the size of the plan; return ``rows``, narrowed, or scatter them now."""
+        begin = perf_counter()
+        self._planner.size_exactly(plan)
+        transfer.call.profile.planning_s += perf_counter() - begin
+        if rows is None:
+            with transfer.call.profile.spend("wire"):
+                return self._own_rows.scatter(plan, plan, transfer)
+        for of_payload in rows:
+            if of_payload.shape[0] != plan.num_slots:
+                # In place: a view would be one of a larger tensor, which autograd treats differently.
+                of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
+        return rows
 
 
 def detached_weights(routing: Routing) -> torch.Tensor | None:
     """Return the weights, detached and contiguous, or ``None``."""
-    return None if routing.topk_weights is None else routing.topk_weights.detach().contiguous()
+    weights = routing.topk_weights
+    return weights if weights is None or is_plain(weights) else weights.detach().contiguous()

@@ -89,7 +89,6 @@ class NcclTransport:
 
         Raises:
             TransportError: if NCCL fails. Errors of ``wait_until`` pass through.
-
         """
         self._nccl = _library()
         self._comm, self._lock = ctypes.c_void_p(), Lock()

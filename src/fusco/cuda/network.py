@@ -2,7 +2,8 @@
 
 An NCCL kernel waits for its peer without a limit, and so does all later work on its stream. The watchdog thread gives
 up when no message has completed within the time limit, when a rank has died or left, or when NCCL reports an error. It
-aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises.
+aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises. Messages that were
+captured in a CUDA graph are watched as long as the communicator lives.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from fusco.control.threads import within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message, NcclTransport
+from fusco.cuda.replayed_messages import ReplayedMessages
 from fusco.cuda.tuning import channels_per_peer
 
 _POLL_INTERVAL_S = 0.02
 # Fraction of the time limit for each step of closing. NCCL frees device memory, which waits for all kernels.
 _ENDING = 0.25
+# NCCL keeps what graphs use until they are deleted. If they are, it ends sooner than this; source not recorded.
+_ENDING_WITH_GRAPHS_S = 0.5
 
 
 def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
@@ -60,7 +64,6 @@ class Network:
             num_remote_nodes: the number of other nodes.
             timeout_s: NCCL is aborted after this long without progress.
             on_stall: called just before NCCL is aborted.
-
         """
         device = stream.device
         self._nccl = NcclTransport(
@@ -69,24 +72,32 @@ class Network:
         self._watchdog = watchdog
         self._device, self._ending_s = device, _ENDING * timeout_s
         self.stream = stream
+        self._replays = ReplayedMessages(device)
         self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, device, on_stall)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
-        """Launch one group of messages; return the event of their completion."""
+        """Launch one group of messages, or capture them; return the event of their completion."""
+        is_captured = torch.cuda.is_current_stream_capturing()
         peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
         num_bytes = sum(message.num_bytes for message in receives)
         stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
-        has_launched = threading.Event()
-        self.nccl_watchdog.watch(has_launched.is_set, stall)
+        has_launched: list[bool] = []
+        self.nccl_watchdog.watch(lambda: bool(has_launched), stall)
+        if is_captured:
+            self._replays.begin(self.stream, peers)
         try:
             self._nccl.exchange(sends, receives, self.stream.cuda_stream)
         except TransportError as error:
-            self._watchdog.ask_everybody(stall, str(error))
+            self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
-        has_launched.set()
+        has_launched.append(True)
+        if is_captured:
+            self._replays.end(self.stream)
+            self.nccl_watchdog.watch_replays(self._replays)
         done = torch.cuda.Event()
         done.record(self.stream)
-        self.nccl_watchdog.watch(done.query, stall)
+        if not is_captured:
+            self.nccl_watchdog.watch(done.query, stall)
         return done
 
     def finish(self) -> None:
@@ -104,7 +115,8 @@ class Network:
             enter_device(self._device)
             end()
 
-        if not within(self._ending_s, in_thread):
+        limit_s = min(self._ending_s, _ENDING_WITH_GRAPHS_S) if self._replays.are_captured else self._ending_s
+        if not within(limit_s, in_thread) and not self._replays.are_captured:
             warnings.warn(
                 f"NCCL has not freed its resources on {self._device} within {self._ending_s:.1f} s: a rank or a kernel "
                 f"on the device has not finished. A background thread keeps waiting for it",
@@ -127,23 +139,29 @@ class NcclWatchdog:
         self._nccl, self._watchdog, self._timeout_s, self._device = nccl, watchdog, timeout_s, device
         self._on_stall = on_stall
         self._in_flight: deque[_InFlight] = deque()
+        self._replays: ReplayedMessages | None = None
         self._since_progress = time.monotonic()
-        self._has_work, self._is_closed = threading.Event(), False
+        self._is_closed = threading.Event()
         self.stall: Stall | None = None  # the wait that timed out
         self._thread = threading.Thread(target=self._run, name="fusco NCCL watchdog", daemon=True)
         self._thread.start()
 
     def watch(self, is_done: Callable[[], bool], stall: Stall) -> None:
-        """Time out if ``is_done`` stays false and no other watched condition becomes true."""
+        """Time out if ``is_done`` stays false and no other watched condition becomes true.
+
+        Waking the thread would cost the caller more than a launch, so the thread looks now and then in any case.
+        """
         if not self._in_flight:
             self._since_progress = time.monotonic()
         self._in_flight.append(_InFlight(is_done, stall))
-        self._has_work.set()
+
+    def watch_replays(self, replays: ReplayedMessages) -> None:
+        """Time out if messages that a graph replays do not complete, from now on."""
+        self._replays = replays
 
     def close(self) -> None:
         """End the thread; if it is aborting NCCL, wait for a limited time only."""
-        self._is_closed = True
-        self._has_work.set()
+        self._is_closed.set()
         self._thread.join(_ENDING * self._timeout_s)
 
     def _run(self) -> None:
@@ -155,30 +173,29 @@ class NcclWatchdog:
             self._give_up(Stall("watching the network", (), "its state", seen))
 
     def _poll(self) -> None:
-        while not self._is_closed:
-            if not self._in_flight:
-                self._has_work.wait()
-                self._has_work.clear()
-                continue
-            oldest = self._in_flight[0]
-            if oldest.is_done():
+        while not self._is_closed.wait(_POLL_INTERVAL_S):
+            while self._in_flight and self._in_flight[0].is_done():
                 self._in_flight.popleft()
                 self._since_progress = time.monotonic()
-                continue
-            if self._should_give_up():
-                self._give_up(oldest.stall)
+            if stall := self._hopeless():
+                self._give_up(stall)
                 return
-            time.sleep(_POLL_INTERVAL_S)
+
+    def _hopeless(self) -> Stall | None:
+        """Return a wait that is too long, or that will not end."""
+        launched, replays = bool(self._in_flight), self._replays
+        is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
+        if launched and (is_failed or time.monotonic() - self._since_progress > self._timeout_s):
+            return self._in_flight[0].stall
+        if replays and (replays.wait_s() > self._timeout_s or (is_failed and replays.are_waiting)):
+            return replays.stall()
+        return None
 
     def _give_up(self, stall: Stall) -> None:
         self.stall = stall
         self._in_flight.clear()
         self._on_stall()
         self._nccl.abort()
-
-    def _should_give_up(self) -> bool:
-        is_late = time.monotonic() - self._since_progress > self._timeout_s
-        return is_late or self._watchdog.is_anybody_gone or bool(self._nccl.failure)
 
 
 def enter_device(device: torch.device) -> None:

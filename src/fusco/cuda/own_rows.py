@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from fusco.core.config import Launch
 from fusco.core.profile import Call
-from fusco.core.rows import row_bytes
+from fusco.core.recent import Recent
+from fusco.core.rows import row_bytes, wants_grad
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
-from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.scatter_rows import scatter_rows
+from fusco.cuda.output_bound import affordable_bound
+from fusco.engine.base import DispatchRequest
 
 
-@dataclass(frozen=True)
-class PublishedRows:
+class PublishedRows(NamedTuple):
     """Numbers of rows that a rank dispatches, as other ranks need them.
 
     Attributes:
         num_tokens: of the rank.
         num_rows_to_node: tokens for each other node; empty if there is one node, or with an earlier plan.
-
     """
 
     num_tokens: int
     num_rows_to_node: tuple[int, ...] = ()
 
-    def pack(self) -> list[int]:
+    def pack(self) -> tuple[int, ...]:
         """Return the counts of a record."""
-        return [self.num_tokens, *self.num_rows_to_node]
+        return (self.num_tokens, *self.num_rows_to_node)
 
-    @classmethod
-    def unpack(cls, counts: Sequence[int]) -> PublishedRows:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def unpack(counts: tuple[int, ...]) -> PublishedRows:
         """Return the inverse of ``pack``."""
-        num_tokens, *num_rows_to_node = counts
-        return cls(num_tokens, tuple(num_rows_to_node))
+        return PublishedRows(counts[0], counts[1:])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Transfer:
     """Rows that one call moves, once all ranks have agreed.
 
@@ -51,7 +55,6 @@ class Transfer:
         launch: launch options.
         stream: the stream for all launches.
         call: counts times and SMs.
-
     """
 
     payloads: Sequence[torch.Tensor]
@@ -60,45 +63,75 @@ class Transfer:
     stream: torch.cuda.Stream
     call: Call
 
+    def __post_init__(self) -> None:
+        self.row_bytes = tuple(map(row_bytes, self.payloads))
+
 
 class OwnRows:
     """Scatters rows within the node."""
 
     def __init__(self, context: CudaContext) -> None:
-        self._context, self._arena = context, context.arena
+        self._context = context
+        self._known_offsets: Recent[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = Recent()
 
-    def scatter(self, plan: DevicePlan, held: HeldRows, transfer: Transfer) -> list[torch.Tensor]:
-        """Return the outputs, filled with the tokens of this node's ranks."""
-        outputs = [payload.new_empty(plan.num_slots, *payload.shape[1:]) for payload in transfer.payloads]
+    def scatter(
+        self,
+        plan: DevicePlan,
+        held: Rows,
+        transfer: Transfer,
+        num_slots: int | None = None,
+        launch_plan: Callable[[], None] | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the outputs, filled with the tokens of this node's ranks.
+
+        They have ``num_slots`` rows, by default those of the plan. If the plan is not launched yet, ``launch_plan``
+        launches it. It is called as late as possible, since the device should not be idle between the two.
+        """
+        if num_slots is None:
+            num_slots = plan.num_slots
+        outputs = [payload.new_empty(num_slots, *payload.shape[1:]) for payload in transfer.payloads]
         moved = [
-            Payload(address=payload.data_ptr(), row_bytes=row_bytes(payload), output_address=output.data_ptr())
-            for payload, output in zip(transfer.payloads, outputs, strict=True)
+            Payload(payload.data_ptr(), size, output.data_ptr(), num_slots)
+            for payload, size, output in zip(transfer.payloads, transfer.row_bytes, outputs, strict=True)
         ]
-        self.scatter_held(plan, held, moved, transfer, clears_padding=True)
+        if launch_plan:
+            launch_plan()
+        self.scatter_held("own rows", plan, held, moved, transfer)
         return outputs
 
     def scatter_held(
-        self,
-        plan: DevicePlan,
-        held: HeldRows,
-        payloads: Sequence[Payload],
-        transfer: Transfer,
-        *,
-        clears_padding: bool,
+        self, what: str, plan: DevicePlan, held: Rows, payloads: Sequence[Payload], transfer: Transfer
     ) -> None:
-        """Scatter rows that the ranks of the node hold: their own, or those that they forward."""
-        sizes, counts = [payload.row_bytes for payload in payloads], held.num_rows_of_ranks
-        received_offset = self._arena.layout.received_offset
-        received = [[received_offset(r, n, sizes, p) for p in range(len(sizes))] for r, n in enumerate(counts)]
-        launcher = self._context.launcher(transfer.stream)
-        with self._context.timeline.span("scatter", "rows", transfer.stream):
-            num_sms = scatter_rows(
-                launcher,
-                plan,
-                held,
-                payloads,
-                received,
-                clears_padding=clears_padding,
-                num_sms=transfer.launch.num_sms,
-            )
+        """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward."""
+        context, received = self._context, self._received(held.first_row, transfer.row_bytes)
+        launch = partial(scatter_rows, clears_padding=what == "own rows", num_sms=transfer.launch.num_sms)
+        arguments = (context.launcher(transfer.stream), plan, held, payloads, received)
+        num_sms = context.timeline.timed("scatter", what, transfer.stream, launch, *arguments)
         transfer.call.profile.count_sms(num_sms)
+
+    def _received(self, first_row: tuple[int, ...], row_bytes: tuple[int, ...]) -> list[int]:
+        """Return the offsets of all payloads of the rows that ranks push, rank by rank."""
+        key = (first_row, row_bytes)
+        offsets = self._known_offsets.get(key)
+        if offsets is None:
+            layout, sizes = self._context.layout, list(row_bytes)
+            offsets = self._known_offsets[key] = [
+                layout.received_offset(src, end - first, sizes, p)
+                for src, (first, end) in enumerate(pairwise(first_row))
+                for p in range(len(sizes))
+            ]
+        return offsets
+
+
+def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, transfer: Transfer) -> int | None:
+    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
+    num_pairs, num_local_experts = plan.first_row[-1] * plan.num_topk, plan.tables.num_local_experts
+    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
+    return affordable_bound(
+        num_pairs,
+        num_local_experts,
+        request.expert_alignment,
+        len(transfer.published),
+        sum(transfer.row_bytes),
+        needs_grad=needs_grad,
+    )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fusco.core.errors import RejectedInputError, Stall
+from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.kernels.plan import PlanTerms, PublishedRouting, plan_slots
+from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing, describe_invalid_id
 
@@ -30,6 +31,10 @@ class DevicePlanner:
         self._context, self._arena, self._placement = context, context.arena, context.placement
         self._reached_plan = torch.cuda.Event()  # unused between nodes: there the host has waited already
         self._num_plans = 0
+        self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
+        topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
+        counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
+        self._published_sources = (rank, *counterparts)
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """Record an event ahead of the next plan: until it completes, no peer is to blame for a wait."""
@@ -39,7 +44,7 @@ class DevicePlanner:
         self,
         plan_type: Callable[..., _Plan],
         request: DispatchRequest,
-        routing: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+        routing: Sequence[tuple[Memory, Memory | None]],
         num_rows: Sequence[int],
         stream: torch.cuda.Stream,
         held: Sequence[int] = (),
@@ -53,47 +58,79 @@ class DevicePlanner:
             num_rows: rows of each source on this node.
             stream: the stream to launch on.
             held: sources whose rows this rank forwards.
-
         """
-        arena, device, rank = self._arena, self._arena.device, self._arena.rank
-        topology = arena.layout.topology
-        first_row = (0, *itertools.accumulate(num_rows))
-        counterparts = [topology.node_to_ranks[node][arena.local] for node in topology.remote_nodes(rank)]
-        weights = request.routing.topk_weights
-        num_local, shape = len(self._placement.rank_to_experts[rank]), (first_row[-1], request.routing.num_topk)
-        plan = plan_type(
-            rank=rank,
+        plan = self.new_plan(plan_type, request, num_rows, stream, held)
+        self.launch(plan, request, routing, stream)
+        return plan
+
+    def new_plan(
+        self,
+        plan_type: Callable[..., _Plan],
+        request: DispatchRequest,
+        num_rows: Sequence[int],
+        stream: torch.cuda.Stream,
+        held: Sequence[int] = (),
+    ) -> _Plan:
+        """Return a plan that ``launch`` will make; see ``make_plan``."""
+        static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
+        key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
+        first_row, holders, shape = self._sizes.get(key) or self._find_sizes(key)
+        return plan_type(
+            rank=holders[0],
             placement=self._placement,
             first_row=first_row,
-            held=(rank, *held),
-            num_slots=request.static.num_rows if request.static else 0,
-            row_to_slots=torch.empty(shape, dtype=torch.int32, device=device),
-            weights=None if weights is None else torch.empty(shape, dtype=weights.dtype, device=device),
-            num_rows_per_expert=torch.empty(num_local, dtype=torch.int64, device=device),
-            block_to_first_slot=torch.empty(num_local + 1, dtype=torch.int32, device=device),
-            token_to_ranks=torch.empty(
-                sum(num_rows[source] for source in (rank, *held)), dtype=torch.int32, device=device
-            ),
+            held=holders,
+            num_topk=num_topk,
+            num_slots=static.num_rows if static else 0,
+            tables=PlanTensors(shape, self._arena.device),
+            stream=stream.cuda_stream,
         )
+
+    def launch(
+        self,
+        plan: DevicePlan,
+        request: DispatchRequest,
+        routing: Sequence[tuple[Memory, Memory | None]],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Make a plan on the device; see ``make_plan``."""
         self._num_plans += 1
+        static = request.static
         published = [
-            PublishedRouting(source=source, topk_idx=ids, topk_weights=of_source)
-            for source, (ids, of_source) in zip((rank, *counterparts), routing, strict=True)
+            PublishedRouting(source, ids, of_source)
+            for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
         ]
         terms = PlanTerms(
-            expert_alignment=request.expert_alignment,
-            max_slots=request.static.num_rows if request.static else _NO_LIMIT,
-            is_overflow_reported=request.static is not None and request.static.on_overflow == "raise",
-            ticket=0 if request.static else self._num_plans,
+            request.expert_alignment,
+            static.num_rows if static else _NO_LIMIT,
+            static is not None and static.on_overflow == "raise",
+            request.launch.num_sms,
         )
-        with self._context.timeline.span("plan", "slots"):
-            launcher = self._context.launcher(stream)
-            plan_slots(launcher, self._context.tables, plan, published, terms, request.launch.num_sms)
-        return plan
+        ticket = 0 if static else self._num_plans
+        context = self._context
+        arguments = (context.launcher(stream), context.tables, plan, published, terms, ticket)
+        context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
+
+    def _find_sizes(
+        self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], PlanShape]:
+        num_rows, held, num_topk, weight_dtype = key
+        first_row, holders = (0, *itertools.accumulate(num_rows)), (self._arena.rank, *held)
+        num_held_rows = sum(num_rows[source] for source in holders)
+        shape = PlanShape(first_row[-1], num_held_rows, num_topk, self._context.tables.num_local_experts, weight_dtype)
+        self._sizes[key] = first_row, holders, shape
+        return self._sizes[key]
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the plan, and return it with its number of slots, the only value that the host needs."""
         report, ticket = self._arena.report, self._num_plans
+        if report.ticket != ticket:
+            self._wait_for(ticket)
+        plan.num_slots = report.num_slots
+        return plan
+
+    def _wait_for(self, ticket: int) -> None:
+        report = self._arena.report
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 
         def stall() -> Stall:
@@ -102,7 +139,6 @@ class DevicePlanner:
             return Stall("planning on the device", peers, "the plan", "none yet")
 
         self._context.watchdog.wait_until(lambda: report.ticket == ticket, stall)
-        return replace(plan, num_slots=report.num_slots)
 
     def rejection_of(self, routing: Routing) -> Exception | None:
         """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection.
@@ -120,6 +156,4 @@ class DevicePlanner:
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)
-        return RejectedInputError(
-            f"dispatch was called off on all ranks, since rank {src} rejected its input: {reason}"
-        )
+        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")

@@ -98,7 +98,6 @@ def rendezvous(memory: torch.Tensor, store_gather: StoreGather, ranks: Sequence[
 
     Raises:
         SharedMemoryError: on all ranks, if one cannot map a peer's memory. PeerFailureError: if a rank is missing.
-
     """
     local = ranks.index(store_gather.rank)
     store = _StoreGatherStore(store_gather, ranks, name)

@@ -2,79 +2,68 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fusco.core.rows import aligned, row_bytes
-from fusco.cuda.kernels.gather_rows import gather_rows
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.abi import Memory
 from fusco.cuda.nccl import Message
-from fusco.cuda.network import messages_of
-from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 
 _ALIGNMENT = 16
 
 
+@dataclass(frozen=True)
+class Received:
+    """Received ids or weights: views of tensors would take longer to make than a kernel to launch."""
+
+    address: int
+    item_bytes: int
+
+    def data_ptr(self) -> int:
+        """See ``Memory``."""
+        return self.address
+
+    def element_size(self) -> int:
+        """See ``Memory``."""
+        return self.item_bytes
+
+
 class RoutingMessages:
     """Routing sent to and received from the counterparts of a rank. Must live until all messages have been sent."""
 
-    def __init__(self, routing: Routing, forwarding: DeviceForwarding, traffic: InternodeTraffic) -> None:
-        """Allocate the messages."""
-        topology, rank = traffic.groups.topology, traffic.rank
-        self._num_topk = routing.num_topk
-        self._ids = aligned(routing.topk_idx.int())
-        self._weights = None if routing.topk_weights is None else aligned(routing.topk_weights)
-        # Ids are last, as they are no wider than weights: so both are aligned without a gap.
-        self._packed = [self._ids] if self._weights is None else [self._weights, self._ids]
-        self._sizes = list(map(row_bytes, self._packed))
+    def __init__(self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic) -> None:
+        """``packed`` is from ``plan_forwarding``."""
+        topology, rank, weights = traffic.groups.topology, traffic.rank, routing.topk_weights
+        self._routing, self._packed = routing, packed
         remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
-        self._peers = [topology.node_to_ranks[remote][local] for remote in remotes]
-        self._tokens = [forwarding.node_to_tokens[remote, : traffic.num_rows[rank][remote]] for remote in remotes]
-        self._num_incoming = [traffic.num_rows[peer][traffic.node] for peer in self._peers]
-        row_size, device = sum(self._sizes), self._ids.device
-        self._outgoing = _room_for([len(of_node) * row_size for of_node in self._tokens], device)
-        self._incoming = _room_for([num_rows * row_size for num_rows in self._num_incoming], device)
-
-    def pack(self, launcher: Launcher) -> None:
-        """Fill the outgoing messages."""
-        for values, end in zip(self._packed, itertools.accumulate(self._sizes), strict=True):
-            first = end - row_bytes(values)
-            parts = [
-                (of_node, message[len(of_node) * first :])
-                for of_node, message in zip(self._tokens, self._outgoing, strict=True)
-            ]
-            gather_rows(launcher, values, parts)
+        peers = [topology.node_to_ranks[remote][local] for remote in remotes]
+        # Ids are int32 and last, as they are no wider than weights: so both are aligned without a gap.
+        self._weight_bytes = 0 if weights is None else routing.num_topk * weights.element_size()
+        row_bytes = self._weight_bytes + routing.num_topk * 4
+        self._num_incoming = [traffic.num_rows[peer][traffic.node] for peer in peers]
+        most = max(1, -(-max(self._num_incoming) * row_bytes // _ALIGNMENT)) * _ALIGNMENT
+        self._incoming = packed.new_empty(len(peers), most)
+        outgoing = [traffic.num_rows[rank][remote] * row_bytes for remote in remotes]
+        incoming = [num_rows * row_bytes for num_rows in self._num_incoming]
+        self.sends = _messages(peers, packed, outgoing)
+        self.receives = _messages(peers, self._incoming, incoming)
 
     @property
-    def sends(self) -> list[Message]:
-        """The outgoing messages."""
-        return messages_of(zip(self._peers, self._outgoing, strict=True))
-
-    @property
-    def receives(self) -> list[Message]:
-        """The incoming messages."""
-        return messages_of(zip(self._peers, self._incoming, strict=True))
-
-    @property
-    def published(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def published(self) -> list[tuple[Memory, Memory | None]]:
         """Ids and weights of this rank's tokens, then the received ones."""
-        known = [(self._ids, self._weights)]
-        for num_rows, message in zip(self._num_incoming, self._incoming, strict=True):
-            shape = (num_rows, self._num_topk)
-            ids = message[num_rows * (sum(self._sizes) - self._sizes[-1]) :].view(self._ids.dtype).view(shape)
-            weights = None
-            if self._weights is not None:
-                weights = message[: num_rows * self._sizes[0]].view(self._weights.dtype).view(shape)
-            known.append((ids, weights))
+        own = self._routing
+        known: list[tuple[Memory, Memory | None]] = [(own.topk_idx, own.topk_weights)]
+        for i, num_rows in enumerate(self._num_incoming):
+            at = self._incoming.data_ptr() + i * self._incoming.shape[1]
+            weights = None if own.topk_weights is None else Received(at, own.topk_weights.element_size())
+            known.append((Received(at + num_rows * self._weight_bytes, 4), weights))
         return known
 
 
-def _room_for(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Return bytes for some messages, each aligned, in one allocation."""
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    memory = torch.empty(sum(padded), dtype=torch.uint8, device=device)
-    return [part[:size] for part, size in zip(memory.split_with_sizes(padded), sizes, strict=True)]
+def _messages(peers: Sequence[int], memory: torch.Tensor, sizes: Sequence[int]) -> list[Message]:
+    """Return the messages in the rows of ``memory`` to or from each peer, except for empty ones."""
+    places = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, memory.shape[1])
+    return [Message(peer, place, size) for peer, place, size in zip(peers, places, sizes, strict=True) if size]

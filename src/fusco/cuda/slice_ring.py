@@ -13,18 +13,27 @@ from fusco.cuda.network import Network
 
 
 class SliceRing:
-    """Local ring buffer; slots are used round-robin across calls."""
+    """Local ring buffer, which each call uses from the first slot on, with slices numbered from 0.
+
+    A call's stream waits for its last slice, and the next call comes after it on every stream. So nothing that an
+    earlier call recorded is waited for, as a graph capture could not.
+    """
 
     def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
         self._network = network
         self._slots = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        self._is_produced = torch.cuda.Event()
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
 
-    def slot(self, number: int, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Return the slot of a slice; the stream waits until it is free."""
-        if is_free := self._is_free[number % len(self._is_free)]:
+    def slot(self, number: int, stream: torch.cuda.Stream, dtype: torch.dtype) -> torch.Tensor:
+        """Return the slot of a slice, as a row of ``dtype``; the stream waits until it is free."""
+        place = number % len(self._is_free)
+        if number >= len(self._is_free) and (is_free := self._is_free[place]):
             stream.wait_event(is_free)
-        return self._slots[number % len(self._slots)]
+        if dtype not in self._typed:
+            self._typed[dtype] = self._slots.view(dtype)
+        return self._typed[dtype][place]
 
     def exchange(
         self,
@@ -37,7 +46,8 @@ class SliceRing:
     ) -> torch.cuda.Event:
         """Send a slice after all work on its producer's stream, and receive; return the event of their completion."""
         stream = self._network.stream
-        stream.wait_stream(producer)
+        self._is_produced.record(producer)  # made once: wait_stream would make an event for each slice
+        stream.wait_event(self._is_produced)
         with timeline.span("network", what, stream):
             done = self._network.exchange(sends, receives, what)
         self._is_free[number % len(self._is_free)] = done

@@ -3,67 +3,104 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fusco.core.config import Launch
 
 _POLL_INTERVAL_S = 1e-3
+_Result = TypeVar("_Result")
+
+# The handle of a device's current stream in 0.1 us; PyTorch's public function makes an object, which takes 2. Builds of
+# PyTorch for CPUs have none.
+raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
+
+
+class Held(Protocol):
+    """Tensors of a plan."""
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that they were allocated on, whose later work may use them; 0 if not known."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
 
 
 class StreamOrder:
     """Keeps all launches of a communicator in one order, on any streams. The caller orders graph replays."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, on_capture: Callable[[], None]) -> None:
+        """``on_capture`` is called in each launch that a graph captures."""
+        self._device, self._on_capture = device, on_capture
         self.streams: list[torch.cuda.Stream] = []  # all streams with launches
         self.own = self.new_stream()
         self._done = torch.cuda.Event()
         self.latest: torch.cuda.Stream | None = None  # of the latest call
+        self._current: torch.cuda.Stream | None = None
+        self._current_handle = 0
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
         """Add a stream of the communicator; a lower number is a higher priority."""
         self.streams.append(torch.cuda.Stream(self._device, priority=priority))
         return self.streams[-1]
 
-    @contextmanager
-    def on_stream(
-        self, launch: Launch, *inputs: torch.Tensor | None, held: Sequence[torch.Tensor] = ()
-    ) -> Iterator[torch.cuda.Stream]:
-        """Launch on the caller's stream or the communicator's, after all earlier launches.
+    def current(self) -> torch.cuda.Stream:
+        """Return the current stream of the device, the same object as long as it is current."""
+        if raw_stream_of is None or self._current is None or raw_stream_of(self._device.index) != self._current_handle:
+            self._current = torch.cuda.current_stream(self._device)
+            self._current_handle = self._current.cuda_stream
+        return self._current
+
+    def enter(
+        self, launch: Launch, *inputs: torch.Tensor | None, held: Held | None = None
+    ) -> tuple[torch.cuda.Stream, AbstractContextManager[object] | None]:
+        """Return the caller's stream or the communicator's, after all earlier launches, and a context to launch on it.
+
+        The context is for ``inside``, several times, with nothing else launched in between; ``None`` changes nothing.
 
         Args:
             launch: selects the stream.
             inputs: the caller's tensors, which the caller keeps alive on its own streams.
-            held: tensors referenced only by a handle; the caller cannot call ``record_stream`` on them.
-
+            held: tensors referenced only by a handle, so that the caller cannot call ``record_stream`` on them.
         """
-        callers = torch.cuda.current_stream(self._device)
+        callers = self.current()
         stream = self.own if launch.own_stream else callers
-        if stream != callers:
+        if stream is not callers and stream != callers:
             stream.wait_stream(callers)
-            held = [*held, *(tensor for tensor in inputs if tensor is not None)]
-        for tensor in held:
-            tensor.record_stream(stream)  # the caller may free it before it is read
-        if self.latest not in (None, stream) and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self.latest)
-        if stream != self.latest and stream not in self.streams:
-            self.streams.append(stream)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the caller may free it before it is read
+        if held is not None and held.stream != stream.cuda_stream:
+            for tensor in held.tensors:
+                tensor.record_stream(stream)
+        is_captured = self._is_captured()
+        if stream is not self.latest and stream != self.latest:
+            if self.latest is not None and not is_captured:
+                stream.wait_stream(self.latest)
+            if stream not in self.streams:
+                self.streams.append(stream)
         self.latest = stream
-        with self.resumed(stream):
-            yield stream
+        if stream is callers and torch.cuda.current_device() == self._device.index:
+            return stream, None
+        return stream, torch.cuda.stream(stream)
+
+    def _is_captured(self) -> bool:
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            self._on_capture()
+        return is_captured
 
     @contextmanager
-    def resumed(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Re-enter the stream of ``on_stream``, with nothing launched in between."""
-        is_current = stream == torch.cuda.current_stream(self._device)
-        if is_current and torch.cuda.current_device() == self._device.index:
-            yield
-            return
-        with torch.cuda.stream(stream):
-            yield
+    def on_stream(self, launch: Launch, *inputs: torch.Tensor | None) -> Iterator[torch.cuda.Stream]:
+        """Launch as ``enter`` says, inside."""
+        stream, context = self.enter(launch, *inputs)
+        with context or nullcontext():
+            yield stream
 
     def hand_over(
         self, outputs: Sequence[torch.Tensor], launch: Launch, stream: torch.cuda.Stream
@@ -72,7 +109,6 @@ class StreamOrder:
 
         Returns:
             An event of this call alone; ``None`` on the caller's stream, whose later work comes after the call.
-
         """
         if launch.event is not None:
             launch.event.record(stream)
@@ -96,7 +132,15 @@ class StreamOrder:
         return self._done
 
 
-class LastWork:
+def inside(context: AbstractContextManager[object] | None, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Call a function in a context of ``StreamOrder.enter`` and return its result."""
+    if context is None:
+        return function(*args)
+    with context:
+        return function(*args)
+
+
+class Drain:
     """All work launched on some streams so far. Kernels of other libraries may be queued ahead of it."""
 
     def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
@@ -108,7 +152,7 @@ class LastWork:
             event.record(stream)
             self._events.append(event)
 
-    def ends(self) -> bool:
+    def is_complete(self) -> bool:
         """Wait until all of it is complete; return False if the time limit expires first."""
         while not all(event.query() for event in self._events):
             if time.monotonic() > self._deadline:

@@ -45,6 +45,7 @@ ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
 # Chosen without a GPU (f9ad207). Measured later with these values: 0.734 ms for 65,536 rows of 7168 bf16, 3.84 TB/s of
 # the 4.15 that a copy reaches (one H200, mean of 10, b803365). Other values were not measured.
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
+WEIGHTED_SUM_THREADS = 256  # of benchmarks only; not tuned
 
 # Shapes of scatter_rows and combine_rows: 2 H200, 2026-11-22, a dispatch or a combine in a CUDA graph, medians of 15,
 # uniform routing, top-8, bf16. "Wide" is hidden 7168 of 256 experts, "narrow" 2048 of 128. Few SMs are a budget that
@@ -64,7 +65,6 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
 
     >>> parts_of_row(1_000, 4), parts_of_row(5_000, 4), parts_of_row(32_768, 4)
     (4, 2, 1)
-
     """
     return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
 
@@ -76,7 +76,6 @@ def scatter_threads(num_sms: int) -> int:
 
     >>> scatter_threads(32), scatter_threads(132)
     (1024, 512)
-
     """
     return 1024 if num_sms <= FEW_SMS else 512
 
@@ -90,7 +89,6 @@ def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
 
     >>> scatter_parts(16_384, 28, 4), scatter_parts(16_384, 8, 4), scatter_parts(256, 8, 4)
     (4, 1, 4)
-
     """
     by_vectors = min(max_parts, -(-vectors_per_lane // SCATTER_UNROLL))
     return max(1, max_parts if num_rows <= _SMALL else by_vectors)
@@ -105,7 +103,6 @@ def scatter_senders(num_sms: int) -> int:
 
     >>> scatter_senders(132), scatter_senders(32), scatter_senders(1)
     (79, 24, 1)
-
     """
     return max(1, num_sms * 3 // 4 if num_sms <= FEW_SMS else num_sms * 3 // 5)
 
@@ -122,7 +119,6 @@ def combine_shape(num_rows: int, vectors_per_lane: int, num_sms: int) -> RingSha
     RingShape(num_threads=384, blocks_per_sm=1, unroll=7, depth=4)
     >>> combine_shape(256, 8, 132), combine_shape(16_384, 8, 32).num_threads
     (RingShape(num_threads=256, blocks_per_sm=1, unroll=4, depth=4), 1024)
-
     """
     unroll = 7 if vectors_per_lane % 7 == 0 else 4
     if num_sms <= FEW_SMS:
@@ -140,7 +136,6 @@ def sum_parts(num_parts: int, num_pieces: int, max_parts: int, num_sms: int) -> 
 
     >>> sum_parts(1, 4, 4, 132), sum_parts(1, 2, 4, 132), sum_parts(1, 4, 4, 32), sum_parts(4, 4, 4, 132)
     (4, 2, 1, 4)
-
     """
     return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(max_parts, num_pieces))
 
@@ -154,7 +149,6 @@ def combine_senders(num_rows: int, num_sms: int) -> int:
 
     >>> combine_senders(16_384, 132), combine_senders(16_384, 32), combine_senders(2048, 132)
     (52, 20, 88)
-
     """
     if num_rows <= _SMALL:
         return max(1, num_sms * 5 // 6)
@@ -174,7 +168,6 @@ def copy_piece_bytes(num_bytes: int, max_blocks: int) -> int:
 
     >>> copy_piece_bytes(1 << 30, 528), copy_piece_bytes(4000, 528)
     (16384, 1024)
-
     """
     return min(COPY_MAX_PIECE_BYTES, max(COPY_MIN_PIECE_BYTES, -(-num_bytes // max_blocks)))
 
@@ -198,7 +191,6 @@ def channels_per_peer(num_remote_nodes: int) -> int | None:
 
     >>> channels_per_peer(1), channels_per_peer(3)
     (4, None)
-
     """
     channels = NCCL_CHANNELS // num_remote_nodes
     return channels if channels > NCCL_DEFAULT_CHANNELS_PER_PEER else None

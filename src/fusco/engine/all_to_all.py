@@ -34,7 +34,6 @@ def plan_all_to_all(
 
     Raises:
         MismatchError: on all ranks, if any rank expects another size than its peer sends.
-
     """
     sizes = list(map(StreamSizes.unpack, counts))
     check_sizes(sizes, "all_to_all", "rows")
@@ -51,7 +50,6 @@ class MemorySpan(NamedTuple):
         offset: first byte in the memory.
         num_bytes: size.
         region: region of the memory, -1 for none.
-
     """
 
     memory: int
@@ -73,7 +71,6 @@ class FlowSlice:
         peer: the other rank.
         num_bytes: total size of all spans.
         spans: source or target of the bytes on this rank, in order.
-
     """
 
     peer: int

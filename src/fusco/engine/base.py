@@ -7,12 +7,12 @@ ranks *agree* (see ``fusco.api.collective``), then every rank *executes* what it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from fusco.control.fingerprint import Fields
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
@@ -69,8 +69,25 @@ PlanT = TypeVar("PlanT", bound=Plan)
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchRequest:
+class Request:
+    """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly.
+
+    Attributes:
+        agreed: the fingerprint of an earlier request with the same ``fields``, if there was one.
+        handle: number of the collective that made the handle, equal on all ranks; 0 without one.
+    """
+
+    agreed: CollectiveFingerprint | None = None
+    handle: int = 0
+
+    @property
+    def fields(self) -> Fields:
+        """Fields of the fingerprint: equal on all ranks."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class DispatchRequest(Request):
     """Validated dispatch of one rank.
 
     Attributes:
@@ -83,7 +100,6 @@ class DispatchRequest:
         with_weights: whether to return the weight of every row, too.
         static: fixed size of the output, or ``None``.
         launch: streams and SMs to use.
-
     """
 
     routing: Routing
@@ -95,10 +111,11 @@ class DispatchRequest:
     with_weights: bool = False
     static: StaticRows | None
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         weights = self.topk_weights
         return {
             "payloads": list(map(describe_rows, self.payloads)),
@@ -108,7 +125,7 @@ class DispatchRequest:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class DispatchOutput(Generic[PlanT]):
     """Result of a dispatch.
 
@@ -117,7 +134,6 @@ class DispatchOutput(Generic[PlanT]):
         rows: expert-major rows of each payload.
         weights: the weight of each row (num_rows,), if requested.
         event: recorded after the dispatch's work, if the caller's stream does not wait for it.
-
     """
 
     plan: PlanT
@@ -134,27 +150,27 @@ def weights_of_rows(plan: Plan, request: DispatchRequest) -> torch.Tensor | None
     return plan.slot_weights.to(request.topk_weights.dtype, copy=True)  # padding rows have weight zero
 
 
-@dataclass(frozen=True, kw_only=True)
-class RedispatchRequest(Generic[PlanT]):
+@dataclass(kw_only=True)
+class RedispatchRequest(Request, Generic[PlanT]):
     """Dispatch of other rows with an earlier plan; ``handle`` is the number of the collective that made it."""
 
     payloads: Sequence[torch.Tensor]
     plan: PlanT
     handle: int
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "payloads": list(map(describe_rows, self.payloads)),
-            "handle": self.handle,
             "requires_grad": str(wants_grad(self.payloads[0])),
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CombineRequest(Generic[PlanT]):
+@dataclass(kw_only=True)
+class CombineRequest(Request, Generic[PlanT]):
     """Sum of expert-major rows (num_slots, hidden); ``handle`` is the number of the collective that made the plan.
 
     ``topk_weights`` are the caller's weights; ``None`` means that all weights are one.
@@ -165,6 +181,7 @@ class CombineRequest(Generic[PlanT]):
     topk_weights: torch.Tensor | None
     handle: int
     launch: Launch
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_weighted(self) -> bool:
@@ -178,30 +195,27 @@ class CombineRequest(Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "row": describe_rows(self.rows),
-            "handle": self.handle,
             "is_weighted": str(self.is_weighted),
             "requires_grad": str([wants_grad(self.rows), wants_grad(self.topk_weights)]),
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShuffleRequest:
-    """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none."""
+@dataclass(kw_only=True)
+class ShuffleRequest(Request):
+    """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none.
+
+    Its fingerprint has no fields: sizes are compared as counts.
+    """
 
     send: Mapping[int, Segments]
     receive: Mapping[int, Segments]
 
-    @property
-    def fields(self) -> Fields:
-        """Fields of the fingerprint: none. Sizes are compared as counts."""
-        return {}
 
-
-@dataclass(frozen=True, kw_only=True)
-class AllToAllRequest:
+@dataclass(kw_only=True)
+class AllToAllRequest(Request):
     """Validated all-to-all of one rank.
 
     Attributes:
@@ -211,7 +225,6 @@ class AllToAllRequest:
         receive_rows: number of rows from each rank.
         mode: mode of the schedule between nodes; ``None`` lets the engine choose.
         requires_grad: whether gradients will be sent back, by another all-to-all.
-
     """
 
     input: torch.Tensor
@@ -233,7 +246,7 @@ class AllToAllRequest:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {
             "rows": describe_rows(self.input),
             "schedule": str(self.mode),
@@ -241,8 +254,8 @@ class AllToAllRequest:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmptyRequest:
+@dataclass(kw_only=True)
+class EmptyRequest(Request):
     """Allocation of memory that peers can read."""
 
     shape: tuple[int, ...]
@@ -255,11 +268,11 @@ class EmptyRequest:
 
     @property
     def fields(self) -> Fields:
-        """Fields of the fingerprint: equal on all ranks."""
+        """See ``Request``."""
         return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending(Generic[ResultT]):
     """Collective that one rank has prepared.
 
@@ -267,11 +280,10 @@ class Pending(Generic[ResultT]):
         counts: packed counts that this rank publishes; the same number of them on all ranks.
         run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
             ``LateRejection``.
-
     """
 
     counts: Sequence[int]
-    run: Callable[[Sequence[Sequence[int]]], ResultT]
+    run: Callable[[Sequence[tuple[int, ...]]], ResultT]
 
 
 class LateRejection(Exception):  # noqa: N818  no error itself: it carries one

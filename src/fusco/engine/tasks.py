@@ -29,7 +29,7 @@ def run_tasks(tasks: Iterable[Task], watchdog: Watchdog) -> None:
     watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
     while pending:
-        moved = [task.step() for task in pending]
+        moved = [watchdog.poll(), *(task.step() for task in pending)]
         pending = [task for task in pending if not task.is_done]
         if any(moved):
             watchdog.progress()

@@ -18,7 +18,6 @@ class Candidate:
         name: of the module in its model.
         module: the module.
         obstacle: the reason why it cannot be distributed.
-
     """
 
     name: str

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fusco.fsdp.collective_check import check_on_all_ranks
+from fusco.fsdp.checks import check_on_all_ranks
 from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
 
 _Checked = TypeVar("_Checked")
@@ -36,7 +36,6 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be written.
-
     """
     with _as_errors(f"{path} cannot be written"):
         save(_state(model, optimizer), checkpoint_id=path)
@@ -55,7 +54,6 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     Raises:
         OSError: on all ranks, if one of them cannot read.
         ValueError: on all ranks, for a checkpoint of another model, or of another optimizer or none.
-
     """
     filled = fill_state(optimizer) if optimizer else []
     try:

@@ -18,7 +18,6 @@ class Arrival:
             token, k).
         num_rows_per_expert: int64 (num_local_experts,), on the device of the rows.
         ticket: what the dispatcher needs to return the results.
-
     """
 
     rows: torch.Tensor
@@ -47,7 +46,6 @@ class Dispatcher(Protocol):
             topk_idx: int64 (num_tokens, num_topk), of the ``num_experts`` experts of all ranks; -1 means no expert.
             topk_weights: (num_tokens, num_topk), the weights that ``combine`` applies.
             num_experts: a multiple of the number of ranks; each owns a block of consecutive experts.
-
         """
         ...
 

@@ -28,7 +28,6 @@ class Experts:
         num_experts: of all ranks.
         up_name: ``"gate_up_proj"`` or ``"up_proj"``.
         is_transposed: whether matrices are stored as (num_inputs, num_outputs).
-
     """
 
     name: str
@@ -84,7 +83,6 @@ def find_experts(model: nn.Module) -> list[Experts]:
     Raises:
         ValueError: if there is none, with all modules that look like experts and why they do not qualify; for one with
             additional parameters, and for one whose parameters an adapter or a parametrization changes.
-
     """
     found, candidates = [], []
     for name, module in model.named_modules():

@@ -37,7 +37,6 @@ def check_formulas(found: Sequence[Experts]) -> None:
     Raises:
         ValueError: for a module that computes something else, or cannot run, with the difference or error. A module
             whose buffers are on the meta device cannot run: it is not compared, and a warning says so.
-
     """
     made: _Made = {}
     kind_to_experts = {_kind(experts.module): experts for experts in reversed(found)}
@@ -178,7 +177,6 @@ def _difference(replaced: torch.Tensor, original: torch.Tensor) -> float:
 
     >>> _difference(torch.tensor([[1.0, 2], [0, 0]]), torch.tensor([[1.5, 2], [0, 0]]))
     0.25
-
     """
     finite = original.isfinite().all(1)
     if not finite.any():

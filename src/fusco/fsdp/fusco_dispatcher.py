@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,6 @@ class FuscoDispatcher:
                 ``Launch(num_sms=32)``, since FSDP gathers and reduces parameters on other streams at the same time:
                 all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` and ``event`` are not
                 allowed.
-
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
@@ -105,12 +104,10 @@ class FuscoDispatcher:
     def __enter__(self) -> FuscoDispatcher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._is_closed = True
         self._communicators.clear()
-        self._open.__exit__(kind, error, trace)
+        self._open.__exit__(*error)
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
         """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made."""

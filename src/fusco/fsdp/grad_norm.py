@@ -34,7 +34,6 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: see ``error_if_nonfinite``.
         ValueError: as ``grad_norm``.
-
     """
     parameters = list(parameters)
     norm = grad_norm(parameters, norm_type)
@@ -56,7 +55,6 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
     Raises:
         ValueError: for a ``norm_type`` that is not positive, and between a forward pass with gradients and its backward
             pass, where some of a model's parameters are whole copies.
-
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")

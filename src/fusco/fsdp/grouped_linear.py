@@ -31,7 +31,6 @@ def grouped_linear(
     >>> weight = torch.tensor([[[1.0], [1.0]], [[0.0], [2.0]]])  # expert 0 adds, expert 1 doubles the second
     >>> grouped_linear(torch.tensor([[1.0, 2], [3, 4], [5, 6]]), weight, None, torch.tensor([1, 2])).tolist()
     [[3.0], [8.0], [12.0]]
-
     """
     if not _obstacle(rows, weight):
         out = F.grouped_mm(rows, weight, offs=num_rows_per_expert.cumsum(0).int())

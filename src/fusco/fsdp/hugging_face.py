@@ -39,7 +39,6 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
         FileNotFoundError: for a folder without such files.
         ValueError: for quantized weights, a model on the meta device, and weights that are not in the files or have
             another shape there; values are undefined then.
-
     """
     targets = model.state_dict(keep_vars=True)
     on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
@@ -71,7 +70,6 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
         ValueError: for a model that transformers has distributed, before anything is written; on rank 0 for files in
             which transformers would not find all weights.
         OSError: on the other ranks if rank 0 cannot write; rank 0 raises the cause.
-
     """
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
@@ -181,7 +179,6 @@ class _Source:
         name: of the parameter or buffer, the first one if there are several.
         converter: of transformers; ``None`` if the tensor needs no conversion.
         pattern_to_keys: for each pattern of the converter the names in the files, in order of experts.
-
     """
 
     name: str

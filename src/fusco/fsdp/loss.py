@@ -21,7 +21,6 @@ def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPM
 
     Returns:
         This rank's part of the mean: float32 (float64, if the sum is), since 16 bits cannot hold large counts.
-
     """
     wide = torch.promote_types(loss_sum.dtype, torch.float32)
     return loss_sum.to(wide) / global_sum(num_tokens, mesh).clamp(min=1).to(wide)

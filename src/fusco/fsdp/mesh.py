@@ -17,7 +17,6 @@ class EPMesh:
         dense: ("dp_replicate", "fsdp"), for everything but experts.
         expert: ("dp_replicate", "efsdp", "ep"). Ranks of an "ep" group are consecutive and own different experts; ranks
             of an "efsdp" group share the parameters of the same experts.
-
     """
 
     dense: DeviceMesh
@@ -74,7 +73,6 @@ def build_mesh(ep_size: int, dp_replicate: int = 1, *, device_type: str | None =
 
     Raises:
         ValueError: without a process group, or if ``ep_size * dp_replicate`` does not divide the number of ranks.
-
     """
     if not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first")

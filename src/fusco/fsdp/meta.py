@@ -40,7 +40,6 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
     Raises:
         ValueError: for a buffer without values.
-
     """
     buffers = dict(model.named_buffers())
     for name, buffer in buffers.items():

@@ -90,7 +90,6 @@ def dispatch(
 
     Returns:
         Expert-major rows (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
-
     """
     maker = _key_to_source[source]
     comm = maker.communicator(num_experts, topk_idx.shape[1], x)

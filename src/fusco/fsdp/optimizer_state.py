@@ -57,7 +57,6 @@ def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
 
     Raises:
         ValueError: if the checkpoint's optimizer was of another kind, or had other parameters.
-
     """
     options, saved_options = _by_parameter(wanted, "param_groups"), _by_parameter(saved, "param_groups")
     for name, keys in options.items():

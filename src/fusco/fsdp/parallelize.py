@@ -7,14 +7,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
-from fusco.fsdp.collective_check import check_on_all_ranks
+from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_ties
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.ties import check_ties
-from fusco.fsdp.weights import check_equal_weights
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
 
 
@@ -55,7 +53,6 @@ def parallelize(
             or do not compute what ``Experts.run`` computes, a number of experts that ``ep_size`` does not divide, a
             parameter or a container that cannot be sharded, a parameter that blocks share, or weights that differ
             between ranks.
-
     """
     settled = sharding or Sharding()
 

@@ -42,7 +42,6 @@ def registered_with_transformers(
         ImportError: if transformers is missing or older than 5.23.
         ValueError: from ``from_pretrained``, for experts that do not compute what ``Experts.run`` computes, and with
             tensor parallelism, where several ranks have the same batch.
-
     """
     module = importlib.import_module("transformers.distributed.expert_parallel")
     registry = getattr(module, "EPImplementationInterface", None)
@@ -98,7 +97,6 @@ def registered_as_experts_implementation(
         ValueError: in the first forward pass of a model, for experts that ``find_experts`` rejects or that do not
             compute what ``Experts.run`` computes, and if the experts of all ranks are not as many as the module's
             ``num_experts``.
-
     """
     registry: Any = importlib.import_module("transformers.integrations.moe")
     if not hasattr(registry, "ALL_EXPERTS_FUNCTIONS"):

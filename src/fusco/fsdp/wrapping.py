@@ -27,7 +27,6 @@ class Sharding:
         mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts.
         reshard_after_forward: as for ``fully_shard``, for blocks and experts.
         has_prefetch: whether each block prefetches the next block and its experts, forward and backward.
-
     """
 
     expert_dim: int = 1

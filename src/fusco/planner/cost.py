@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusco.planner.dispatch_plan import DispatchPlan
+from fusco.planner.distribution import mark_local_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,6 @@ class PlanCost:
         output_bytes: rows that it writes, expert-major; one for each token and expert.
         metadata_bytes: routing (expert ids and weights) that it sends to other nodes.
         internode_bytes_avoided: additional bytes to other nodes if there were one copy for each (token, expert).
-
     """
 
     internode_send_bytes: int
@@ -43,7 +43,7 @@ def plan_cost(plan: DispatchPlan, bytes_per_token: int) -> PlanCost:
     num_received = sum(plan.num_rows_from(src) for src in plan.sources_held_by(plan.rank) if src != plan.rank)
 
     num_pulled = num_local = 0
-    touched = plan.row_to_locals[:, topology.rank_to_local[plan.rank]]
+    touched = mark_local_ranks(plan.routing, plan.placement, topology, plan.node)[:, topology.rank_to_local[plan.rank]]
     for src, holder in enumerate(plan.src_to_holder):
         first, end = plan.routing.src_to_first_row[src : src + 2]
         num_touched = int(touched[first:end].sum())

@@ -10,7 +10,7 @@ import torch
 from fusco.core.groups import Groups
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute, mark_local_ranks
+from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.internode import Forwarders
 from fusco.planner.sending import SendingStage
@@ -49,24 +49,16 @@ class DispatchPlan:
 
     @property
     def src_to_holder(self) -> tuple[int, ...]:
-        """See ``Forwarders``."""
         return self.forwarders.src_to_holder
 
     def sources_held_by(self, rank: int) -> tuple[int, ...]:
-        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself."""
+        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself.
+
+        The source on the next node is first: combine returns rows in this order, so nodes do not all send to one.
+        """
         forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
-        return (*sorted(forwarded), rank)
-
-    @cached_property
-    def row_to_locals(self) -> torch.Tensor:
-        """True where a local rank needs a row of the node's routing: bool (num_rows, ranks_per_node)."""
-        return mark_local_ranks(self.routing, self.placement, self.topology, self.node)
-
-    @cached_property
-    def row_to_first_pair(self) -> torch.Tensor:
-        """First pairs of rows, int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``."""
-        rows = torch.arange(self.routing.src_to_first_row[-1] + 1, device=self.distribution.pair_to_row.device)
-        return torch.searchsorted(self.distribution.pair_to_row, rows)
+        nodes, num_nodes = self.topology.rank_to_node, self.topology.num_nodes
+        return (*sorted(forwarded, key=lambda src: (nodes[src] - self.node) % num_nodes), rank)
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +128,6 @@ def make_plan(
         expert_alignment: each expert's block is rounded up to this many rows.
         static_rows: rows of the expert-major output; ``None`` means as many as needed.
         sending_stages: order in which slices are sent to other nodes; empty means to all nodes in turn.
-
     """
     distribution = distribute(routing, placement, rank, expert_alignment, static_rows)
     return DispatchPlan(

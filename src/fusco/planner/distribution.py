@@ -21,7 +21,6 @@ class NodeRouting:
         topk_weights: floating, of the same shape, or ``None``.
         src_to_first_row: ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to
             ``src_to_first_row[s + 1]``.
-
     """
 
     topk_idx: torch.Tensor
@@ -41,7 +40,6 @@ class ExpertDistribution:
         block_to_first_slot: ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last.
         num_slots_needed: slots that all rows need, with padding.
         num_slots: rows of the expert-major output; fewer than needed if some pairs were dropped.
-
     """
 
     pair_to_row: torch.Tensor
@@ -51,6 +49,11 @@ class ExpertDistribution:
     block_to_first_slot: tuple[int, ...]
     num_slots_needed: int
     num_slots: int
+
+    @property
+    def has_padding(self) -> bool:
+        """True if some slots inside the blocks are not filled."""
+        return len(self.pair_to_slot) < self.block_to_first_slot[-1]
 
     @cached_property
     def padding_slots(self) -> torch.Tensor:
@@ -100,7 +103,6 @@ def assign_slots(
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
-
     """
     device = local_expert.device
     pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
@@ -143,7 +145,7 @@ def assign_slots(
 def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:
     """Mark which local ranks of ``node`` need which rows: bool (num_rows, ranks_per_node).
 
-    Combine uses it: the holder of a row derives from it which ranks of its node will send partial sums.
+    The holder of a row derives from it which ranks of its node send partial sums in a combine.
     """
     local_of = [
         local if topology.rank_to_node[rank] == node else -1 for rank, local in enumerate(topology.rank_to_local)

@@ -33,7 +33,6 @@ class DeviceForwarding:
         node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are
             undefined.
         token_to_place: int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none.
-
     """
 
     node_to_tokens: torch.Tensor
@@ -68,7 +67,6 @@ def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology
     >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))
     >>> [tokens.tolist() for tokens in plan.node_to_tokens]
     [[0, 1], [1, 2]]
-
     """
     expert_to_node = placement.membership_table(topology.rank_to_node, topk_idx.device)
     token_to_node = mark_destinations(topk_idx, expert_to_node, topology.num_nodes)

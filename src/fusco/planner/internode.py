@@ -48,7 +48,6 @@ class Forwarders:
     Attributes:
         rank: this rank.
         groups: the communication groups.
-
     """
 
     rank: int
@@ -97,7 +96,6 @@ class InternodeTraffic(Forwarders):
 
     Attributes:
         num_rows: ``num_rows[r][n]`` tokens of rank ``r`` have experts on node ``n``, if ``n`` is not the node of ``r``.
-
     """
 
     num_rows: Sequence[Sequence[int]]

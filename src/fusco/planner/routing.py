@@ -24,9 +24,10 @@ class Routing:
     topk_weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, tensor in vars(self).items():
-            if not isinstance(tensor, torch.Tensor) and (name == "topk_idx" or tensor is not None):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not isinstance(self.topk_idx, torch.Tensor):
+            raise TypeError(f"topk_idx must be a tensor, got {type(self.topk_idx).__name__}")
+        if self.topk_weights is not None and not isinstance(self.topk_weights, torch.Tensor):
+            raise TypeError(f"topk_weights must be a tensor, got {type(self.topk_weights).__name__}")
         if self.topk_idx.dtype not in INDEX_DTYPES:
             raise TypeError(f"topk_idx must be int32 or int64, got {self.topk_idx.dtype}")
         if self.topk_idx.ndim != 2:

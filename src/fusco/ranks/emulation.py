@@ -25,7 +25,6 @@ def emulated_network(topology: Topology, inherited: Mapping[str, str]) -> list[d
 
     >>> [variables["NCCL_HOSTID"] for variables in emulated_network(Topology((0, 0, 1, 1)), {})]
     ['fusco-node-0', 'fusco-node-0', 'fusco-node-1', 'fusco-node-1']
-
     """
     if topology.num_nodes == 1:
         return [{} for _ in topology.rank_to_node]

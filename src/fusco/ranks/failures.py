@@ -22,7 +22,6 @@ class RankFailure:
         traceback: of the error, if one was raised.
         says_enough: whether the sentence explains a mistake of the caller or a limit of the machine.
         cause: for an error that follows from another rank's, that rank's failure; empty for all others.
-
     """
 
     sentence: str
@@ -52,7 +51,6 @@ class RankFailedError(RuntimeError):
     Attributes:
         summary: a line for all ranks with the same failure, and one for all that failed because of others.
         unexpected: the tracebacks of errors whose sentence is not enough; empty if there are none.
-
     """
 
     def __init__(self, failures: Mapping[int, RankFailure], late: str = "") -> None:

@@ -13,7 +13,6 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
         what: a name for the memory, with the options that make it smaller.
         bytes_per_rank: lower bound of the memory of a rank.
         num_ranks: of the benchmark.
-
     """
     job = launched()
     num_local = job.local_world_size if job else num_ranks

@@ -53,7 +53,6 @@ def join_torchrun(device: str) -> Launched:
 
     Raises:
         ValueError: if no launcher started this process, or if it has no GPU for this rank.
-
     """
     rank = launched()
     if rank is None:

@@ -23,7 +23,6 @@ def add_returned(
     >>> own = torch.tensor([[1.0], [2.0]])
     >>> add_returned(own, [torch.tensor([[10.0]])], [torch.tensor([-1, 0])], torch.float32).tolist()
     [[1.0], [12.0]]
-
     """
     sums = torch.zeros_like(own) + own  # not a copy: the kernel's sums start from zero, so -0.0 becomes 0.0
     for rows, of_token in zip(returned, places, strict=True):

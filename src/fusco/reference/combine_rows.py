@@ -29,7 +29,6 @@ def sum_partially(
     >>> rows, slots = torch.tensor([[1.0], [10.0], [100.0]]), torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32)
     >>> sum_partially(rows, slots, torch.tensor([[1.0, 2.0], [9.0, 3.0]]), torch.float32).tolist()
     [[102.0], [30.0]]
-
     """
     sums = rows.new_zeros(len(row_to_slots), rows.shape[1], dtype=accumulation_dtype(rows.dtype))
     _add_terms(sums, rows, row_to_slots, weights)
@@ -62,7 +61,6 @@ def combine_rows(
     >>> rows, slots = torch.tensor([[1.0], [10.0]]), torch.tensor([[1, -1], [0, -1]], dtype=torch.int32)
     >>> combine_rows(rows, slots, None, {0: torch.tensor([[0.5], [9.0]])}, torch.tensor([3, 2]), rank=1).tolist()
     [[10.5], [1.0]]
-
     """
     sums = rows.new_zeros(len(row_to_slots), rows.shape[1], dtype=accumulation_dtype(rows.dtype))
     for src in sorted({rank, *received}):

@@ -21,7 +21,6 @@ class PlannedSlots:
         num_rows_per_expert: int64 (num_local_experts,), without padding and dropped pairs.
         block_to_first_slot: int32 (num_local_experts + 1,): the first slot of each block, and the end of the last.
         num_slots_needed: slots that all rows would fill, including padding, independent of ``max_slots``.
-
     """
 
     row_to_slots: torch.Tensor
@@ -66,7 +65,6 @@ def plan_slots(
     [[4, 0], [-2, -1], [1, -1]]
     >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot.tolist(), plan.num_slots_needed
     ([2, 1], [0, 4, 5], 8)
-
     """
     num_experts = len(expert_to_local)
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -94,7 +92,6 @@ def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Te
 
     >>> mark_ranks(torch.tensor([[1, 0], [1, 2], [-1, -1]]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)).tolist()
     [1, 3, 0]
-
     """
     num_experts = len(expert_to_rank)
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fusco.planner.forwarding import DeviceForwarding, mark_destinations
+from fusco.planner.routing import Routing
+
+
+class PlannedForwarding(NamedTuple):
+    """Everything that the kernel writes.
+
+    Attributes:
+        plan: tokens and places.
+        summary: int64 (num_nodes + 2,): tokens for each node; the first pair whose id is no expert, or the number of
+            pairs; and that id, or 0.
+        messages: for each other node, ascending, the routing of its tokens: ids of its experts, -1 for others.
+    """
+
+    plan: DeviceForwarding
+    summary: torch.Tensor
+    messages: list[Routing]
 
 
 def plan_forwarding(
-    topk_idx: torch.Tensor, expert_to_node: torch.Tensor, num_nodes: int, own_node: int
-) -> tuple[DeviceForwarding, torch.Tensor]:
+    routing: Routing, expert_to_node: torch.Tensor, num_nodes: int, own_node: int, max_rows: int | None = None
+) -> PlannedForwarding:
     """Plan what a rank sends to each other node.
 
     Args:
-        topk_idx: int (num_tokens, num_topk); an invalid id counts as none.
+        routing: an invalid id counts as none.
         expert_to_node: of ``ExpertPlacement.membership_table``, on the same device.
         num_nodes: the number of nodes.
         own_node: this rank's node, to which nothing is sent.
-
-    Returns the plan, and the summary that the kernel writes to host memory.
+        max_rows: rows of every message: tokens beyond them are left out, and rows without tokens have no ids and zero
+            weights. ``None`` means messages of all tokens, and no more.
 
     Two nodes with two experts each; the rank is on node 0.
 
     >>> table = torch.tensor([0, 0, 1, 1, -1])
-    >>> plan, summary = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), table, num_nodes=2, own_node=0)
-    >>> plan.node_to_tokens[1, :2].tolist(), plan.token_to_place[1].tolist(), summary.tolist()
+    >>> made = plan_forwarding(Routing(torch.tensor([[0, 1], [3, 0], [-1, 2]])), table, num_nodes=2, own_node=0)
+    >>> made.plan.node_to_tokens[1, :2].tolist(), made.plan.token_to_place[1].tolist(), made.summary.tolist()
     ([1, 2], [-1, 0, 1], [0, 2, 6, 0])
-
+    >>> made.messages[0].topk_idx.tolist()
+    [[3, -1], [-1, 2]]
     """
+    topk_idx = routing.topk_idx
     num_tokens, num_experts, device = len(topk_idx), len(expert_to_node) - 1, topk_idx.device
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
-    marks = mark_destinations(torch.where(is_expert, topk_idx, -1), expert_to_node, num_nodes).T.contiguous()
+    experts = torch.where(is_expert, topk_idx, -1)
+    marks = mark_destinations(experts, expert_to_node, num_nodes).T.contiguous()
     marks[own_node] = False
+    counts = marks.sum(1)
+    if max_rows is not None:
+        marks &= marks.cumsum(1) <= max_rows
     places = marks.cumsum(1) - 1
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device).expand(num_nodes, num_tokens)
-    node_to_tokens = torch.empty(num_nodes, num_tokens + 1, dtype=torch.int32, device=device)
+    node_to_tokens = torch.full((num_nodes, num_tokens + 1), -1, dtype=torch.int32, device=device)
     node_to_tokens.scatter_(1, torch.where(marks, places, num_tokens), tokens)
 
     # One extra pair, so that there is a first one.
@@ -43,4 +67,13 @@ def plan_forwarding(
     first = is_invalid.int().argmax()
     bad_id = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
     plan = DeviceForwarding(node_to_tokens=node_to_tokens, token_to_place=torch.where(marks, places, -1).int())
-    return plan, torch.cat([marks.sum(1), torch.stack([first, bad_id])])
+    messages = []
+    for node in (node for node in range(num_nodes) if node != own_node):
+        kept = torch.where(expert_to_node[experts.long()] == node, experts, -1).int()[marks[node]]
+        num_empty = 0 if max_rows is None else max_rows - len(kept)
+        ids = torch.cat([kept, kept.new_full((num_empty, routing.num_topk), -1)])
+        weights = routing.topk_weights
+        if weights is not None:
+            weights = torch.cat([weights[marks[node]], weights.new_zeros(num_empty, routing.num_topk)])
+        messages.append(Routing(ids, weights))
+    return PlannedForwarding(plan, torch.cat([counts, torch.stack([first, bad_id])]), messages)

@@ -23,7 +23,6 @@ def scatter_rows(rows: torch.Tensor, row_to_slots: torch.Tensor, num_slots: int)
     >>> slots = torch.tensor([[2, 0], [3, -1], [-2, -1]], dtype=torch.int32)
     >>> scatter_rows(torch.tensor([[7, 8], [5, 6], [3, 4]]), slots, num_slots=4).tolist()
     [[7, 8], [0, 0], [7, 8], [5, 6]]
-
     """
     out = rows.new_zeros(num_slots, *rows.shape[1:])
     for slot in row_to_slots.unbind(1):

@@ -85,24 +85,24 @@ def _place_faults(schedule: Schedule) -> Iterator[str]:
         transfers: Transfers = getattr(schedule, name)
         for i in np.flatnonzero(to_node[transfers.from_rank] != to_node[transfers.to_rank]):
             yield f"{name} leaves the node, from rank {transfers.from_rank[i]} to rank {transfers.to_rank[i]}"
-    crossing, stages = schedule.crossing, schedule.stages
-    if crossing.stage.min(initial=0) < 0 or crossing.stage.max(initial=-1) >= stages.num_stages:
-        yield f"crossing names stages that are none of the {stages.num_stages}"
+    internode, stages = schedule.internode, schedule.stages
+    if internode.stage.min(initial=0) < 0 or internode.stage.max(initial=-1) >= stages.num_stages:
+        yield f"a transfer between nodes names stages that are none of the {stages.num_stages}"
         return
-    planned = stages.dst_node[crossing.stage, to_node[crossing.from_rank]]
-    is_wrong = (to_local[crossing.from_rank] != to_local[crossing.to_rank]) | (planned != to_node[crossing.to_rank])
+    planned = stages.dst_node[internode.stage, to_node[internode.from_rank]]
+    is_wrong = (to_local[internode.from_rank] != to_local[internode.to_rank]) | (planned != to_node[internode.to_rank])
     for i in np.flatnonzero(is_wrong):
-        ends = f"from rank {crossing.from_rank[i]} to rank {crossing.to_rank[i]}"
-        yield f"crossing goes {ends} in stage {crossing.stage[i]}, whose node is {planned[i]}"
+        ends = f"from rank {internode.from_rank[i]} to rank {internode.to_rank[i]}"
+        yield f"a transfer between nodes goes {ends} in stage {internode.stage[i]}, whose node is {planned[i]}"
 
 
 def _lane_faults(schedule: Schedule) -> Iterator[str]:
     """Check that in every stage the lanes of a node carry shares that differ by one byte at most."""
-    stages, topology, crossing = schedule.stages, schedule.topology, schedule.crossing
-    if crossing.stage.min(initial=0) < 0 or crossing.stage.max(initial=-1) >= stages.num_stages:
+    stages, topology, internode = schedule.stages, schedule.topology, schedule.internode
+    if internode.stage.min(initial=0) < 0 or internode.stage.max(initial=-1) >= stages.num_stages:
         return
     carried = np.zeros((stages.num_stages, topology.world_size), np.int64)
-    np.add.at(carried, (crossing.stage, crossing.from_rank), crossing.num_bytes)
+    np.add.at(carried, (internode.stage, internode.from_rank), internode.num_bytes)
     carried = carried[:, np.array(topology.node_to_ranks)]
     for stage, node in np.argwhere(carried.sum(axis=2) != stages.num_bytes):
         total, planned = carried[stage, node].sum(), stages.num_bytes[stage, node]
@@ -115,7 +115,7 @@ def _byte_faults(schedule: Schedule) -> Iterator[str]:
     """Follow every byte: senders have what they send, and each byte arrives at its destination once."""
     to_node = np.array(schedule.topology.rank_to_node)
     is_local = to_node[:, None] == to_node
-    local, balancing, crossing = schedule.local, schedule.balancing, schedule.crossing
+    local, balancing, internode = schedule.local, schedule.balancing, schedule.internode
     redistribution = schedule.redistribution
     for name, bad in (
         ("local", (local.from_rank != local.src_rank) | (local.to_rank != local.dst_rank)),
@@ -126,13 +126,13 @@ def _byte_faults(schedule: Schedule) -> Iterator[str]:
             yield f"{name} number {np.flatnonzero(bad)[0]} does not connect its message's ends"
     yield from _differ("local", _runs(local), "the messages within nodes", _messages(schedule.rank_bytes * is_local))
     between = _messages(schedule.rank_bytes * ~is_local)
-    yield from _differ("crossing", _runs(crossing), "the messages between nodes", between)
-    balanced_out = crossing.select(crossing.from_rank != crossing.src_rank)
+    yield from _differ("internode", _runs(internode), "the messages between nodes", between)
+    balanced_out = internode.select(internode.from_rank != internode.src_rank)
     balanced = _runs(balancing, holder=balancing.to_rank)
     yield from _differ(
         "balancing", balanced, "what lanes carry for others", _runs(balanced_out, balanced_out.from_rank)
     )
-    to_redistribute = crossing.select(crossing.to_rank != crossing.dst_rank)
+    to_redistribute = internode.select(internode.to_rank != internode.dst_rank)
     expected = _runs(to_redistribute, to_redistribute.to_rank, to_redistribute.stage)
     redistributed = _runs(redistribution, redistribution.from_rank, redistribution.stage)
     yield from _differ("redistribution", redistributed, "what arrives for others", expected)

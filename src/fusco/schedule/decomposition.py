@@ -42,7 +42,6 @@ def decompose(node_bytes: Any, *, mode: Mode = "exact") -> Stages:
     (np.int64(10), 3)
     >>> stages.dst_node.tolist()
     [[1, 0, -1], [2, 0, 1], [2, -1, 0]]
-
     """
     kernel = _MODE_TO_KERNEL.get(mode)
     if kernel is None:

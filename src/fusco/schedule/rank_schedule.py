@@ -27,7 +27,6 @@ class Flow:
         peer: the other rank.
         stage: of the schedule, -1 for none.
         pieces: int64 (num_pieces, 4) with the columns named above: the source or target of the bytes on this rank.
-
     """
 
     peer: int
@@ -57,7 +56,6 @@ class RankSchedule:
         receives_across: flows from counterparts.
         memory_bytes: size of each memory (``INPUT``, ``OUTPUT``, ``CARRIED``, ``ARRIVED``).
         num_regions: total regions of ``CARRIED`` and ``ARRIVED``.
-
     """
 
     own: tuple[IntArray, IntArray]
@@ -91,13 +89,12 @@ def make_rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
     [[[0, 6, 2, -1]]]
     >>> [flow.pieces.tolist() for flow in make_rank_schedule(schedule, 3).sends_across]
     [[[0, 2, 2, -1], [0, 0, 2, -1], [2, 0, 2, 0]]]
-
     """
     topology, rank_bytes = schedule.topology, schedule.rank_bytes
     input_start, output_start = _starts(rank_bytes[rank]), _starts(rank_bytes[:, rank])
     neighbours = [peer for peer in topology.node_to_ranks[topology.rank_to_node[rank]] if peer != rank]
-    leaving, arriving = schedule.crossing.sent_by(rank), schedule.crossing.received_by(rank)
-    balanced_out = schedule.crossing.select(schedule.crossing.src_rank == rank)
+    leaving, arriving = schedule.internode.sent_by(rank), schedule.internode.received_by(rank)
+    balanced_out = schedule.internode.select(schedule.internode.src_rank == rank)
     redistributed = schedule.redistribution.received_by(rank)
     out, carried_bytes = _leaving(leaving, rank, input_start, topology.rank_to_local)
     into, arrived_bytes = _arriving(arriving, rank, output_start, topology.ranks_per_node)

@@ -29,12 +29,11 @@ class Schedule:
         stages: partners between nodes, in bytes of all lanes together.
         local: messages within nodes, including those of a rank to itself; they have no dependencies.
         balancing: within nodes, before any stage: pieces for the rank whose lane carries them.
-        crossing: between nodes, from a local rank to its counterpart on another node, by stage.
+        internode: between nodes, from a local rank to its counterpart on another node, by stage.
         redistribution: within nodes, after the piece's stage: from the lane's end to the message's destination.
 
-    ``local`` and ``balancing`` are in the order of shifted diagonals (SpreadOut) within each node, ``crossing`` and
+    ``local`` and ``balancing`` are in the order of shifted diagonals (SpreadOut) within each node, ``internode`` and
     ``redistribution`` in order of stages. The unit may also be rows or vectors instead of bytes.
-
     """
 
     topology: Topology
@@ -43,7 +42,7 @@ class Schedule:
     stages: Stages
     local: Transfers
     balancing: Transfers
-    crossing: Transfers
+    internode: Transfers
     redistribution: Transfers
 
 
@@ -68,9 +67,8 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     >>> [(int(f), int(t), int(n)) for f, t, n in zip(
     ...     schedule.balancing.from_rank, schedule.balancing.to_rank, schedule.balancing.num_bytes)]
     [(2, 3, 2)]
-    >>> schedule.crossing.load(4).tolist()
+    >>> schedule.internode.load(4).tolist()
     [[0, 0, 6, 6], [6, 6, 0, 0]]
-
     """
     matrix = _checked(rank_bytes, topology, mode)
     node_to_ranks = np.array(topology.node_to_ranks)
@@ -79,7 +77,7 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     stages = spread_out(node_bytes) if mode == "spread-out" else decompose(node_bytes, mode=mode).shortest_first()
     shape = (topology.num_nodes, topology.ranks_per_node)
     pieces = _sorted_pieces(lanes.cut_into_lanes(tiles), *shape)
-    crossing = _crossing(lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes), node_to_ranks)
+    internode = _internode(lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes), node_to_ranks)
     return Schedule(
         topology=topology,
         rank_bytes=matrix,
@@ -87,8 +85,8 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
         stages=stages,
         local=_local(matrix, topology),
         balancing=_balancing(pieces, node_to_ranks),
-        crossing=crossing,
-        redistribution=_redistribution(crossing),
+        internode=internode,
+        redistribution=_redistribution(internode),
     )
 
 
@@ -166,7 +164,7 @@ def _balancing(pieces: IntArray, node_to_ranks: IntArray) -> Transfers:
     )
 
 
-def _crossing(cut: IntArray, node_to_ranks: IntArray) -> Transfers:
+def _internode(cut: IntArray, node_to_ranks: IntArray) -> Transfers:
     return Transfers(
         from_rank=node_to_ranks[cut[:, lanes.SRC_NODE], cut[:, lanes.LANE]],
         to_rank=node_to_ranks[cut[:, lanes.DST_NODE], cut[:, lanes.LANE]],
@@ -178,8 +176,8 @@ def _crossing(cut: IntArray, node_to_ranks: IntArray) -> Transfers:
     )
 
 
-def _redistribution(crossing: Transfers) -> Transfers:
-    arrived = crossing.select(crossing.to_rank != crossing.dst_rank)
+def _redistribution(internode: Transfers) -> Transfers:
+    arrived = internode.select(internode.to_rank != internode.dst_rank)
     return Transfers(
         from_rank=arrived.to_rank,
         to_rank=arrived.dst_rank,

@@ -21,7 +21,6 @@ class Stages:
         dst_node: (num_stages, num_nodes), the destination of each node in each stage, -1 for none.
         num_bytes: (num_stages, num_nodes), the bytes that it sends; 0 where ``dst_node`` is -1.
         duration_bytes: (num_stages,), the length of each stage; no node sends more in it.
-
     """
 
     dst_node: IntArray

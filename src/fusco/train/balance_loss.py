@@ -24,7 +24,6 @@ def balance_loss(router_logits: Sequence[torch.Tensor], num_topk: int) -> torch.
     1.0
     >>> round(balance_loss([torch.tensor([[99.0, 0, 0, 0]] * 4)], 1).item(), 4)
     4.0
-
     """
     losses = []
     for logits in router_logits:

@@ -24,7 +24,6 @@ class ModelShape:
 
     Raises:
         ValueError: for sizes that do not fit together.
-
     """
 
     num_layers: int
@@ -84,7 +83,6 @@ class TrainingJob:
 
     Raises:
         ValueError: for values that do not fit together.
-
     """
 
     shape: ModelShape

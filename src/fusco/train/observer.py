@@ -52,7 +52,6 @@ class ObservingDispatcher:
         keeps_routing: whether to record ``topk_idx``.
         num_rows: for each layer of this step, the rows of each local expert.
         topk_idx: for each layer of this step, the routing, if recorded.
-
     """
 
     inner: Dispatcher
@@ -64,7 +63,6 @@ class ObservingDispatcher:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """See ``Dispatcher``."""
         return self.inner.group
 
     def start_step(self) -> None:
@@ -75,7 +73,6 @@ class ObservingDispatcher:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
-        """See ``Dispatcher``."""
         x = self._mark_backward(x, "dispatch_backward")
         self.timer.mark("dispatch")
         arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
@@ -88,7 +85,6 @@ class ObservingDispatcher:
         return Arrival(rows, arrival.num_rows_per_expert, arrival.ticket)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        """See ``Dispatcher``."""
         y = self._mark_backward(y, "combine_backward")
         self.timer.mark("combine")
         out = self.inner.combine(y, arrival)
@@ -96,7 +92,6 @@ class ObservingDispatcher:
         return self._mark_backward(out, "combine_backward")
 
     def synchronize(self) -> None:
-        """See ``Dispatcher``."""
         self.inner.synchronize()
 
     def _mark_backward(self, tensor: torch.Tensor, section: str) -> torch.Tensor:

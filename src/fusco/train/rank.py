@@ -36,7 +36,6 @@ def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_
 
     Returns:
         One run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
-
     """
     text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
     runs = []

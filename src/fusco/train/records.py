@@ -31,7 +31,6 @@ class StepRecord:
         dispatch_backward_ms, combine_backward_ms: likewise, backward.
         shuffle_share: these four over the step, mean over ranks.
         expert_imbalance: rows of the busiest expert over those of the mean expert, mean over layers.
-
     """
 
     kind: str = "step"
@@ -62,7 +61,6 @@ class RunRecord:
         num_warm_ups: steps that medians exclude.
         peak_memory_gib: peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU.
         total_s: of all steps.
-
     """
 
     kind: str = "run"
@@ -98,7 +96,6 @@ class Run:
         num_parameters: of the whole model.
         peak_memory_bytes: on rank 0's GPU.
         routing: of the last step, (tokens of all ranks by rank, num_layers, num_topk), if recorded.
-
     """
 
     steps: list[StepRecord]

@@ -13,7 +13,6 @@ def mix_seed(*numbers: int) -> int:
     2000007
     >>> mix_seed(2**31, 2, 1) < 2**63
     True
-
     """
     mixed = 0
     for number in numbers:

@@ -20,7 +20,6 @@ def load_text(job: TrainingJob) -> torch.Tensor:
 
     Raises:
         ValueError: if there is no such text, or less of it than one step of all ranks reads.
-
     """
     text = bytearray()
     for path in _python_sources() if job.text is None else _files_of(job.text):

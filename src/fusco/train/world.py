@@ -44,7 +44,6 @@ def run_here(
         report: called periodically with the number of finished steps and a description of the latest one.
         keeps_routing: whether the first run includes the routing of its last step.
         log: a file to which every step's record is appended when the step is done.
-
     """
     warm_up_cpu()  # in this process, so that the ranks load compiled kernels from disk
     with LocalWorld(job.num_ranks, job.device, limit_s=_LIMIT_S) as world:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,12 +11,12 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.access import Access
 from fusco.core.errors import MismatchError, SharedMemoryError
 from fusco.core.profile import Call, CallProfile
-from fusco.engine.base import LateRejection, Pending
+from fusco.engine.base import LateRejection, Pending, Request
 
 
 @dataclass
-class Request:
-    fields: dict[str, int] = field(default_factory=lambda: {"num_topk": 8})
+class Valid(Request):
+    fields = {"num_topk": 8}  # noqa: RUF012
 
 
 class Session:
@@ -28,13 +27,15 @@ class Session:
         self.profile = CallProfile()
         self.access = Access("a communicator")
 
-    @contextmanager
-    def collective(self, operation):
+    def begin(self, operation):
         self.log.append(f"begin {operation}")
-        yield Call(7, self.profile)
-        self.log.append("end")
+        return Call(7, self.profile)
 
-    def agree(self, fingerprint, counts):
+    def leave(self, operation, error=None):
+        if error is None:
+            self.log.append("end")
+
+    def agree(self, fingerprint, counts=(), handle=0):
         self.log.append(fingerprint)
         return [tuple(counts), tuple(count + 1 for count in counts)]
 
@@ -54,17 +55,17 @@ def raising(error: Exception):
     return function
 
 
-def play(session, validate=Request, prepare=None, engine=None):
+def play(session, validate=Valid, prepare=None, engine=None):
     return run_collective(session, engine or Engine(), "combine", validate, prepare or prepared)
 
 
-def prepared(request: Request, call: Call) -> Pending:
+def prepared(request: Valid, call: Call) -> Pending:
     return Pending((call.sequence_number,), lambda counts: (request, counts))
 
 
 def test_what_was_prepared_is_run_with_the_counts_of_all_ranks():
     session = Session()
-    assert play(session) == (Request(), [(7,), (8,)])
+    assert play(session) == (Valid(), [(7,), (8,)])
     assert session.log == ["begin combine", CollectiveFingerprint("combine", {"num_topk": 8}), "end"]
     assert session.profile.planning_s > 0
 

@@ -144,7 +144,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(group):
         use(comm)
 
 
-def test_one_node_opens_no_gloo(group):
+def test_one_node_opens_no_transport(group):
     def listening():
         inodes = {
             re.sub(r"\D", "", os.readlink(entry))
@@ -158,7 +158,7 @@ def test_one_node_opens_no_gloo(group):
     before = listening()
     with make():
         opened = listening() - before
-    assert len(opened) == 1  # the sentinel's
+    assert len(opened) == 1  # the status server's
     assert next(iter(opened)).startswith("0100007F:")  # 127.0.0.1
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def profile(num_rows):
 
 
 def rank_result(variants, dispatch_ms, combine_ms, sends, receives):
-    times = DeviceTimes(dispatch_ms, combine_ms, [sum(both) for both in zip(dispatch_ms, combine_ms, strict=True)])
+    total_ms = [sum(both) for both in zip(dispatch_ms, combine_ms, strict=True)]
+    times = DeviceTimes(dispatch_ms, combine_ms, total_ms, loop_ms=[time / 2 for time in total_ms], idle_ms=[9.0])
     return DeviceResult(
         PEAKS,
         errors={name: [] for name in variants},
@@ -72,6 +74,7 @@ def test_times_are_held_against_the_busiest_rank_at_the_best_peak(ranks, tmp_pat
     assert (fusco.variant, fusco.balancer, baseline.balancer) == ("fusco", "rotation", "none")
     assert fusco.dispatch_ms == 3.0  # slowest ranks: 3, 5, 2
     assert fusco.combine_ms == 2.0
+    assert (fusco.total_ms, fusco.loop_ms, fusco.idle_ms) == (5.0, 2.5, 9.0)
     assert fusco.internode_row_bytes == fusco.internode_row_bytes_lower_bound == 75_000
     assert fusco.combine_internode_row_bytes == 75_000
     assert fusco.busiest_rank_bytes == 50_000
@@ -132,7 +135,8 @@ def test_the_table_within_a_node(ranks):
     records = summarize_device(run_of(1, ("fusco", "baseline", "fusco-fp8")), ranks)
     fusco, _, fp8 = records
     assert (fusco.dispatch_gbs, fusco.dispatch_of_peak) == (25.3, 0.067)
-    assert (fp8.dtype, fp8.combine_ms, fp8.total_ms) == ("float8_e4m3fn", None, None)
+    assert (fusco.loop_ms, fusco.idle_ms) == (2.5, 9.0)
+    assert (fp8.dtype, fp8.combine_ms, fp8.total_ms, fp8.loop_ms) == ("float8_e4m3fn", None, None, None)
     assert set(fusco.peaks) == {
         "copy_engine_push_gbs",
         "copy_engine_pull_gbs",
@@ -140,8 +144,10 @@ def test_the_table_within_a_node(ranks):
         "sm_pull_gbs",
         "local_gbs",
     }
+    records[1] = dataclasses.replace(records[1], loop_ms=7.5)
     shown = text_of(print_device_records, records)
     assert "2 GPUs" in shown
+    assert " 3.00 " in re.search("fusco  .*", shown)[0]  # the baseline's 7.5 in a row, over 2.5
     assert "copy engine 380 pulling, 400 pushing" in shown
     assert "multiprocessors taken by fusco: dispatch 64, combine 132" in shown
     assert "waiting included: plan 29, scatter_rows 991" in shown

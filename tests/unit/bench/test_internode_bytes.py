@@ -55,6 +55,12 @@ def test_without_the_balancer_rows_stay_on_their_lane():
     assert rows[[0, 1, 2, 3], [3, 2, 1, 0]].sum() == 0
 
 
+def test_messages_of_a_fixed_size_have_a_row_for_every_token():
+    load = workload(Pattern.SINGLE_NODE, nodes=3, per_node=1, num_experts=9, tokens=20)
+    assert internode_rows("fusco-graph", load, "rotation", "cuda").tolist() == [[0, 20, 20], [20, 0, 20], [20, 20, 0]]
+    assert internode_rows("fusco-static", load, "rotation", "cpu").sum() == internode_rows_lower_bound(load)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_node_has_nothing_to_send(name):
     assert internode_rows(name, workload(Pattern.UNIFORM, nodes=1, per_node=4), "rotation").sum() == 0

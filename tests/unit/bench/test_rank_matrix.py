@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fusco import ExpertPlacement, Topology
-from fusco.bench.rank_matrix import ExchangeMatrix, make_rank_bytes, rows_of_routing
+from fusco.bench.matrices import ExchangeMatrix, make_rank_bytes, rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload
 
 

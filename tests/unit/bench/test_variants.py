@@ -2,12 +2,12 @@
 
 import pytest
 
-from fusco.bench.variants import ABLATION, VARIANTS, choose_variants, recorded_variant
+from fusco.bench.variants import ABLATION, PEERS, VARIANTS, choose_variants, recorded_variant
 
 
 def test_the_default_ones():
     assert choose_variants("cpu", 2) == ("fusco", "baseline")
-    assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "baseline")
+    assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "fusco-graph", "baseline")
     within = choose_variants("cuda", 1)
     assert within[:4] == ("fusco", "fusco-graph", "fusco-in-place", "baseline")
     assert within[-1] == "fusco-fp8"
@@ -25,11 +25,17 @@ def test_every_variant_has_an_entry():
     assert names | set(ABLATION) <= set(VARIANTS)
 
 
+def test_deep_ep_is_measured_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "deep_ep" or None)
+    assert choose_variants("cuda", 1)[4:6] == PEERS == ("deep_ep", "deep_ep_v2")
+    assert not set(PEERS) & set(choose_variants("cuda", 2))
+
+
 def test_names_that_are_not_offered_are_rejected():
     with pytest.raises(ValueError, match="between nodes, but there is 1 node: pass --nodes"):
         choose_variants("cuda", 1, with_ablation=True)
-    with pytest.raises(ValueError, match="'fusco-graph' is none of those on cuda with 2 nodes: fusco, fusco-static"):
-        choose_variants("cuda", 2, ["fusco-graph"])
+    with pytest.raises(ValueError, match="'fusco-fp8' is none of those on cuda with 2 nodes: fusco, fusco-static"):
+        choose_variants("cuda", 2, ["fusco-fp8"])
     with pytest.raises(ValueError, match="'deepep' is none of those on cpu with 1 node: fusco, baseline, fusco-static"):
         choose_variants("cpu", 1, ["deepep"])
 
@@ -41,5 +47,5 @@ def test_a_timeline_shows_static_rows_if_it_can():
 
 
 def test_only_what_is_measured_by_other_means_has_no_factory():
-    assert {name for name, variant in VARIANTS.items() if variant.make is None} == {"fusco-fp8", "deep_ep"}
+    assert {name for name, variant in VARIANTS.items() if variant.make is None} == {"fusco-fp8"}
     assert all(variant.description for variant in VARIANTS.values())

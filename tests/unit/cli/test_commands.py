@@ -136,7 +136,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--device", "cuda", "--nodes", "2", "--ranks-per-node", "4"], "8 ranks need a GPU each, but torch finds 4"),
         (["--device", "cuda", "--nodes", "3"], "4 GPUs do not divide among 3 nodes"),
         (["--device", "cuda", "--ablation"], "there is 1 node: pass --nodes"),
-        (["--device", "cuda", "--nodes", "2", "--variants", "fusco-graph"], "'fusco-graph' is none of those on cuda"),
+        (["--device", "cuda", "--nodes", "2", "--variants", "fusco-fp8"], "'fusco-fp8' is none of those on cuda"),
         (["--variants", "fusco,best"], "variant 'best' is none of those on cpu with 2 nodes: fusco, baseline"),
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),

@@ -56,12 +56,28 @@ def test_several_rejections_are_all_named():
 
 
 def test_fingerprints_survive_being_sent():
-    assert CollectiveFingerprint.decode(GOOD.encode()) == GOOD
-    assert CollectiveFingerprint.decode(REFUSED.encode()) == REFUSED
+    assert CollectiveFingerprint.decode(GOOD.text) == GOOD
+    assert CollectiveFingerprint.decode(REFUSED.text) == REFUSED
 
 
 @pytest.mark.parametrize("letter", ["x", '"', "\\", "\n", "\x01", "é", "漢", "🙂"])
 def test_a_rejection_of_any_text_fits_into_a_record(letter):
-    text = CollectiveFingerprint("dispatch_again", rejection=f"expected {letter}, got {letter * 5000}").encode()
+    text = CollectiveFingerprint("dispatch_again", rejection=f"expected {letter}, got {letter * 5000}").text
     assert len(text) <= 1024
     assert CollectiveFingerprint.decode(text).rejection.startswith("expected ")
+
+
+def test_a_digest_is_that_of_everything_that_must_agree():
+    same = CollectiveFingerprint("dispatch", {"num_topk": 8, "payloads": ["bfloat16[7]"]})
+    others = [
+        CollectiveFingerprint("combine", GOOD.fields),
+        CollectiveFingerprint("dispatch", {**GOOD.fields, "num_topk": 4}),
+        CollectiveFingerprint("dispatch", GOOD.fields, "x has shape (3,)"),
+        REFUSED,
+    ]
+    assert same.digest == GOOD.digest
+    assert len({GOOD.digest, *(other.digest for other in others)}) == 5
+
+
+def test_a_handle_is_a_field_of_what_is_read():
+    assert CollectiveFingerprint.decode(GOOD.text, handle=3).fields == {**GOOD.fields, "handle": 3}

@@ -19,7 +19,7 @@ from store_gathers import on_ranks
 LIMIT_S = 10.0
 
 
-WHERE = ("cpu.engine.torch.empty", "cpu.engine.RoutingExchange", "cpu.engine.GlooTransport", "api.create.Session")
+WHERE = ("cpu.engine.torch.empty", "cpu.engine.RoutingExchange", "cpu.engine.TcpTransport", "api.create.Session")
 
 
 def validator(rank: int, capacity: Capacity) -> Validator:
@@ -30,7 +30,6 @@ def validator(rank: int, capacity: Capacity) -> Validator:
         capacity=capacity,
         wire_dtype=None,
         device=torch.device("cpu"),
-        num_nodes=2,
     )
 
 

@@ -119,7 +119,7 @@ def test_a_store_that_is_lost_with_a_rank_is_reported_as_the_failure_of_that_ran
             while not is_ready():
                 time.sleep(0.01)
 
-        def ask_everybody(self, stall, symptom):
+        def query_all_ranks(self, stall, symptom):
             asked.append((stall.phase, symptom))
             raise PeerFailureError(rank=0, peers=(1,), operation="", stall=stall, reason=symptom, has_left=True)
 

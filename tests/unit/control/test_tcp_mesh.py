@@ -349,3 +349,16 @@ def test_an_idle_unauthenticated_connection_delays_no_peer(sent):
         num_foreign = []
         assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"first"}, 1: {0: b"first"}}
         assert num_foreign == [1]
+
+
+def test_a_connection_to_a_machine_that_is_off_closes_within_the_time_limit():
+    def options(store_gather):
+        with closing(mesh_of(store_gather)) as mesh:
+            connections = list(mesh._connections.values())
+            assert [connection.fileno() for connection in connections] == list(mesh.descriptors.values())
+            assert connections[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            return store_gather.timeout_s, [connections[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
+
+    timeout_s, (idle_s, interval_s, num_probes) = on_ranks(2, options)[0]
+    assert 0 < idle_s + interval_s * num_probes <= max(timeout_s, 4)

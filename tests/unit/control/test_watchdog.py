@@ -19,7 +19,7 @@ TIMEOUT_S = 4.0
 SLACK_S = 1.0  # more than a loaded machine takes to schedule all processes
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
-LOCAL_DEVICE = Stall("waiting for the local device", (), "the plan", "none", is_for_own_device=True)
+LOCAL_DEVICE = Stall("waiting for the local device", (), "the plan", "none", is_for_local_device=True)
 
 
 class Ranks:
@@ -90,10 +90,24 @@ def test_a_wait_spins_at_first_where_it_may(ranks, monkeypatch):
     watchdog = ranks.watchdog(spin_s=0.1)
     until = time.monotonic() + 0.05
     watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
-    assert set(pauses) == {0}
+    assert pauses == []
     until = time.monotonic() + 0.15
     watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
     assert max(pauses) > 0
+
+
+def test_messages_are_progressed_in_every_wait_and_restart_its_limit(ranks):
+    watchdog, until, num_polls = ranks.watchdog(timeout_s=0.4), time.monotonic() + 1.0, 0
+
+    def poll():
+        nonlocal num_polls
+        num_polls += 1
+        time.sleep(0.01)
+        return True
+
+    watchdog.add_poll(poll)
+    watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
+    assert num_polls > 10
 
 
 def test_a_death_is_noticed_while_spinning(ranks):
@@ -255,10 +269,10 @@ def test_a_wait_has_the_whole_limit_however_long_ago_something_moved(ranks):
 
 def test_asking_all_ranks_raises_only_if_one_is_dead(ranks):
     watchdog = ranks.watchdog()
-    assert set(watchdog.ask_everybody(STALL, "no connection")) == {1, 2, 3}
+    assert set(watchdog.query_all_ranks(STALL, "no connection")) == {1, 2, 3}
     ranks.kill(2)
     with pytest.raises(PeerFailureError, match=r"no connection; rank 2 .* is dead"):
-        watchdog.ask_everybody(STALL, "no connection")
+        watchdog.query_all_ranks(STALL, "no connection")
 
 
 def test_a_rank_that_has_left_is_named_at_once_by_ranks_that_wait_for_it(ranks):
@@ -315,4 +329,80 @@ def test_asking_all_ranks_raises_a_failure_report_of_another_rank(ranks):
     watchdog = ranks.watchdog()
     ranks.local.failure_report = FailureReport((3,), "rank 3 is late", found_by=2, has_left=False)
     with pytest.raises(PeerFailureError, match=r"rank 3 is late \(found by rank 2\)"):
-        watchdog.ask_everybody(STALL, "no connection")
+        watchdog.query_all_ranks(STALL, "no connection")
+
+
+def error_of_check(watchdog):
+    """Return the error that ``check`` raises as soon as it raises one, and the time until then in seconds."""
+    began = time.monotonic()
+
+    def check_often():
+        while time.monotonic() - began < AT_ONCE_S:
+            watchdog.check()
+            time.sleep(0.001)
+
+    with pytest.raises(PeerFailureError) as caught:
+        check_often()
+    return caught.value, time.monotonic() - began
+
+
+def test_a_check_raises_nothing_where_all_is_well(ranks):
+    watchdog = ranks.watchdog()
+    watchdog.add_network_probe(str)
+    watchdog.add_device_probe(lambda: None)
+    for _ in range(60):
+        watchdog.check()
+        time.sleep(0.001)
+
+
+def test_a_check_names_the_dead(ranks):
+    watchdog = ranks.watchdog()
+    watchdog.check()
+    ranks.processes[1].kill()
+    error, seconds = error_of_check(watchdog)
+    assert (error.peers, error.operation, error.has_left) == ((2,), "check", True)
+    assert error.stall == Stall("checking all ranks", (2,), "every rank at work", "fewer")
+    assert error.reason == f"rank 2 (pid {ranks.peers[2].pid}) is dead"
+    assert seconds < AT_ONCE_S
+    assert {ranks.others[i].failure_report.peers for i in (0, 2)} == {(2,)}
+
+
+def test_a_check_says_which_wait_of_the_device_ended(ranks):
+    watchdog = ranks.watchdog()
+    watchdog.add_device_probe(lambda: STALL)
+    ranks.kill(1)
+    error, _ = error_of_check(watchdog)
+    assert (error.peers, error.stall) == ((1,), STALL)
+
+
+def test_a_check_blames_a_silent_rank_for_a_wait_of_the_device_that_timed_out(ranks):
+    ranks.deafen(3)
+    watchdog = ranks.watchdog()
+    watchdog.add_device_probe(lambda: STALL)
+    error, _ = error_of_check(watchdog)
+    assert error.peers == (3,)
+    assert error.reason.startswith("a wait of the device ended without what it waited for; rank 3 does not answer")
+
+
+def test_a_check_raises_what_another_rank_has_reported(ranks):
+    watchdog = ranks.watchdog()
+    ranks.local.failure_report = FailureReport((3,), "rank 3 is dead", found_by=2, has_left=True)
+    assert error_of_check(watchdog)[0].reason == "rank 3 is dead (found by rank 2)"
+
+
+def test_a_check_names_ranks_that_have_left_or_whose_connection_is_closed(ranks):
+    ours, theirs = socket.socketpair()
+    watchdog = ranks.watchdog()
+    watchdog.add_connections({1: ours.fileno()})
+    ranks.others[1].report_departure({0: ranks.local.address}, 2, "left its communicator", AT_ONCE_S)
+    theirs.close()
+    error, _ = error_of_check(watchdog)
+    assert error.peers == (1, 2)
+    assert error.reason == "rank 1 is dead or has left: its connection is closed; rank 2 left its communicator"
+    ours.close()
+
+
+def test_a_check_raises_a_failure_of_the_network(ranks):
+    watchdog = ranks.watchdog()
+    watchdog.add_network_probe(lambda: "the network failed to send (rank 2)")
+    assert "the network failed to send (rank 2)" in error_of_check(watchdog)[0].reason

@@ -105,3 +105,10 @@ def test_static_rows_are_positive_and_at_most_what_kernels_count(num_rows, error
     assert StaticRows(2**31 - 1).num_rows == 2**31 - 1
     with pytest.raises(error, match=f"num_rows must be .*, got {num_rows}"):
         StaticRows(num_rows)
+
+
+@pytest.mark.parametrize(("limit", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
+def test_limits_of_messages_are_positive_integers(limit, error):
+    assert StaticRows(4, max_rows_to_node=1).max_rows_to_node == 1
+    with pytest.raises(error, match="max_rows_to_node"):
+        StaticRows(4, max_rows_to_node=limit)

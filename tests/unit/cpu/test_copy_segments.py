@@ -1,9 +1,10 @@
 """``copy_segments`` against its PyTorch twin, bit for bit."""
 
+import numpy as np
 import pytest
 import torch
 
-from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.cpu.kernels.copy_segments import concatenate, copy_segments
 from fusco.reference.copy_segments import copy_segments as reference
 from generator import any_bits, number_of, random_of
 
@@ -54,3 +55,11 @@ def test_arrays_that_are_views_with_strides():
     copy_segments(src, table[:, 0], dst, table[:, 1], table[:, 2])
     assert torch.equal(dst[50:60], src[:10])
     assert torch.equal(dst[:20], src[30:50])
+
+
+def test_memories_are_concatenated():
+    parts = [torch.arange(n, dtype=torch.int32) + 10 * n for n in (2, 0, 3)]
+    together = torch.empty(5, dtype=torch.int32)
+    addresses, sizes = np.array([part.data_ptr() for part in parts]), np.array([part.nbytes for part in parts])
+    concatenate(addresses, sizes, together)
+    assert together.tolist() == [20, 21, 30, 31, 32]

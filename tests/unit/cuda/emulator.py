@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from simulated_device import END_OF_KERNEL, Machine
+from simulated_kernels import copy_of
 
 from fusco.cuda.kernels.compiler import SOURCE_DIR
 
@@ -92,8 +93,16 @@ class Emulator:
         self._num_idle = 0
 
 
-@cache
+_schedulers: list[ctypes.CDLL] = []  # at most one: kernels find it by its global names
+
+
 def _load_scheduler(folder: Path) -> ctypes.CDLL:
+    if not _schedulers:
+        _schedulers.append(_build_scheduler(folder))
+    return _schedulers[0]
+
+
+def _build_scheduler(folder: Path) -> ctypes.CDLL:
     library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), ())
     simt = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     simt.simt_launch.argtypes = [
@@ -180,6 +189,7 @@ class EmulatedKernel:
         is_dependent: bool = False,
     ) -> None:
         assert grid >= 1
+        arguments = copy_of(arguments)
         numbers: list[int] = []
 
         def begin() -> None:

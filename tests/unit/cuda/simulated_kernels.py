@@ -13,6 +13,7 @@ from simulated_device import Machine, Stream
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.abi import vector_bytes
 from fusco.cuda.kernels.comm import Report
+from fusco.planner.routing import Routing
 from fusco.reference.add_returned import add_returned
 from fusco.reference.combine_rows import combine_rows, sum_partially
 from fusco.reference.plan import mark_ranks, plan_slots
@@ -46,6 +47,11 @@ class SimulatedLibrary:
         return SimulatedKernel(self._machine, self._words, name, constants)
 
 
+def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
+    """Arguments as they are now: the driver copies them when a kernel is launched."""
+    return type(arguments).from_buffer_copy(arguments)
+
+
 class SimulatedKernel:
     """Stands in for ``Kernel``."""
 
@@ -57,7 +63,7 @@ class SimulatedKernel:
         assert grid >= 1
         assert ctypes.sizeof(arguments) == self._constants["ARGUMENT_BYTES"]
         launch: Callable[[Stream, Any], None] = getattr(self, f"_{self._name}")
-        launch(self._machine.stream_of(stream), arguments)
+        launch(self._machine.stream_of(stream), copy_of(arguments))
 
     def _plan(self, stream: Stream, args: Any) -> None:
         words, rank = self._words, args.comm.rank
@@ -78,7 +84,7 @@ class SimulatedKernel:
 
     def _push_routing(self, args: Any, published: int, src: int, peer: int, epoch: int) -> None:
         shape = (args.first_row[src + 1] - args.first_row[src], self._constants["NUM_TOPK"])
-        ids = self._at(args.topk_idx[published], _IDS[self._constants["ID_BYTES"]], shape)
+        ids = self._at(args.topk_idx[published], _I32 if published else _IDS[self._constants["ID_BYTES"]], shape)
         self._pooled(args, peer, src, epoch, "ids", _I32).copy_(ids.clamp(-_LARGEST_I32, _LARGEST_I32))
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
             weights = self._at(args.topk_weights[published], dtype, shape)
@@ -259,16 +265,32 @@ class SimulatedKernel:
 
     def _plan_forwarding(self, stream: Stream, args: Any) -> None:
         def plan() -> None:
-            num_nodes, num_tokens = args.num_nodes, args.num_tokens
-            id_dtype = _IDS[self._constants["ID_BYTES"]]
-            ids = self._at(args.topk_idx, id_dtype, (num_tokens, self._constants["NUM_TOPK"]))
+            num_nodes, num_tokens, num_topk = args.num_nodes, args.num_tokens, self._constants["NUM_TOPK"]
+            ids = self._at(args.topk_idx, _IDS[self._constants["ID_BYTES"]], (num_tokens, num_topk))
+            dtype = _WEIGHTS.get(self._constants["WEIGHT_BYTES"])
+            weights = self._at(args.topk_weights, dtype, ids.shape) if dtype else None
             table = torch.cat([self._at(args.expert_to_node, _I32, (args.num_experts,)).long(), torch.tensor([-1])])
-            made, summary = plan_forwarding(ids, table, num_nodes, args.own_node)
-            self._at(args.node_to_tokens, _I32, made.node_to_tokens.shape).copy_(made.node_to_tokens)
-            self._at(args.token_to_place, _I32, made.token_to_place.shape).copy_(made.token_to_place)
-            self._at(args.summary, torch.int64, summary.shape).copy_(summary)
+            max_rows = args.max_rows if args.is_fixed else None
+            made = plan_forwarding(Routing(ids, weights), table, num_nodes, args.own_node, max_rows)
+            self._at(args.node_to_tokens, _I32, made.plan.node_to_tokens.shape).copy_(made.plan.node_to_tokens)
+            self._at(args.token_to_place, _I32, made.plan.token_to_place.shape).copy_(made.plan.token_to_place)
+            for i, message in enumerate(made.messages):
+                at, shape = args.messages + i * args.message_bytes, message.topk_idx.shape
+                if message.topk_weights is not None:
+                    self._at(at, dtype, shape).copy_(message.topk_weights)
+                    at += message.topk_weights.nbytes
+                self._at(at, _I32, shape).copy_(message.topk_idx)
+            self._summarise(args, made.summary.tolist())
 
         stream.launch("counting rows for each node", plan)
+
+    def _summarise(self, args: Any, counts: list[int]) -> None:
+        summary, (*num_rows, bad_pair, bad_id) = self._at(args.summary, torch.int64, (2 * args.num_nodes + 1,)), counts
+        for node, count in enumerate(num_rows):
+            summary[node] = args.ticket << 32 | (bad_pair if node == args.own_node else count)
+            if count > args.max_rows and args.is_overflow_reported and not summary[args.num_nodes + 1 + node]:
+                summary[args.num_nodes + 1 + node] = count << 32 | args.max_rows
+        summary[args.num_nodes] = bad_id
 
     def _gather_rows(self, stream: Stream, args: Any) -> None:
         def gather() -> None:
@@ -281,7 +303,8 @@ class SimulatedKernel:
                 assert message % width == args.rows % width == 0, "an access that is not aligned"
                 places = self._at(at, _I32, (num_rows,)).long()
                 rows = self._at(args.rows, torch.uint8, (int(places.max()) + 1, row_bytes))
-                self._at(message, torch.uint8, (num_rows, row_bytes)).copy_(rows[places])
+                filled = places >= 0
+                self._at(message, torch.uint8, (num_rows, row_bytes))[filled] = rows[places[filled]]
 
         stream.launch("gathering rows", gather)
 

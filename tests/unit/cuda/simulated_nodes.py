@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from fusco.cuda.arena import Arena
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.internode import InternodeShuffle
-from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.nccl import Message
@@ -36,7 +34,7 @@ class AllGathers:
     """All-gathers of a world, one after the other; each blocks until all ranks have taken part."""
 
     def __init__(self, machine: Machine, num_ranks: int) -> None:
-        self._machine, self._num_ranks = machine, num_ranks
+        self.machine, self._num_ranks = machine, num_ranks
         self._num_met = [0] * num_ranks
         self._brought: list[dict[int, Any]] = []
 
@@ -47,7 +45,7 @@ class AllGathers:
             self._brought.append({})
         here = self._brought[number]
         here[rank] = thing
-        self._machine.wait(lambda: len(here) == self._num_ranks)
+        self.machine.wait(lambda: len(here) == self._num_ranks)
         return [here[r] for r in range(self._num_ranks)]
 
 
@@ -129,10 +127,10 @@ class SimulatedSession:
     def __init__(self, gathers: AllGathers, rank: int) -> None:
         self.profile = CallProfile()
         self._gathers, self._rank, self._num_calls = gathers, rank, 0
+        self.machine = gathers.machine
         self.access = Access(f"rank {rank}'s simulated communicator")
 
-    @contextmanager
-    def collective(self, operation: str) -> Iterator[Call]:
+    def begin(self, operation: str) -> Call:
         self._num_calls += 1
         self.profile = CallProfile(operation)
 
@@ -140,9 +138,15 @@ class SimulatedSession:
             self.agree(CollectiveFingerprint(operation, fields))
             return self._num_calls
 
-        yield Call(self._num_calls, self.profile, agree_again)
+        return Call(self._num_calls, self.profile, agree_again)
 
-    def agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def leave(self, operation: str, error: BaseException | None = None) -> None:
+        pass
+
+    def agree(
+        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+    ) -> list[tuple[int, ...]]:
+        fingerprint = CollectiveFingerprint.decode(fingerprint.text, handle)
         gathered = self._gathers.all_gather(self._rank, (fingerprint, tuple(counts)))
         check_fingerprints([fingerprint for fingerprint, _ in gathered], self._rank)
         return [counts for _, counts in gathered]
@@ -191,6 +195,10 @@ class Rank:
     library: Any
     engine = SimpleNamespace(pending_error=lambda: None)
 
+    def machine_is_idle(self) -> None:
+        """Wait, on the host, for all that the caller's stream has."""
+        self.session.machine.wait(lambda: self.stream.is_idle)
+
     @property
     def profile(self) -> CallProfile:
         """Of the latest collective."""
@@ -223,8 +231,7 @@ class Rank:
         """Hosts do not wait for each other: the more orders are possible in which devices run."""
         weights = plan.weights if is_weighted else None
         request = CombineRequest(rows=rows, plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
-        with self.session.collective("combine") as call:
-            return self.shuffle.combine(request, call, self.stream)
+        return self.shuffle.combine(request, self.session.begin("combine"), self.stream)
 
 
 class World:
@@ -252,13 +259,7 @@ class World:
             with OnDevice(self.machine, stream):
                 return program(self._start(rank, stream))
 
-        own_rows = vars(InternodePlan)["own_rows"]
-        with (
-            self.machine.installed(),
-            mock.patch("fusco.cuda.arena.rendezvous", self._rendezvous),
-            # Until Python 3.12, one rank at a time can be in a cached property, but here it waits for others inside.
-            mock.patch.object(own_rows, "lock", nullcontext(), create=True),
-        ):
+        with self.machine.installed(), mock.patch("fusco.cuda.arena.rendezvous", self._rendezvous):
             return self.machine.run(on_rank, self.layout.topology.world_size)
 
     def _rendezvous(self, memory: torch.Tensor, store_gather: Roll, ranks: Sequence[int], name: str) -> Mapped:

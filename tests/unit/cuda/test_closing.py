@@ -103,6 +103,7 @@ def devices():
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", None))
         stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
@@ -181,10 +182,6 @@ def test_a_rank_that_has_left_is_no_error_where_everything_is_complete():
     assert device.deeds == ["abort"]
 
 
-def break_off(engine) -> None:
-    engine._arena._state[0] = 1
-
-
 def end_network(engine) -> None:
     engine._network.nccl_watchdog.stall = Stall("the network", (1,), "slice 3", "nothing")
 
@@ -193,7 +190,7 @@ def time_out(engine) -> None:
     engine._arena.failure.is_set = 1
 
 
-@pytest.mark.parametrize("befall", [break_off, end_network, time_out])
+@pytest.mark.parametrize("befall", [end_network, time_out])
 def test_a_rank_that_has_left_is_an_error_where_results_are_undefined(befall):
     def later(communicator):
         # It shows after the barrier in which rank 1 is missing has begun.
@@ -264,6 +261,43 @@ def test_a_device_that_is_done_keeps_nothing():
     engine = on_ranks(1, leave)[0]
     gc.collect()
     assert engine() is None
+
+
+def test_a_check_raises_what_is_pending_once():
+    def check(store_gather):
+        communicator = open_on(store_gather)
+        communicator.check()
+        report = communicator._engine._arena.report
+        report.overflow_limit, report.overflow_needed = 8, 9
+        errors = [error_of(communicator.check) for _ in range(2)]
+        communicator.abort()
+        return [*errors, error_of(communicator.check)]
+
+    overflow, nothing, closed = on_ranks(1, check)[0]
+    assert (type(overflow), overflow.num_rows, overflow.num_rows_needed) == (RowOverflowError, 8, 9)
+    assert nothing is None
+    assert type(closed) is ClosedError
+
+
+def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_host_waits():
+    def capture(store_gather):
+        communicator = open_on(store_gather)  # launches something, which is captured
+        arena, deadline = communicator._engine._arena, time.monotonic() + TIMEOUT_S
+        if store_gather.rank == 1:
+            communicator._session.abandon("failed in a test")
+        while not (has_aborted := bool(arena._abort.value)) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        error = error_of(communicator.check)
+        communicator.abort()
+        return has_aborted, error
+
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        has_aborted, error = on_ranks(2, capture)[0]
+    assert has_aborted
+    assert type(error) is PeerFailureError
+    assert error.peers == (1,)
+    assert "rank 1 failed in a test" in str(error)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fusco-peer-watch"]
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])

@@ -27,6 +27,7 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
 from fusco.cuda.kernels.weight_gradients import WeightArgs
+from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.cuda.tuning import combine_shape
 
@@ -119,10 +120,22 @@ def weight_gradients(hidden: int, row_type: str, weight_bytes: int, has_dots: in
     }
 
 
+def weighted_sum(num_topk: int, hidden: int, row_type: str) -> Constants:
+    item_bytes = ITEM_BYTES[row_type]
+    return {
+        "ARGUMENT_BYTES": ctypes.sizeof(WeightedSumArgs),
+        "NUM_THREADS": 256,
+        "HIDDEN": hidden,
+        "NUM_TOPK": num_topk,
+        "ROW_TYPE": row_type,
+        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+    }
+
+
 def add_returned(num_remote: int, hidden: int, row_type: str, wire_type: str) -> Constants:
     item_bytes = ITEM_BYTES[row_type]
     return constants_of(
-        returned_type(num_remote),
+        returned_type(1, num_remote),
         1,
         256,
         NUM_REMOTE=num_remote,
@@ -173,8 +186,8 @@ GRID: dict[str, list[Constants]] = {
         combine_rows(4, 8, 2880, "F16", "F16", 0, "F32"),
     ],
     "plan_forwarding": [
-        constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes)
-        for num_topk, id_bytes in ((1, 4), (8, 8), (32, 4))
+        constants_of(ForwardingArgs, 1, 1024, NUM_TOPK=num_topk, ID_BYTES=id_bytes, WEIGHT_BYTES=weight_bytes)
+        for num_topk, id_bytes, weight_bytes in ((1, 4, 0), (8, 8, 4), (32, 4, 8))
     ],
     "gather_rows": [gather_rows(*sizes) for sizes in ((1, 14336), (7, 1001), (63, 6), (3, 8), (1, 36))],
     "add_returned": [
@@ -190,6 +203,12 @@ GRID: dict[str, list[Constants]] = {
         weight_gradients(33, "F32", 4, 0),
         weight_gradients(5, "F64", 8, 1),
         weight_gradients(3, "BF16", 4, 0),
+    ],
+    "weighted_sum": [
+        weighted_sum(8, 7168, "BF16"),
+        weighted_sum(1, 2880, "F16"),
+        weighted_sum(11, 33, "F32"),
+        weighted_sum(2, 5, "F64"),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
 }

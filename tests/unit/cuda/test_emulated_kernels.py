@@ -27,11 +27,13 @@ from fusco.cuda.kernels import combine_rows as combine_kernel
 from fusco.cuda.kernels import plan as plan_kernel
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
+from fusco.cuda.kernels.weighted_sum import weighted_sum as launch_weighted_sum
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 from fusco.reference.copy_segments import copy_segments
 from fusco.reference.weight_gradients import weight_gradients
+from fusco.reference.weighted_sum import weighted_sum
 from generator import KINDS, random_of
 
 pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
@@ -197,7 +199,7 @@ def test_epochs_wrap_around(folder, order):
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
-        arena.bytes_at(0, layout.offsets["ids"]).view(torch.int32).fill_(last)
+        arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
@@ -230,6 +232,104 @@ def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
         assert stall.phase == "exchanging routing on the device"
         assert stall.on_ranks == (1,)
     assert not arenas[1].failure.is_set
+
+
+def before_its_plan(at: Rank) -> None:
+    at.shuffle._planner.new_plan = die
+
+
+def before_it_scatters_rows(at: Rank) -> None:
+    at.shuffle._own_rows.scatter = plan_and_die
+
+
+def before_its_combine(at: Rank) -> None:
+    at.combine = die
+
+
+class Died(Exception):  # noqa: N818  no error of the test
+    """Ends what a rank launches."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    raise Died
+
+
+def plan_and_die(*arguments: Any, launch_plan: Any = None) -> None:
+    """Take the place of ``OwnRows.scatter``, which launches the plan, too."""
+    (launch_plan or arguments[-1])()
+    raise Died
+
+
+# The phase that the others are in, and how many of the outputs (dispatch, combine) of this replay they complete.
+DEATHS = {
+    before_its_plan: ("exchanging routing on the device", 0),
+    before_it_scatters_rows: ("receiving rows", 0),
+    before_its_combine: ("adding partial sums", 1),
+}
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(death, order, folder):
+    repeated = Repeated(folder, order, num_ranks=3, patience=1000)
+    phase, num_complete = DEATHS[death]
+    victim, num_replays = 1, 3
+
+    def on_rank(at: Rank) -> Any:
+        # As in replays, hosts agree on nothing in between.
+        request, call = repeated.request(at.rank, 1, torch.float32), Call(1, CallProfile())
+        pending = at.shuffle.prepare_dispatch(request, call, at.stream)
+        counts = at.session.agree(CollectiveFingerprint("dispatch", request.fields), pending.counts)
+        outputs: list[torch.Tensor] = []
+        for replay in range(num_replays):
+            if replay == 1 and at.rank == victim:
+                death(at)
+            try:
+                sent = pending.run(counts)
+                ones = torch.ones(len(sent.rows[0]), 1)
+                outputs += [sent.rows[0], at.combine(sent.plan, ones, is_weighted=False)]
+            except Died:
+                return None
+        at.arena.abort()  # by the host's watch
+        return outputs, sent.plan, stall_of(at.arena.failure, at.arena.node_ranks)
+
+    for rank, result in enumerate(repeated.world.run(on_rank)):
+        if rank == victim:
+            continue
+        outputs, plan, stall = result
+        assert (stall.phase, stall.on_ranks) == (phase, (victim,))
+        is_poison = [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs]
+        num_valid = 2 + num_complete
+        assert is_poison == [False] * num_valid + [True] * (2 * num_replays - num_valid)
+        num_terms = (repeated.request(rank, 1, torch.float32).routing.topk_idx >= 0).sum(1)
+        assert torch.equal(outputs[1][:, 0], num_terms.float())
+        assert (plan.row_to_slots == -1).all()
+        assert (plan.num_rows_per_expert == 0).all()
+
+
+class PlayWithoutNetwork(EmulatedPlay):
+    """A play after which the network of rank 0 fails, and a dispatch and a combine that show it."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        before = super()._on_rank(at)
+        torch.zeros(1)  # after all of that
+        if at.rank == 0:
+            at.arena.abort_after_network()
+        sent = at.dispatch(self._request(at.rank, self._payloads(at)))
+        out = at.combine(sent.plan, torch.ones(len(sent.rows[0]), 3), is_weighted=False)
+        return before, [*sent.rows, out], at.arena
+
+
+@pytest.mark.parametrize("order", range(2))
+def test_what_depends_on_a_network_that_has_failed_is_poison(order, folder):
+    whole = PlayWithoutNetwork(Scene(num_nodes=2, ranks_per_node=1, kind="balanced", seed=order), folder)
+    results = whole.run(order)
+    whole.check([before for before, _, _ in results])
+    for rank, (_, outputs, arena) in enumerate(results):
+        assert [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs] == [rank == 0] * len(outputs)
+        assert bool(arena.failure.is_set) == (rank == 0)
+    failed = results[0][2]
+    assert stall_of(failed.failure, failed.node_ranks).phase == "the network"
 
 
 def alone(folder, program) -> Any:
@@ -276,3 +376,17 @@ def test_gradients_of_weights(num_rows, hidden, dtype, folder):
     products = grads.double() * rows.double()
     bound = (hidden + 2) * torch.finfo(dots.dtype).eps * products.abs().sum(1)
     assert bool(((dots.double() - products.sum(1)).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("num_tokens", "num_topk", "hidden"), [(0, 2, 8), (7, 1, 33), (30, 8, 96), (5, 11, 1)])
+def test_weighted_sums_have_the_twins_bits(num_tokens, num_topk, hidden, dtype, folder):
+    random = random_of("weighted sum", num_tokens, hidden)
+    rows = torch.randn(13, hidden, generator=random).to(dtype)
+    row_idx = torch.randint(-2, 16, (num_tokens, num_topk), generator=random)  # some name no row
+    weights = torch.rand(num_tokens, num_topk, generator=random)
+
+    def program(at: Rank) -> torch.Tensor:
+        return launch_weighted_sum(at.library, at.stream.cuda_stream, rows, row_idx, weights)
+
+    assert_same_bits(alone(folder, program), weighted_sum(rows, row_idx, weights), "weighted sums")

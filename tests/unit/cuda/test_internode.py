@@ -214,6 +214,8 @@ class Play:
         num_internode_rows = scene.law.num_internode_rows(scene.topology.rank_to_node)
         weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
         metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
+        if scene.is_static and scene.num_nodes > 1:  # a row of every token for each other node
+            num_internode_rows = sum(map(scene.case.num_tokens, self._ranks)) * (scene.num_nodes - 1)
         assert sum(outcome.row_bytes for outcome in outcomes) == num_internode_rows * scene.row_bytes
         assert sum(outcome.metadata_bytes for outcome in outcomes) == num_internode_rows * metadata_bytes
 
@@ -315,23 +317,25 @@ def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatc
     num_slices = world.run(Play(scene)._on_rank)[0].plan.traffic.num_slices(
         scene.layout.rows_per_slice(scene.row_bytes)
     )
-    # For each rank weights and ids of a dispatch, its rows slice by slice, and those of the other one.
-    assert launches["gather_rows"] == 4 * (2 + 2 * num_slices)
+    # For each rank its rows slice by slice, twice; routing is packed where rows are counted.
+    assert launches["gather_rows"] == 4 * 2 * num_slices
+    assert launches["plan_forwarding"] == 4
     for rank in range(4):
         first = world.nccl.exchanges[rank][0]
         assert len(first.sends) == len(first.receives) == 3 * 2  # to each other node its rows, and routing
 
 
 def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):
-    asked, offset = [], DeviceLayout.forwarded_offset
-    monkeypatch.setattr(DeviceLayout, "forwarded_offset", lambda *args: asked.append(args) or offset(*args))
+    asked, offset = [], DeviceLayout.pool_offset
+    monkeypatch.setattr(DeviceLayout, "pool_offset", lambda *args: asked.append(args) or offset(*args))
     scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
     (outcome, *_) = Play(scene).run(order=0)
     assert outcome.plan.traffic.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
     assert outcome.plan.traffic.num_forwarded is outcome.plan.traffic.num_forwarded
     num_ranks, num_calls, num_payloads = 4, 2, 3
-    # To receive, what the rank forwards; to scatter, what both ranks of its node do.
-    assert len(asked) == num_ranks * num_calls * num_payloads * (1 + 2)
+    assert (
+        len(asked) == num_ranks * num_calls * num_payloads * 2
+    )  # to receive what the rank forwards, and to scatter it
 
 
 class Profiled(Play):
@@ -428,7 +432,7 @@ def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
     assert type(refused[1]) is ValueError
     assert str(refused[1]) == what
     for rank in (0, 2, 3):
-        assert str(refused[rank]) == f"dispatch was called off on all ranks, since rank 1 rejected its input: {what}"
+        assert str(refused[rank]) == f"dispatch was cancelled on all ranks, since rank 1 rejected its input: {what}"
 
 
 class Disagreeing(Play):

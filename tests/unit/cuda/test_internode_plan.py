@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +15,11 @@ from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
 from fusco.cuda.device_plan import _concatenated
 from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.kernels.held_rows import longest_of
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.planner.internode import InternodeTraffic
+from fusco.planner.routing import Routing
 from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
 
@@ -34,7 +36,8 @@ def forwarding_of(
     ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int
 ) -> tuple[DeviceForwarding, torch.Tensor]:
     table = placement.membership_table(topology.rank_to_node, CPU)
-    return twin.plan_forwarding(ids, table, topology.num_nodes, node)
+    made = twin.plan_forwarding(Routing(ids), table, topology.num_nodes, node)
+    return made.plan, made.summary
 
 
 def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:
@@ -189,23 +192,28 @@ def test_slices_stand_in_the_pool_one_behind_the_other(world, rows_per_slice):
             assert place == traffic.num_forwarded[local]
 
 
-def plan_of(traffic: InternodeTraffic, num_tokens: list[int], num_topk: int) -> InternodePlan:
+def plan_of(
+    traffic: InternodeTraffic, num_tokens: list[int], num_topk: int, *, has_weights: bool = True
+) -> InternodePlan:
     """A plan whose every entry is another number."""
     num_rows = traffic.num_rows_on_node(num_tokens)
     first_row, held = (0, *itertools.accumulate(num_rows)), (traffic.rank, *traffic.sources)
-    row_to_slots = torch.arange(first_row[-1] * num_topk, dtype=torch.int32).view(-1, num_topk)
     num_held, none = sum(num_rows[src] for src in held), torch.empty(0, dtype=torch.int32)
+    tables = PlanTensors(
+        PlanShape(first_row[-1], num_held, num_topk, 1, torch.float32 if has_weights else None), torch.device("cpu")
+    )
+    tables.row_to_slots.copy_(torch.arange(first_row[-1] * num_topk).view(-1, num_topk))
+    if has_weights:
+        tables.weights.copy_(tables.row_to_slots * 0.5)
+    tables.token_to_ranks.copy_(torch.arange(num_held) + 1000)
     return InternodePlan(
         rank=traffic.rank,
         placement=ExpertPlacement.contiguous(1, 1),
         first_row=first_row,
         held=held,
         num_slots=0,
-        row_to_slots=row_to_slots,
-        weights=row_to_slots * 0.5,
-        num_rows_per_expert=none,
-        block_to_first_slot=none,
-        token_to_ranks=torch.arange(num_held, dtype=torch.int32) + 1000,
+        num_topk=num_topk,
+        tables=tables,
         traffic=traffic,
         forwarding=DeviceForwarding(none, none),
     )
@@ -215,7 +223,7 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
     """``local_to_rows`` lists (source, row among the source's) of what each rank of the node holds, in order."""
     rows = [plan.first_row[src] + row for of_rank in local_to_rows for src, row in of_rank]
     assert held.first_row == (0, *itertools.accumulate(map(len, local_to_rows)))
-    assert held.longest == max(map(len, local_to_rows))
+    assert longest_of(held.first_row) == max(map(len, local_to_rows))
     assert_same_bits(held.row_to_slots, plan.row_to_slots[rows], "slots")
     assert_same_bits(held.weights, plan.weights[rows], "weights")
     own = local_to_rows[plan.traffic.groups.topology.rank_to_local[plan.rank]]
@@ -298,13 +306,12 @@ def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
 
 def test_a_plan_without_weights_has_none_in_its_slices():
     traffic = three_nodes()
-    plan = replace(plan_of(traffic, [9] * 6, 2), weights=None)
+    plan = plan_of(traffic, [9] * 6, 2, has_weights=False)
     assert plan.own_rows.weights is None
     assert [held.weights for held in plan.slices(4)] == [None, None]
 
 
 def test_what_a_plan_holds_on_the_device_is_told_without_gaps():
     plan = plan_of(three_nodes(), [9] * 6, 2)
-    on_device = {id(value) for value in vars(plan).values() if isinstance(value, torch.Tensor)}
-    on_device |= {id(plan.forwarding.node_to_tokens), id(plan.forwarding.token_to_place)}
+    on_device = {id(plan.tables.memory), id(plan.forwarding.node_to_tokens), id(plan.forwarding.token_to_place)}
     assert {id(tensor) for tensor in plan.tensors} == on_device

@@ -52,7 +52,7 @@ class Engine(CudaEngine):
     """Reports of an engine."""
 
     def __init__(self, at: Rank) -> None:
-        self._arena, self._placement, self._rank = at.arena, PLACEMENT, at.rank
+        self._arena, self._placement, self._rank, self._shuffle = at.arena, PLACEMENT, at.rank, at.shuffle
 
 
 def on_ranks(program: Any, order: int) -> list[Any]:
@@ -91,4 +91,4 @@ def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
     for rank, (rejection, pending) in enumerate(rejections):
         assert pending is None
         if rank != 1:
-            assert str(rejection).startswith("dispatch was called off on all ranks, since rank 1 rejected its input: ")
+            assert str(rejection).startswith("dispatch was cancelled on all ranks, since rank 1 rejected its input: ")

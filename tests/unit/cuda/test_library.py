@@ -7,20 +7,20 @@ from unittest import mock
 import pytest
 
 from fusco.core.errors import CompileError, LaunchError
+from fusco.cuda.kernels import library
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.library import Kernel
 
 core = pytest.importorskip("cuda.core", reason="launching kernels needs cuda-core")
 driver = pytest.importorskip("cuda.bindings.driver")
 
-OK = (driver.CUresult.CUDA_SUCCESS,)
 ILLEGAL = (driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
 HINT = r"An earlier asynchronous error on this device, of any library's kernel, may be the cause"
 
 
 def loaded() -> Kernel:
     """A kernel of a driver that takes anything."""
-    with mock.patch.object(core, "ObjectCode") as code:
+    with mock.patch.object(core, "ObjectCode") as code, mock.patch.object(library, "_driver_launch"):
         code.from_cubin.return_value.get_kernel.return_value.handle = 0
         return Kernel("plan", b"")
 
@@ -32,7 +32,7 @@ def launch(kernel: Kernel, shared_bytes: int = 0) -> None:
 def test_a_launch_that_fails_hints_at_kernels_before_it():
     kernel = loaded()
     with (
-        mock.patch.object(kernel._driver, "cuLaunchKernelEx", return_value=ILLEGAL),
+        mock.patch.object(kernel, "_launch", return_value=int(ILLEGAL[0])),
         pytest.raises(
             LaunchError, match=rf"kernel plan could not be launched: CUDA_ERROR_ILLEGAL_ADDRESS\. {HINT}"
         ) as raised,
@@ -44,9 +44,9 @@ def test_a_launch_that_fails_hints_at_kernels_before_it():
 def test_so_does_asking_for_shared_memory():
     kernel = loaded()
     with (
-        mock.patch.object(kernel._driver, "cuCtxGetDevice", return_value=(*OK, 0)),
+        mock.patch.object(kernel._driver, "cuCtxGetDevice", return_value=(driver.CUresult.CUDA_SUCCESS, 0)),
         mock.patch.object(kernel._driver, "cuKernelSetAttribute", return_value=ILLEGAL),
-        mock.patch.object(kernel._driver, "cuLaunchKernelEx", return_value=OK) as launched,
+        mock.patch.object(kernel, "_launch", return_value=0) as launched,
         pytest.raises(LaunchError, match=HINT),
     ):
         launch(kernel, shared_bytes=60 << 10)

@@ -15,6 +15,7 @@ from fusco.core.profile import Call, CallProfile
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode_plan import InternodePlan
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
 from fusco.planner.balancer import Traffic
@@ -33,6 +34,8 @@ def ints(*shape: int) -> torch.Tensor:
 
 def plan_of_rank_0() -> InternodePlan:
     """A plan on the first of three nodes, of which each rank forwards for two others."""
+    tables = PlanTensors(PlanShape(FIRST_ROW[-1], NUM_TOKENS + 4, 2, 1, torch.float32), torch.device("cpu"))
+    tables.memory.zero_()
     groups = BALANCERS["static"](Traffic.from_counts(TOPOLOGY, NUM_ROWS))
     traffic = InternodeTraffic(0, groups, NUM_ROWS)
     return InternodePlan(
@@ -41,11 +44,8 @@ def plan_of_rank_0() -> InternodePlan:
         first_row=FIRST_ROW,
         held=(0, *traffic.sources),
         num_slots=4,
-        row_to_slots=ints(FIRST_ROW[-1], 2),
-        weights=torch.zeros(FIRST_ROW[-1], 2),
-        num_rows_per_expert=torch.zeros(1, dtype=torch.int64),
-        block_to_first_slot=ints(2),
-        token_to_ranks=ints(NUM_TOKENS + 4),
+        num_topk=2,
+        tables=tables,
         traffic=traffic,
         forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS)),
     )
@@ -80,6 +80,7 @@ class CpuSegmentChannels:
                 is_current_stream_capturing=lambda: False,
             ),
             mock.patch.object(torch.Tensor, "record_stream", record),
+            mock.patch("fusco.cuda.stream_order.raw_stream_of", None),
         ):
             yield self
 
@@ -108,7 +109,7 @@ class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self) -> None:
-        self._order = StreamOrder(torch.device("cuda", 0))
+        self._order = StreamOrder(torch.device("cuda", 0), pytest.fail)
         self._shuffle = Shuffle()
 
 
@@ -168,6 +169,6 @@ def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentCha
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
     plan = plan_of_rank_0()
     num_before = len(plan.tensors)
-    assert "own_rows" not in vars(plan)
+    assert not plan._slices
     plan.slices(1)
     assert len(plan.tensors) == num_before + 6

@@ -13,6 +13,7 @@ import torch
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import NcclWatchdog, Network
+from fusco.cuda.replayed_messages import ReplayedMessages
 
 DEVICE = torch.device("cuda", 3)
 LIMIT_S, NO_LIMIT_S = 0.3, 600.0
@@ -41,7 +42,7 @@ class Nccl:
 
 
 class Watchdog:
-    is_anybody_gone = False
+    has_failed_rank = False
 
     def wait_until(self, is_ready, stall) -> None:
         raise AssertionError("unexpected wait")
@@ -127,7 +128,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
         time.sleep(0.1)
         assert scene.is_untouched
         if fault == "a rank is gone":
-            scene.watchdog.is_anybody_gone = True
+            scene.watchdog.has_failed_rank = True
         else:
             scene.nccl.failure = "NCCL: socket closed"
         assert scene.gave_up_on("slice 0") < SLACK_S
@@ -135,7 +136,7 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
 
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
-        scene.watchdog.is_anybody_gone = True
+        scene.watchdog.has_failed_rank = True
         scene.watch("slice 0", done_after_s=0.0)
         time.sleep(0.1)
         assert scene.is_untouched
@@ -238,12 +239,36 @@ class Event:
         return self.is_done
 
 
+class OnHost(ReplayedMessages):
+    """Replayed messages of which a test tells."""
+
+    def __init__(self, device) -> None:
+        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+            super().__init__(torch.device("cpu"))
+        self.calls = []
+
+    def begin(self, stream, peers) -> None:
+        self.calls.append(("begin", stream))
+        self._peers.update(peers)
+
+    def end(self, stream) -> None:
+        self.calls.append(("end", stream))
+
+    def replay(self, *, is_done: bool) -> None:
+        """Write what the device writes."""
+        self._memory[:1].copy_(self._waiting)
+        if is_done:
+            self._memory.copy_(self._done)
+
+
 @contextmanager
 def network_to(num_remote_nodes):
     Event.made = []
     with (
         mock.patch("fusco.cuda.network.NcclTransport", Nccl),
+        mock.patch("fusco.cuda.network.ReplayedMessages", OnHost),
         mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         stream = mock.Mock(cuda_stream=77, device=DEVICE)
         network = Network(mock.Mock(), Watchdog(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
@@ -321,3 +346,56 @@ def test_a_network_that_does_not_end_is_left_to_a_thread(network, how):
     may_end.set()
     assert has_ended.wait(SLACK_S)
     network._nccl.abort = lambda: None
+
+
+@pytest.fixture
+def captured(network):
+    """A network whose messages were captured in a graph."""
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        network.exchange(SENDS, RECEIVES, "slice 0")
+    return network
+
+
+def test_captured_messages_are_no_launched_ones(captured):
+    assert captured._nccl.launches == [(SENDS, RECEIVES, 77)]
+    assert captured._replays.calls == [("begin", captured.stream), ("end", captured.stream)]
+    time.sleep(1.5 * LIMIT_S)  # the event of the capture must not be queried, and would never be done
+    assert captured.nccl_watchdog.stall is None
+
+
+def test_replays_that_complete_are_left_alone_however_many_there_are(captured):
+    for _ in range(30):
+        captured._replays.replay(is_done=True)
+        captured._replays.replay(is_done=False)  # each time that the watchdog looks, the device waits
+        time.sleep(LIMIT_S / 10)
+    assert captured.nccl_watchdog.stall is None
+
+
+def test_a_replay_that_does_not_complete_is_ended_within_the_limit(captured):
+    captured._replays.replay(is_done=True)
+    time.sleep(0.1)
+    captured._replays.replay(is_done=False)
+    began = time.monotonic()
+    assert captured._nccl.has_aborted.wait(SLACK_S)
+    assert LIMIT_S - 0.05 <= time.monotonic() - began < LIMIT_S + SLACK_S
+    assert captured.nccl_watchdog.stall == Stall(
+        "the network", (2, 3), "messages of a replayed graph", "not all of them"
+    )
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_rank_that_is_gone_ends_a_replay_that_waits(captured, is_waiting):
+    captured._replays.replay(is_done=not is_waiting)
+    with mock.patch.object(captured.nccl_watchdog, "_timeout_s", NO_LIMIT_S):
+        captured._watchdog.has_failed_rank = True
+        assert captured._nccl.has_aborted.wait(SLACK_S if is_waiting else 0.2) == is_waiting
+
+
+def test_a_network_with_graphs_does_not_wait_for_the_end_of_nccl(captured):
+    """Until they are deleted, NCCL keeps what they use."""
+    may_end = threading.Event()
+    captured._nccl.finish = may_end.wait
+    began = time.monotonic()
+    captured.finish()  # and warns of nothing
+    assert time.monotonic() - began < SLACK_S
+    may_end.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -26,6 +26,19 @@ IDS, WEIGHTS = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 OWN = Launch(own_stream=True)
 
 
+class At:
+    """Stands in for ``torch.cuda.StreamContext``, which can be entered again."""
+
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before, self._streams.current = self._streams.current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.current = self._before
+
+
 class Streams:
     """Simulated streams, one of which is current."""
 
@@ -36,13 +49,8 @@ class Streams:
         self.readers: dict[int, set[int]] = {}
         self.resources = ExitStack()
 
-    @contextmanager
-    def at(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def at(self, stream: Stream) -> At:
+        return At(self, stream)
 
     def launch(self, act) -> None:
         """Run something on the current stream, when its turn comes."""
@@ -69,6 +77,7 @@ class Streams:
                 is_current_stream_capturing=lambda: False,
             ),
             mock.patch.object(torch.Tensor, "record_stream", record),
+            mock.patch("fusco.cuda.stream_order.raw_stream_of", None),
             self.resources,
         ):
             yield self
@@ -82,7 +91,7 @@ class Plan:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.weights, self.num_rows_per_expert = WEIGHTS, torch.tensor([2, 0])
-        self.tensors = [self.num_rows_per_expert]
+        self.tensors, self.stream = [self.num_rows_per_expert], 0
         self.weighing: list[Stream] = []
 
     @property
@@ -120,7 +129,7 @@ class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self, streams: Streams) -> None:
-        self._order, self._topology = StreamOrder(torch.device("cuda", 0)), Topology((0,))
+        self._order, self._topology = StreamOrder(torch.device("cuda", 0), pytest.fail), Topology((0,))
         self._shuffle = Shuffle(streams)
 
     def pending_error(self) -> None:
@@ -139,7 +148,7 @@ class OnCpu(Validator):
 
 def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
     session = mock.Mock(sequence_number=1, access=Access("a communicator"))
-    session.collective.side_effect = lambda _: nullcontext(Call(1, CallProfile()))
+    session.begin.side_effect = lambda _: Call(1, CallProfile())
     validator = OnCpu(
         rank=0,
         placement=PLACEMENT,
@@ -147,7 +156,6 @@ def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
         capacity=CAPACITY,
         wire_dtype=None,
         device=torch.device("cuda", 0),
-        num_nodes=1,
     )
     engine = Engine(streams)
     comm = Communicator.of_parts(CommunicatorParts(session, engine, validator))

@@ -111,6 +111,8 @@ def check_holders(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: T
     assert sorted(src for sources in held.values() for src in sources) == list(range(topology.world_size))
     for rank, sources in held.items():
         assert sources[-1] == rank
+        distances = [(topology.rank_to_node[src] - plan.node) % topology.num_nodes for src in sources[:-1]]
+        assert distances == sorted(distances)  # so that nodes do not all return sums to the same one first
         assert len({topology.rank_to_node[src] for src in sources}) == len(sources) == topology.num_nodes
         for src in sources:
             assert plan.src_to_holder[src] == rank

@@ -58,7 +58,7 @@ def run(schedule) -> np.ndarray:
     move(held, schedule.local)
     move(held, schedule.balancing)
     for stage in range(schedule.stages.num_stages):
-        move(held, schedule.crossing.select(schedule.crossing.stage == stage))
+        move(held, schedule.internode.select(schedule.internode.stage == stage))
         move(held, schedule.redistribution.select(schedule.redistribution.stage == stage))
     arrived = np.zeros_like(schedule.rank_bytes)
     for rank, labels_held in enumerate(held):
@@ -76,7 +76,7 @@ def test_fig_10():
     check_schedule(schedule)
     assert schedule.stages.node_bytes().tolist() == [[0, 10, 6], [6, 0, 6], [10, 6, 0]]
     assert schedule.stages.total_bytes == 2 * 8
-    lanes = schedule.crossing.load(6)
+    lanes = schedule.internode.load(6)
     assert lanes.tolist() == [[8, 8, 6, 6, 8, 8], [8, 8, 8, 8, 6, 6]]
     assert np.array_equal(run(schedule), FIG_10)
 
@@ -90,7 +90,7 @@ def test_only_surplus_moves_and_what_needs_no_balancing_goes_first():
     moved = schedule.balancing
     assert (moved.from_rank.tolist(), moved.to_rank.tolist(), moved.num_bytes.tolist()) == ([0], [1], [2])
     assert moved.dst_rank.tolist() == [3]  # those that lane 1 delivers directly
-    sent = schedule.crossing
+    sent = schedule.internode
     table = zip(sent.from_rank.tolist(), sent.src_rank.tolist(), sent.dst_rank.tolist(), sent.num_bytes, strict=True)
     assert list(table) == [(0, 0, 2, 4), (0, 0, 3, 1), (1, 1, 2, 2), (1, 0, 3, 2)]
 
@@ -122,7 +122,7 @@ def any_schedules(draw):
 def test_any_schedule_delivers_every_byte(schedule):
     check_schedule(schedule)
     assert np.array_equal(run(schedule), schedule.rank_bytes)
-    for received in schedule.crossing.load(schedule.topology.world_size):
+    for received in schedule.internode.load(schedule.topology.world_size):
         by_node = received[np.array(schedule.topology.node_to_ranks)]
         assert np.ptp(by_node, axis=1).max() <= schedule.topology.num_nodes - 1  # a byte for each pair of nodes
 
@@ -136,16 +136,16 @@ def test_larger_shapes_and_the_same_everywhere(mode):
         rank_bytes = random.integers(0, 10**9, (size, size)) * (random.random((size, size)) < 0.5)
         schedule, again = (make_schedule(matrix, topology, mode=mode) for matrix in (rank_bytes, rank_bytes.tolist()))
         check_schedule(schedule)
-        for name in ("local", "balancing", "crossing", "redistribution"):
+        for name in ("local", "balancing", "internode", "redistribution"):
             one, other = getattr(schedule, name), getattr(again, name)
             assert all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Transfers))
 
 
 def test_transfers_of_one_rank():
     schedule = make_schedule(FIG_10, Topology.of_equal_nodes(6, 2))
-    sent = sum(len(schedule.crossing.sent_by(rank)) for rank in range(6))
-    received = sum(len(schedule.crossing.received_by(rank)) for rank in range(6))
-    assert sent == received == len(schedule.crossing)
+    sent = sum(len(schedule.internode.sent_by(rank)) for rank in range(6))
+    received = sum(len(schedule.internode.received_by(rank)) for rank in range(6))
+    assert sent == received == len(schedule.internode)
 
 
 def test_very_large_messages():
@@ -184,7 +184,7 @@ def with_stages(schedule, **changes):
 
 def corruptions(schedule):
     """Yield corrupted schedules with one fault each, and the text that the checker must report."""
-    for name in ("local", "balancing", "crossing", "redistribution"):
+    for name in ("local", "balancing", "internode", "redistribution"):
         transfers = getattr(schedule, name)
         everything = np.arange(len(transfers))
         yield f"{name} lacks bytes", replace(schedule, **{name: transfers.select(everything[1:])})
@@ -194,15 +194,16 @@ def corruptions(schedule):
         yield f"{name} has bytes", replace(schedule, **{name: longer})
         later = with_value(transfers, "first_byte", 0, transfers.first_byte[0] + 1)
         yield f"{name} has bytes", replace(schedule, **{name: later})
-    crossing, redistribution = schedule.crossing, schedule.redistribution
-    yield "crossing goes", replace(schedule, crossing=with_value(crossing, "to_rank", 0, crossing.to_rank[0] ^ 1))
+    internode, redistribution = schedule.internode, schedule.redistribution
+    elsewhere = with_value(internode, "to_rank", 0, internode.to_rank[0] ^ 1)
+    yield "between nodes goes", replace(schedule, internode=elsewhere)
     yield "lanes carry for others", replace(schedule, balancing=schedule.balancing.select(slice(0)))
     other_stage = with_value(redistribution, "stage", 0, redistribution.stage[0] + 1)
     yield "redistribution has bytes", replace(schedule, redistribution=other_stage)
     elsewhere = with_value(schedule.local, "to_rank", 0, (schedule.local.to_rank[0] + 2) % 6)
     yield "local leaves the node", replace(schedule, local=elsewhere)
-    no_stage = with_value(crossing, "stage", 0, 99)
-    yield "crossing names stages", replace(schedule, crossing=no_stage)
+    no_stage = with_value(internode, "stage", 0, 99)
+    yield "between nodes names stages", replace(schedule, internode=no_stage)
     first = (0, 0)
     yield "receives from several", with_stages(schedule, dst_node=(first, schedule.stages.dst_node[0, 1]))
     yield "to itself", with_stages(schedule, dst_node=(first, 0))
@@ -225,6 +226,6 @@ def test_uneven_lanes_and_long_stages_are_faults():
     schedule = make_schedule(FIG_10, Topology.of_equal_nodes(6, 2), mode="few")
     longer = with_stages(schedule, duration_bytes=(0, schedule.stages.duration_bytes[0] + 1))
     assert any("more than 2 % longer" in fault for fault in find_faults(longer))
-    crossing = schedule.crossing
-    uneven = replace(schedule, crossing=crossing.select(crossing.from_rank % 2 == 0))
+    internode = schedule.internode
+    uneven = replace(schedule, internode=internode.select(internode.from_rank % 2 == 0))
     assert any("ranks of node 0 send" in fault for fault in find_faults(uneven))

@@ -23,15 +23,18 @@ def add_rows(rows: torch.Tensor, row_to_sum: torch.Tensor, sums: torch.Tensor) -
     >>> add_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0]), sums)
     >>> sums.tolist()
     [[3.0], [1.0], [2.0]]
-
     """
     _add_rows(as_array(rows), row_to_sum.numpy(), sums.numpy())
 
 
 @compiled(nogil=True)
+def add_row(row: Any, total: Any) -> None:
+    """Add a row to a sum, for compiled code; see ``add_rows``."""
+    for h in range(total.size):
+        total[h] += widen(row[h])
+
+
+@compiled(nogil=True)
 def _add_rows(rows: Any, row_to_sum: Any, sums: Any) -> None:
-    width = sums.shape[1]
     for i in range(row_to_sum.size):
-        row, total = rows[i], sums[row_to_sum[i]]
-        for h in range(width):
-            total[h] += widen(row[h])
+        add_row(rows[i], sums[row_to_sum[i]])

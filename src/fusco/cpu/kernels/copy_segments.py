@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fusco.core.compiled import compiled
-from fusco.cpu.kernels.intrinsics import copy_bytes
+from fusco.cpu.kernels.intrinsics import copy_bytes, copy_memory
 
 
 def copy_segments(
@@ -32,9 +34,27 @@ def copy_segments(
     >>> copy_segments(torch.arange(5, dtype=torch.uint8), torch.tensor([3, 3, 0]), dst, torch.tensor([0, 4, 2]), two)
     >>> dst.tolist()
     [3, 4, 0, 0, 3, 4]
-
     """
     _copy_segments(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
+
+
+def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], dst: torch.Tensor) -> None:
+    """Copy segments of memory one after the other.
+
+    Args:
+        addresses: int64 (num_segments,), of segments that this process may read.
+        num_bytes: int64 (num_segments,).
+        dst: contiguous, of their total size.
+    """
+    assert dst.nbytes == num_bytes.sum(), (dst.nbytes, num_bytes)
+    _concatenate(addresses, num_bytes, dst.data_ptr())
+
+
+@compiled(nogil=True)
+def _concatenate(addresses: Any, num_bytes: Any, dst: int) -> None:
+    for i in range(num_bytes.size):
+        copy_memory(dst, addresses[i], num_bytes[i])
+        dst += num_bytes[i]
 
 
 @compiled(nogil=True)

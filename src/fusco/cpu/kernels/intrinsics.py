@@ -15,6 +15,8 @@ from numba.extending import intrinsic
 
 from fusco.control.atomics import element_pointer
 
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+
 
 @intrinsic
 def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: Any, num_bytes: Any) -> Any:
@@ -27,6 +29,28 @@ def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: An
         return context.get_dummy_value()
 
     return types.void(dst, types.int64, src, types.int64, types.int64), generate
+
+
+@intrinsic
+def copy_memory(_typing: Any, dst: Any, src: Any, num_bytes: Any) -> Any:
+    """Call ``memcpy`` between two addresses, int64."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        to, origin = (builder.inttoptr(address, _BYTE_POINTER) for address in args[:2])
+        cgutils.raw_memcpy(builder, to, origin, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def pointer_to(_typing: Any, address: Any) -> Any:
+    """Return a pointer to an address, int64, for ``numba.carray``."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], _BYTE_POINTER)
+
+    return types.voidptr(types.int64), generate
 
 
 @intrinsic

@@ -42,7 +42,6 @@ def reduce_rows(
     >>> reduce_rows(rows, torch.tensor([0, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([1.0, 2.0, 3.0]), sums)
     >>> sums.tolist()
     [[102.0], [30.0]]
-
     """
     _reduce_rows(as_array(rows), row_to_first_term.numpy(), term_to_row.numpy(), term_weight.numpy(), sums.numpy())
 
@@ -50,20 +49,24 @@ def reduce_rows(
 # A row of sums stays in the cache while its terms stream by, two at a time. Two terms a pass halve the traffic between
 # cache and registers; four gave no more.
 @compiled(nogil=True, error_model="numpy")
+def reduce_row(rows: Any, term: int, end: int, term_to_row: Any, term_weight: Any, total: Any) -> None:
+    """Set ``total`` to the sum of terms ``term`` to ``end``, for compiled code; see ``reduce_rows``."""
+    width = total.size
+    total[:] = 0
+    while term + 1 < end:
+        weight, next_weight = term_weight[term], term_weight[term + 1]
+        row, next_row = rows[term_to_row[term]], rows[term_to_row[term + 1]]
+        for h in range(width):
+            # Summed from left to right, as one at a time would be.
+            total[h] = (total[h] + weight * widen(row[h])) + next_weight * widen(next_row[h])
+        term += 2
+    if term < end:
+        weight, row = term_weight[term], rows[term_to_row[term]]
+        for h in range(width):
+            total[h] += weight * widen(row[h])
+
+
+@compiled(nogil=True, error_model="numpy")
 def _reduce_rows(rows: Any, row_to_first_term: Any, term_to_row: Any, term_weight: Any, sums: Any) -> None:
-    width = sums.shape[1]
     for i in range(sums.shape[0]):
-        total = sums[i]
-        total[:] = 0
-        term, end = row_to_first_term[i], row_to_first_term[i + 1]
-        while term + 1 < end:
-            weight, next_weight = term_weight[term], term_weight[term + 1]
-            row, next_row = rows[term_to_row[term]], rows[term_to_row[term + 1]]
-            for h in range(width):
-                # Summed from left to right, as one at a time would be.
-                total[h] = (total[h] + weight * widen(row[h])) + next_weight * widen(next_row[h])
-            term += 2
-        if term < end:
-            weight, row = term_weight[term], rows[term_to_row[term]]
-            for h in range(width):
-                total[h] += weight * widen(row[h])
+        reduce_row(rows, row_to_first_term[i], row_to_first_term[i + 1], term_to_row, term_weight, sums[i])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
+from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
-from fusco.cpu.kernels.copy_segments import copy_segments
-from fusco.cpu.kernels.reduce_rows import reduce_rows
+from fusco.cpu.kernels.copy_segments import concatenate, copy_segments
+from fusco.cpu.kernels.plan_pairs import plan_pairs
+from fusco.cpu.kernels.scatter_slices import scatter_slices
+from fusco.cpu.kernels.select_tokens import select_tokens
+from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
+from fusco.planner.distribution import NodeRouting
+from fusco.planner.routing import INDEX_DTYPES
 
 
 def warm_up_cpu() -> None:
@@ -15,9 +23,21 @@ def warm_up_cpu() -> None:
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     copy_segments(memory, none, memory, none, none)
+    concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
+    no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
+    pairs = plan_pairs(no_routing, ExpertPlacement.contiguous(1, 1), 0, (0,))
+    for dtype in INDEX_DTYPES:
+        select_tokens(torch.zeros(0, 1, dtype=dtype, device="cpu"), ExpertPlacement.contiguous(1, 1), Topology((0,)))
+    nothing = np.zeros((0, 7), np.int64)
+    scatter_slices(nothing, np.zeros(0, np.int64), none, none, nothing, 1, 1)
+    counts = np.zeros(2, np.int64)
+    rings = Rings(np.array([[counts.ctypes.data, counts[1:].ctypes.data, 0]]), 1, 1)
+    chunks = cut_chunks((0,), (0,), (0, 0), 1)
+    has_message(rings, 0)
     for dtype in ROW_DTYPES:
-        sum_dtype = accumulation_dtype(dtype)
-        rows, sums = torch.zeros(0, 1, dtype=dtype, device="cpu"), torch.zeros(0, 1, dtype=sum_dtype, device="cpu")
-        first, weights = torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=sum_dtype, device="cpu")
-        reduce_rows(rows, first, none, weights, sums)
+        rows = torch.zeros(0, 1, dtype=dtype, device="cpu")
+        sums = torch.zeros(0, 1, dtype=accumulation_dtype(dtype), device="cpu")
+        terms = Terms.of(rows, None, pairs, 0)
+        produce_sums(terms, chunks, rings)
+        fold_sums(terms, 0, 0, rings, sums)
         add_rows(rows, none, sums)

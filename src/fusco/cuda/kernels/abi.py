@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,18 +19,28 @@ WARP_SIZE = 32
 ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Payload:
-    """Rows to move, as bytes: their address on this rank, the bytes of a row, and the address of the output."""
+class Payload(NamedTuple):
+    """Rows to move, as bytes: their address on this rank, the bytes of a row, and address and rows of the output."""
 
     address: int
     row_bytes: int
     output_address: int = 0
+    num_output_rows: int = 0
 
 
-def address(tensor: torch.Tensor | None) -> int:
+class Memory(Protocol):
+    """Contiguous elements on the device: a tensor, or what knows no more than a kernel needs."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+
+
+def address(memory: Memory | None) -> int:
     """Return the address of a tensor, or 0 for ``None``."""
-    return 0 if tensor is None else tensor.data_ptr()
+    return 0 if memory is None else memory.data_ptr()
 
 
 def vector_bytes(row_bytes: int) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, vector_bytes
+from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM
 from fusco.cuda.tuning import ADD_RETURNED_THREADS as NUM_THREADS
@@ -18,9 +19,10 @@ _TOKENS_PER_BLOCK = NUM_THREADS // 32
 
 
 @cache
-def returned_type(num_remote: int) -> type[ctypes.Structure]:
+def returned_type(num_ranks: int, num_remote: int) -> type[ctypes.Structure]:
     """``ReturnedArgs`` of add_returned.cu."""
     fields = [
+        ("comm", comm_type(num_ranks)),
         ("own", POINTER),
         *((name, POINTER * num_remote) for name in ("returned", "places")),
         ("out", POINTER),
@@ -40,7 +42,8 @@ def add_returned(
     num_tokens, hidden = out.shape
     if not num_tokens:
         return
-    arguments = returned_type(len(returned))(
+    arguments = returned_type(launcher.num_ranks, len(returned))(
+        comm=launcher.comm,
         own=own.data_ptr(),
         returned=tuple(rows.data_ptr() for rows in returned),
         places=tuple(of_node.data_ptr() for of_node in places),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, address, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.held_rows import Rows, longest_of
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import RingShape, combine_senders, combine_shape, parts_of_row, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
@@ -43,7 +44,7 @@ def combine_type(num_ranks: int) -> type[ctypes.Structure]:
 
 def combine_rows(
     launcher: Launcher,
-    held: HeldRows,
+    held: Rows,
     rows: torch.Tensor,
     wire_dtype: torch.dtype,
     out: torch.Tensor,
@@ -55,46 +56,59 @@ def combine_rows(
 
     Returns the number of SMs that it takes.
     """
-    sms = launcher.sms(num_sms)
-    hidden, item_bytes = rows.shape[1], rows.element_size()
-    num_rows, num_vectors = held.longest * launcher.num_ranks, hidden * item_bytes // vector_bytes(hidden * item_bytes)
-    vectors_per_lane = -(-num_vectors // WARP_SIZE)
+    weight_bytes = held.weight_bytes if is_weighted else 0
+    hidden = rows.shape[1]
+    key = (
+        "combine_rows",
+        held.first_row,
+        held.num_topk,
+        weight_bytes,
+        hidden,
+        rows.dtype,
+        wire_dtype,
+        out.dtype,
+        num_sms,
+    )
+    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    arguments = prepared.arguments
+    arguments.rows, arguments.out = rows.data_ptr(), out.data_ptr()
+    arguments.row_to_slots, weights, arguments.token_to_ranks = held.addresses
+    arguments.row_weights = weights if is_weighted else 0
+    prepared.launch(launcher.stream)
+    return launcher.sms(num_sms)
+
+
+def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
+    _, first_row, num_topk, weight_bytes, hidden, row_dtype, wire_dtype, out_dtype, num_sms = key
+    sms, longest, item_bytes = launcher.sms(num_sms), longest_of(first_row), row_dtype.itemsize
+    num_rows, width = longest * launcher.num_ranks, vector_bytes(hidden * item_bytes)
+    vectors_per_lane = -(-hidden * item_bytes // (width * WARP_SIZE))
     wanted = combine_shape(num_rows, vectors_per_lane, sms)
     shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
     num_pieces = vectors_per_lane // shape.unroll
     parts = parts_of_row(num_rows, max(1, min(MAX_PARTS, num_pieces)))
-    weights = held.weights if is_weighted else None
     arguments = combine_type(launcher.num_ranks)(
         comm=launcher.comm,
-        rows=rows.data_ptr(),
-        out=out.data_ptr(),
-        row_to_slots=held.row_to_slots.data_ptr(),
-        row_weights=address(weights),
-        token_to_ranks=held.token_to_ranks.data_ptr(),
-        first_row=held.first_row,
-        longest=held.longest,
+        first_row=first_row,
+        longest=longest,
         parts=parts,
         sum_parts=sum_parts(parts, num_pieces, MAX_PARTS, sms),
         num_senders=combine_senders(num_rows, sms) if launcher.num_ranks > 1 else 0,
     )
     constants = {
-        "NUM_TOPK": held.row_to_slots.shape[1],
+        "NUM_TOPK": num_topk,
         "HIDDEN": hidden,
-        "ROW_TYPE": ELEMENT_TYPES[rows.dtype],
+        "ROW_TYPE": ELEMENT_TYPES[row_dtype],
         "WIRE_TYPE": ELEMENT_TYPES[wire_dtype],
-        "OUT_TYPE": ELEMENT_TYPES[out.dtype],
-        "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
-        "VECTOR_ELEMENTS": vector_bytes(hidden * item_bytes) // item_bytes,
+        "OUT_TYPE": ELEMENT_TYPES[out_dtype],
+        "WEIGHT_BYTES": weight_bytes,
+        "VECTOR_ELEMENTS": width // item_bytes,
         "BLOCKS_PER_SM": shape.blocks_per_sm,
         "UNROLL": shape.unroll,
         "DEPTH": shape.depth,
     }
-    launcher.launch(
-        "combine_rows",
-        constants,
-        arguments,
-        grid=sms * shape.blocks_per_sm,
-        num_threads=shape.num_threads,
-        shared_bytes=shape.depth * _stage_bytes(shape, item_bytes, wire_dtype.itemsize),
+    shared_bytes = shape.depth * _stage_bytes(shape, item_bytes, wire_dtype.itemsize)
+    grid = sms * shape.blocks_per_sm
+    return launcher.prepare(
+        key, constants, arguments, grid=grid, num_threads=shape.num_threads, shared_bytes=shared_bytes
     )
-    return sms

@@ -9,7 +9,7 @@ from fusco.cuda.kernels.abi import I32, POINTER, U32, U64
 
 
 class Failure(ctypes.Structure):
-    """``Failure`` of comm.cuh: the first wait that timed out."""
+    """``Failure`` of comm.cuh: the first wait that timed out or was aborted."""
 
     _fields_ = [(name, U32) for name in ("is_set", "phase", "peer", "expected", "seen")]
 
@@ -46,6 +46,6 @@ def comm_type(num_ranks: int) -> type[ctypes.Structure]:
         ("abort", POINTER),
         ("timeout_ns", U64),
         *((name, U64) for name in sections),
-        *((name, I32) for name in ("rank", "max_tokens", "max_topk")),
+        *((name, I32) for name in ("rank", "max_tokens", "max_topk", "has_network")),
     ]
     return type("Comm", (ctypes.Structure,), {"_fields_": fields})

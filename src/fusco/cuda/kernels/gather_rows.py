@@ -6,6 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -26,23 +27,33 @@ def gather_type(num_messages: int) -> type[ctypes.Structure]:
     return type("GatherArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
-def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+class Part(NamedTuple):
+    """Rows for one message: the addresses of int32 places of rows, and of the message, and the number of both.
+
+    A negative place leaves its row of the message as it is.
+    """
+
+    places: int
+    message: int
+    num_rows: int
+
+
+def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -> None:
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
     Args:
         launcher: the rank's launcher.
         rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
-        parts: pairs of int32 ``places`` and a message (uint8); the same number in every call, some may be empty.
-
+        parts: the same number in every call, some may be empty.
     """
     size = row_bytes(rows)
-    first_row = (0, *itertools.accumulate(len(places) for places, _ in parts))
+    first_row = (0, *itertools.accumulate(part.num_rows for part in parts))
     if not (first_row[-1] and size):
         return
     arguments = gather_type(len(parts))(
         rows=rows.data_ptr(),
-        messages=tuple(message.data_ptr() for _, message in parts),
-        places=tuple(places.data_ptr() for places, _ in parts),
+        messages=tuple(part.message for part in parts),
+        places=tuple(part.places for part in parts),
         first_row=first_row,
     )
     constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
+
+from fusco.cuda.kernels.abi import address
+
+
+class RowAddresses(NamedTuple):
+    """Addresses of the tensors of ``HeldRows``; ``weights`` is 0 without any."""
+
+    row_to_slots: int
+    weights: int
+    token_to_ranks: int
+
+
+class Rows(Protocol):
+    """Rows that a kernel moves or sums: ``HeldRows``, or the plan itself if there is one node."""
+
+    @property
+    def first_row(self) -> tuple[int, ...]:
+        """See ``HeldRows``."""
+
+    @property
+    def addresses(self) -> RowAddresses:
+        """Addresses of the tensors."""
+
+    @property
+    def num_topk(self) -> int:
+        """Experts per token (top-k)."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight; 0 without weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +51,6 @@ class HeldRows:
         weights: float32 or float64 (num_rows, num_topk), or ``None``.
         token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
             expert of it.
-
     """
 
     first_row: tuple[int, ...]
@@ -32,12 +63,26 @@ class HeldRows:
         """All tensors that it holds on the device."""
         return [self.row_to_slots, self.token_to_ranks, *([] if self.weights is None else [self.weights])]
 
-    @property
-    def num_rows_of_ranks(self) -> list[int]:
-        """Number of rows that each rank of the node holds."""
-        return [end - first for first, end in pairwise(self.first_row)]
+    @cached_property
+    def addresses(self) -> RowAddresses:
+        """See ``Rows``."""
+        return RowAddresses(self.row_to_slots.data_ptr(), address(self.weights), self.token_to_ranks.data_ptr())
 
     @property
-    def longest(self) -> int:
-        """Maximum number of rows that a rank holds."""
-        return max(self.num_rows_of_ranks)
+    def num_topk(self) -> int:
+        """See ``Rows``."""
+        return self.row_to_slots.shape[1]
+
+    @property
+    def weight_bytes(self) -> int:
+        """See ``Rows``."""
+        return 0 if self.weights is None else self.weights.element_size()
+
+
+def longest_of(first_row: tuple[int, ...]) -> int:
+    """Return the maximum number of rows that a rank holds.
+
+    >>> longest_of((0, 3, 3, 8))
+    5
+    """
+    return max(end - first for first, end in itertools.pairwise(first_row))

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+from fusco.core.recent import Recent
 from fusco.cuda.kernels.abi import MAX_PARTS
-from fusco.cuda.kernels.library import Library
+from fusco.cuda.kernels.library import Kernel, Library
+
+
+class PreparedLaunch:
+    """A kernel and its launch shape, with a struct of arguments of which every call sets what has changed.
+
+    The struct may be changed again as soon as ``launch`` returns: the driver copies it.
+    """
+
+    __slots__ = ("_tables", "arguments", "grid", "launch")
+
+    def __init__(self, kernel: Kernel, arguments: ctypes.Structure, shape: Mapping[str, Any]) -> None:
+        self.arguments: Any = arguments
+        self.grid: int = shape["grid"]
+        self.launch: Callable[[int], None] = partial(kernel.launch, arguments, **shape)  # on a stream handle
+        self._tables: dict[str, Any] = {}
+
+    def set_table(self, name: str, entries: Sequence[int]) -> None:
+        """Set all entries of a field that is an array of arrays of addresses."""
+        table = self._tables.get(name)
+        if table is None:
+            offset = getattr(type(self.arguments), name).offset
+            table = self._tables[name] = (ctypes.c_uint64 * len(entries)).from_buffer(self.arguments, offset)
+        table[:] = entries
 
 
 @dataclass(frozen=True)
@@ -18,12 +44,13 @@ class Launcher:
         library: the device's kernels.
         comm: a ``comm_type`` struct, the argument of kernels that work across the node's ranks.
         stream: the handle of the stream to launch on.
-
+        prepared: launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams.
     """
 
     library: Library
     comm: ctypes.Structure
     stream: int
+    prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent)
 
     @property
     def num_ranks(self) -> int:
@@ -34,9 +61,9 @@ class Launcher:
         """Return ``num_sms``, or the device's number of SMs if that is fewer or ``num_sms`` is not given."""
         return min(num_sms or self.library.num_sms, self.library.num_sms)
 
-    def launch(
+    def prepare(
         self,
-        name: str,
+        key: tuple[object, ...],
         constants: Mapping[str, object],
         arguments: ctypes.Structure,
         *,
@@ -44,20 +71,42 @@ class Launcher:
         num_threads: int,
         shared_bytes: int = 0,
         is_dependent: bool = False,
+    ) -> PreparedLaunch:
+        """Return a launch of the kernel ``key[0]``, and keep it in ``prepared`` under the key.
+
+        Args:
+            key: the kernel's name, and everything that constants, launch shape and unchanged arguments depend on.
+            constants: compile-time constants; those of all kernels are added.
+            arguments: a struct; see ``PreparedLaunch``.
+            grid: see ``Kernel.launch``, as for the others.
+            num_threads: likewise.
+            shared_bytes: likewise.
+            is_dependent: likewise.
+        """
+        kernel = self._find(str(key[0]), constants, arguments, num_threads)
+        shape = {
+            "grid": grid,
+            "num_threads": num_threads,
+            "shared_bytes": shared_bytes,
+            "is_dependent": is_dependent,
+        }
+        prepared = self.prepared[key] = PreparedLaunch(kernel, arguments, shape)
+        return prepared
+
+    def launch(
+        self, name: str, constants: Mapping[str, object], arguments: ctypes.Structure, *, grid: int, num_threads: int
     ) -> None:
-        """See ``Kernel.launch``; the constants of all kernels are added to ``constants``."""
+        """Launch a kernel that is not worth preparing; see ``prepare``."""
+        kernel = self._find(name, constants, arguments, num_threads)
+        kernel.launch(arguments, self.stream, grid=grid, num_threads=num_threads)
+
+    def _find(
+        self, name: str, constants: Mapping[str, object], arguments: ctypes.Structure, num_threads: int
+    ) -> Kernel:
         always: dict[str, object] = {
             "ARGUMENT_BYTES": ctypes.sizeof(arguments),
             "NUM_RANKS": self.num_ranks,
             "NUM_THREADS": num_threads,
             "MAX_PARTS": MAX_PARTS,
         }
-        kernel = self.library.get(name, always | dict(constants))
-        kernel.launch(
-            arguments,
-            self.stream,
-            grid=grid,
-            num_threads=num_threads,
-            shared_bytes=shared_bytes,
-            is_dependent=is_dependent,
-        )
+        return self.library.get(name, always | dict(constants))

@@ -4,14 +4,50 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from fusco.core.errors import LaunchError
+from fusco.core.recent import Recent
 from fusco.cuda.kernels.compiler import Compiler
 
 _FREE_SHARED_BYTES = 46 << 10  # of 48 KiB, of which a kernel's own variables take some; more needs an attribute of it
+
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+_U32 = ctypes.c_uint32
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of the driver, with the flag that is used here instead of its union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int32), ("pad", _U32), ("flag", ctypes.c_int32), ("rest", ctypes.c_uint8 * 60)]
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig`` of the driver."""
+
+    _fields_ = [
+        ("grid", _U32 * 3),
+        ("block", _U32 * 3),
+        ("shared_bytes", _U32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", _U32),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _driver_launch() -> Any:
+    """Return the driver's ``cuLaunchKernelEx``, without the conversions of ``cuda.bindings``, which take 5 us.
+
+    It releases the interpreter's lock: a launch blocks while the device's queue is full, and other threads end waits.
+    """
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return launch
 
 
 class Kernel:
@@ -21,16 +57,19 @@ class Kernel:
         from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
         from cuda.core import ObjectCode  # noqa: PLC0415
 
-        self._driver, self.name = driver, name
+        self._driver = driver
         try:
             self._code = ObjectCode.from_cubin(cubin)
-            self._function = driver.CUfunction(int(self._code.get_kernel(name).handle))
+            function = int(self._code.get_kernel(name).handle)
         except Exception as error:  # cuda.core's errors have no common base that is public
-            raise self._error("loaded", str(error)) from error
+            raise _error(name, "loaded", str(error)) from error
+        self._set_up(name, function, _driver_launch())
+
+    def _set_up(self, name: str, function: int, launch: Any) -> None:
+        self.name, self._function, self._launch = name, function, launch
         self._shared_bytes = _FREE_SHARED_BYTES
-        self._serialization = driver.CUlaunchAttribute()
-        self._serialization.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        self._serialization.value.programmaticStreamSerializationAllowed = 1
+        self._configs: Recent[tuple[int, ...], Any] = Recent()
+        self._parameters = (ctypes.c_void_p * 1)()
 
     def launch(
         self,
@@ -43,30 +82,36 @@ class Kernel:
         is_dependent: bool = False,
     ) -> None:
         """Launch on a stream handle; with ``is_dependent``, a programmatic dependent launch that may begin early."""
+        key = (stream, grid, num_threads, shared_bytes, is_dependent)
+        config = self._configs.get(key) or self._configure(*key)
+        self._parameters[0] = ctypes.addressof(arguments)
+        if result := self._launch(config, self._function, self._parameters, None):
+            raise _error(self.name, "launched", self._driver.CUresult(result).name)
+
+    def _configure(self, stream: int, grid: int, num_threads: int, shared_bytes: int, is_dependent: bool) -> Any:  # noqa: FBT001
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            kernel, device = self._driver.CUkernel(int(self._function)), self._check(self._driver.cuCtxGetDevice())
+            kernel, device = self._driver.CUkernel(self._function), self._check(self._driver.cuCtxGetDevice())
             self._check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
             self._shared_bytes = shared_bytes
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        config = _Config((grid, 1, 1), (num_threads, 1, 1), shared_bytes, stream)
         if is_dependent:
-            config.attrs, config.numAttrs = [self._serialization], 1
-        self._check(self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+            config.attributes = ctypes.pointer(_Attribute(id=_SERIALIZATION, flag=1))
+            config.num_attributes = 1
+        by_reference = self._configs[stream, grid, num_threads, shared_bytes, is_dependent] = ctypes.byref(config)
+        return by_reference
 
     def _check(self, result: tuple[Any, ...]) -> Any:
         if int(result[0]):
-            raise self._error("launched", result[0].name)
+            raise _error(self.name, "launched", result[0].name)
         return result[-1]
 
-    def _error(self, done: str, why: str) -> LaunchError:
-        return LaunchError(
-            f"kernel {self.name} could not be {done}: {why}. An earlier asynchronous error on this device, of "
-            f"any library's kernel, may be the cause (CUDA_LAUNCH_BLOCKING=1 shows it at its own launch)"
-        )
+
+def _error(name: str, done: str, why: str) -> LaunchError:
+    return LaunchError(
+        f"kernel {name} could not be {done}: {why}. An earlier asynchronous error on this device, of any library's "
+        f"kernel, may be the cause (CUDA_LAUNCH_BLOCKING=1 shows it at its own launch)"
+    )
 
 
 class Library:
@@ -86,3 +131,9 @@ class Library:
         if key not in self._kernels:
             self._kernels[key] = Kernel(name, self._compiler.compile(name, constants))
         return self._kernels[key]
+
+
+@cache
+def library_of(device: torch.device) -> Library:
+    """Return the device's library, loaded until the process ends: backward passes may outlive their communicator."""
+    return Library(device)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, Memory, address
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.held_rows import RowAddresses
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedRouting:
-    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous."""
+class PublishedRouting(NamedTuple):
+    """Routing of a source that this rank publishes in its node: ids and weights (num_rows, num_topk), contiguous.
+
+    Ids of this rank are int32 or int64, those of other nodes int32.
+    """
 
     source: int
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
+    topk_idx: Memory
+    topk_weights: Memory | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,6 @@ class PlanTables:
         num_local_experts: experts of this rank.
         run_counts: int32 (num_sms * num_local_experts,), scratch.
         report: the address of a ``Report``.
-
     """
 
     expert_to_local: torch.Tensor
@@ -48,25 +52,103 @@ class PlanTables:
     report: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanTerms:
-    """Output layout of a plan, and its report.
+class PlanTerms(NamedTuple):
+    """Output layout of a plan, and its launch.
 
     Attributes:
         expert_alignment: each block is rounded up to a multiple of this.
         max_slots: slots of the output.
         is_overflow_reported: True if more rows than slots are an error.
-        ticket: number of the report; 0 if the host does not wait for it.
-
+        num_sms: maximum number of SMs; ``None`` means those of the device.
     """
 
     expert_alignment: int
     max_slots: int
     is_overflow_reported: bool
-    ticket: int
+    num_sms: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class PlanShape:
+    """Sizes of a plan's tensors, and their byte offsets in one allocation, each a multiple of 16."""
+
+    num_rows: int
+    num_held_rows: int
+    num_topk: int
+    num_local_experts: int
+    weight_dtype: torch.dtype | None
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Offset of each tensor; ``"end"`` is the total size."""
+        num_pairs = self.num_rows * self.num_topk
+        sizes = {
+            "num_rows_per_expert": 8 * self.num_local_experts,
+            "weights": num_pairs * (self.weight_dtype.itemsize if self.weight_dtype else 0),
+            "row_to_slots": 4 * num_pairs,
+            "block_to_first_slot": 4 * (self.num_local_experts + 1),
+            "token_to_ranks": 4 * self.num_held_rows,
+        }
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += -(-size // 16) * 16
+        return {**offsets, "end": end}
+
+
+class PlanTensors:
+    """Tensors of a plan, in one allocation; see ``PlannedRows``. Most are made when first used: kernels need none.
+
+    Attributes:
+        memory: of all of them, int64.
+        num_rows_per_expert: see ``PlannedRows``.
+        addresses: see ``Rows``.
+        address_of_counts: of ``num_rows_per_expert``.
+        address_of_blocks: of ``block_to_first_slot``.
+        num_local_experts: experts of this rank.
+        weight_bytes: bytes of a weight; 0 without weights.
+    """
+
+    def __init__(self, shape: PlanShape, device: torch.device) -> None:
+        self._shape, at = shape, shape.offsets
+        self.memory = torch.empty(at["end"] // 8, dtype=torch.int64, device=device)
+        first = self.memory.data_ptr()
+        weights = first + at["weights"] if shape.weight_dtype else 0
+        self.addresses = RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
+        self.address_of_counts, self.address_of_blocks = first, first + at["block_to_first_slot"]
+        self.num_local_experts = shape.num_local_experts
+        self.num_rows_per_expert = self.memory[: shape.num_local_experts]  # callers of dispatch get it
+        self.weight_bytes = shape.weight_dtype.itemsize if shape.weight_dtype else 0
+
+    @cached_property
+    def row_to_slots(self) -> torch.Tensor:
+        """See ``PlannedRows``."""
+        return self._view("row_to_slots", torch.int32, (self._shape.num_rows, self._shape.num_topk))
+
+    @cached_property
+    def weights(self) -> torch.Tensor | None:
+        """See ``PlannedRows``."""
+        shape = self._shape
+        return (
+            self._view("weights", shape.weight_dtype, (shape.num_rows, shape.num_topk)) if shape.weight_dtype else None
+        )
+
+    @cached_property
+    def block_to_first_slot(self) -> torch.Tensor:
+        """See ``PlannedRows``."""
+        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 1,))
+
+    @cached_property
+    def token_to_ranks(self) -> torch.Tensor:
+        """See ``PlannedRows``."""
+        return self._view("token_to_ranks", torch.int32, (self._shape.num_held_rows,))
+
+    def _view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        first = self._shape.offsets[name] // dtype.itemsize
+        return self.memory.view(dtype)[first : first + math.prod(shape)].view(shape)
+
+
+@dataclass(kw_only=True)
 class PlannedRows:
     """A plan as the kernel fills it; a *source* is a rank of any node, its rows are those of its tokens on this node.
 
@@ -74,25 +156,39 @@ class PlannedRows:
         first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
             tokens of this node's ranks are all there, of other ranks only those that concern this node.
         held: the sources whose rows are in this rank's pool; this rank first.
-        row_to_slots, weights: see ``HeldRows``; in order of source.
-        token_to_ranks: see ``HeldRows``; in order of ``held``.
-        num_rows_per_expert: int64 (num_local_experts,), padding not counted.
-        block_to_first_slot: int32 (num_local_experts + 1,).
-
+        num_topk: experts per token (top-k).
+        tables: the tensors of the following properties.
     """
 
     first_row: tuple[int, ...]
     held: tuple[int, ...]
-    row_to_slots: torch.Tensor
-    weights: torch.Tensor | None
-    num_rows_per_expert: torch.Tensor
-    block_to_first_slot: torch.Tensor
-    token_to_ranks: torch.Tensor
+    num_topk: int
+    tables: PlanTensors
 
     @property
-    def num_topk(self) -> int:
-        """Experts per token (top-k)."""
-        return self.row_to_slots.shape[1]
+    def row_to_slots(self) -> torch.Tensor:
+        """See ``HeldRows``; in order of source."""
+        return self.tables.row_to_slots
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """See ``HeldRows``; in order of source."""
+        return self.tables.weights
+
+    @property
+    def token_to_ranks(self) -> torch.Tensor:
+        """See ``HeldRows``; in order of ``held``."""
+        return self.tables.token_to_ranks
+
+    @property
+    def num_rows_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert, int64 (num_local_experts,), padding not counted."""
+        return self.tables.num_rows_per_expert
+
+    @property
+    def block_to_first_slot(self) -> torch.Tensor:
+        """First slot of each local expert's block, then the end of the last: int32 (num_local_experts + 1,)."""
+        return self.tables.block_to_first_slot
 
 
 @cache
@@ -126,21 +222,44 @@ def plan_slots(
     plan: PlannedRows,
     published: Sequence[PublishedRouting],
     terms: PlanTerms,
-    num_sms: int | None,
+    ticket: int,
 ) -> None:
-    """Exchange routing within the node and fill the plan's tensors; ``published`` has one entry for each node."""
-    num_nodes = len(published)
+    """Exchange routing within the node and fill the plan's tensors.
+
+    Args:
+        launcher: the rank's launcher.
+        tables: of all plans.
+        plan: has the sizes, and tensors for the results.
+        published: one entry for each node.
+        terms: see ``PlanTerms``.
+        ticket: number of the report; 0 if the host does not wait for it.
+    """
+    ids, made = published[0].topk_idx, plan.tables
+    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)
+    prepared = launcher.prepared.get(key) or _prepare(launcher, tables, plan, published, terms, key)
+    arguments = prepared.arguments
+    for node, routing in enumerate(published):
+        arguments.topk_idx[node] = routing.topk_idx.data_ptr()
+        arguments.topk_weights[node] = address(routing.topk_weights)
+    arguments.row_to_slots, arguments.row_weights, arguments.token_to_ranks = made.addresses
+    arguments.num_rows_per_expert, arguments.block_to_first_slot = made.address_of_counts, made.address_of_blocks
+    arguments.ticket = ticket
+    prepared.launch(launcher.stream)
+
+
+def _prepare(
+    launcher: Launcher,
+    tables: PlanTables,
+    plan: PlannedRows,
+    published: Sequence[PublishedRouting],
+    terms: PlanTerms,
+    key: tuple[Any, ...],
+) -> PreparedLaunch:
+    num_nodes, num_topk = len(published), plan.num_topk
     arguments = plan_type(launcher.num_ranks, num_nodes)(
         comm=launcher.comm,
-        topk_idx=tuple(routing.topk_idx.data_ptr() for routing in published),
-        topk_weights=tuple(address(routing.topk_weights) for routing in published),
         expert_to_local=tables.expert_to_local.data_ptr(),
         expert_to_rank=tables.expert_to_rank.data_ptr(),
-        row_to_slots=plan.row_to_slots.data_ptr(),
-        row_weights=address(plan.weights),
-        num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
-        block_to_first_slot=plan.block_to_first_slot.data_ptr(),
-        token_to_ranks=plan.token_to_ranks.data_ptr(),
         run_counts=tables.run_counts.data_ptr(),
         report=tables.report,
         first_row=plan.first_row,
@@ -151,22 +270,16 @@ def plan_slots(
         num_local_experts=tables.num_local_experts,
         expert_alignment=terms.expert_alignment,
         max_slots=terms.max_slots,
-        is_overflow_reported=int(terms.is_overflow_reported),
-        ticket=terms.ticket,
+        is_overflow_reported=terms.is_overflow_reported,
     )
     constants = {
         "NUM_NODES": num_nodes,
-        "NUM_TOPK": plan.num_topk,
+        "NUM_TOPK": num_topk,
         "ID_BYTES": published[0].topk_idx.element_size(),
-        "WEIGHT_BYTES": 0 if plan.weights is None else plan.weights.element_size(),
+        "WEIGHT_BYTES": plan.tables.weight_bytes,
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
-    num_pairs = plan.first_row[-1] * plan.num_topk
-    launcher.launch(
-        "plan",
-        constants,
-        arguments,
-        grid=max(1, min(launcher.sms(num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK))),
-        num_threads=PLAN_THREADS,
-        shared_bytes=plan_shared_bytes(tables.num_local_experts),
-    )
+    num_pairs = plan.first_row[-1] * num_topk
+    grid = max(1, min(launcher.sms(terms.num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK)))
+    shared_bytes = plan_shared_bytes(tables.num_local_experts)
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=PLAN_THREADS, shared_bytes=shared_bytes)

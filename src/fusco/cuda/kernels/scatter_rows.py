@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from fusco.cuda.kernels.abi import I32, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.held_rows import Rows, longest_of
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlannedRows
 from fusco.cuda.tuning import SCATTER_UNROLL, scatter_parts, scatter_senders, scatter_threads
 
@@ -24,7 +25,7 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         ("received", U64 * num_payloads * num_ranks),
         *((name, POINTER) for name in made),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders")),
+        *((name, I32) for name in ("num_local_experts", "num_slots", "longest", "parts", "num_senders")),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -32,9 +33,9 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
 def scatter_rows(
     launcher: Launcher,
     plan: PlannedRows,
-    held: HeldRows,
+    held: Rows,
     payloads: Sequence[Payload],
-    received: Sequence[Sequence[int]],
+    received: Sequence[int],
     *,
     clears_padding: bool,
     num_sms: int | None,
@@ -46,39 +47,46 @@ def scatter_rows(
         plan: has the offsets of blocks.
         held: the rows and their slots.
         payloads: the rows of this rank, and the outputs.
-        received: ``received[r][p]`` is the offset, in every rank's arena, of payload ``p`` of the rows that rank ``r``
-            pushes.
+        received: the offset, in every rank's arena, of each payload of the rows that each rank pushes: all payloads of
+            rank 0, then of rank 1, ...
         clears_padding: True to set the slots between blocks to zero.
         num_sms: a budget of SMs.
 
     Returns the number of SMs that it takes.
-
     """
-    num_ranks, grid = launcher.num_ranks, launcher.sms(num_sms)
-    vectors_per_lane = max(of.row_bytes // (vector_bytes(of.row_bytes) * WARP_SIZE) for of in payloads)
-    row_type = ctypes.c_uint64 * len(payloads)
-    arguments = scatter_type(num_ranks, len(payloads))(
+    first_row, num_local_experts = held.first_row, plan.tables.num_local_experts if clears_padding else 0
+    row_bytes = tuple(payload.row_bytes for payload in payloads)
+    key = ("scatter_rows", first_row, held.num_topk, num_local_experts, row_bytes, num_sms)
+    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    arguments = prepared.arguments
+    prepared.set_table("rows", [payload.address for payload in payloads])
+    prepared.set_table("outputs", [payload.output_address for payload in payloads])
+    prepared.set_table("received", received)
+    arguments.row_to_slots, _, arguments.token_to_ranks = held.addresses
+    arguments.block_to_first_slot = plan.tables.address_of_blocks
+    arguments.num_slots = payloads[0].num_output_rows
+    arguments.num_rows_per_expert = plan.tables.address_of_counts
+    prepared.launch(launcher.stream)
+    return prepared.grid
+
+
+def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
+    _, first_row, num_topk, num_local_experts, row_bytes, num_sms = key
+    longest, grid = longest_of(first_row), launcher.sms(num_sms)
+    vectors_per_lane = max(-(-size // (vector_bytes(size) * WARP_SIZE)) for size in row_bytes)
+    arguments = scatter_type(launcher.num_ranks, len(row_bytes))(
         comm=launcher.comm,
-        rows=tuple(payload.address for payload in payloads),
-        outputs=tuple(payload.output_address for payload in payloads),
-        received=tuple(row_type(*of_rank) for of_rank in received),
-        row_to_slots=held.row_to_slots.data_ptr(),
-        token_to_ranks=held.token_to_ranks.data_ptr(),
-        block_to_first_slot=plan.block_to_first_slot.data_ptr(),
-        num_rows_per_expert=plan.num_rows_per_expert.data_ptr(),
-        first_row=held.first_row,
-        num_local_experts=len(plan.num_rows_per_expert) if clears_padding else 0,
-        longest=held.longest,
-        parts=scatter_parts(held.longest * num_ranks, vectors_per_lane, MAX_PARTS),
+        first_row=first_row,
+        num_local_experts=num_local_experts,
+        longest=longest,
+        parts=scatter_parts(longest * launcher.num_ranks, vectors_per_lane, MAX_PARTS),
         num_senders=scatter_senders(grid),
     )
     constants = {
-        "NUM_TOPK": plan.num_topk,
-        "NUM_PAYLOADS": len(payloads),
-        "PAYLOAD_BYTES": ",".join(str(payload.row_bytes) for payload in payloads),
-        "VECTOR_BYTES": ",".join(str(vector_bytes(payload.row_bytes)) for payload in payloads),
+        "NUM_TOPK": num_topk,
+        "NUM_PAYLOADS": len(row_bytes),
+        "PAYLOAD_BYTES": ",".join(map(str, row_bytes)),
+        "VECTOR_BYTES": ",".join(str(vector_bytes(size)) for size in row_bytes),
         "UNROLL": SCATTER_UNROLL,
     }
-    num_threads = scatter_threads(grid)
-    launcher.launch("scatter_rows", constants, arguments, grid=grid, num_threads=num_threads, is_dependent=True)
-    return grid
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=scatter_threads(grid), is_dependent=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from fusco.core.placement import ExpertPlacement
+from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels import weight_gradients
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
-from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.plan import PlannedRows, PlanTables, PlanTerms, PublishedRouting, plan_slots
+from fusco.cuda.kernels.plan import PlanShape, PlanTables, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 
 
@@ -44,7 +45,6 @@ class CompilingLibrary:
 
     Attributes:
         names: the names of all requested kernels.
-
     """
 
     device, num_sms, max_shared_bytes = torch.device("cpu"), 132, 227 << 10
@@ -71,47 +71,39 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     launcher = Launcher(library, comm_type(shape.num_ranks)(), 0)
     weights = torch.zeros(1, shape.num_topk, dtype=torch.float32, device="cpu")
     rows = torch.zeros(1, shape.hidden, dtype=shape.dtype, device="cpu")
-    held = _held(shape, weights)
+    planned = _planned(shape, weights)
     payload = Payload(address=0, row_bytes=rows.nbytes)
-    _plan(launcher, shape, weights)
-    received = [[0]] * shape.num_ranks
-    scatter_rows(launcher, _planned(shape, weights), held, [payload], received, clears_padding=False, num_sms=None)
+    _plan(launcher, planned, weights)
+    scatter_rows(launcher, planned, planned, [payload], [0] * shape.num_ranks, clears_padding=False, num_sms=None)
     for is_weighted in (True, False):  # of combine, and of dispatch's backward
-        combine_rows(launcher, held, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
+        combine_rows(launcher, planned, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
     return list(library.names)
 
 
-def _held(shape: KernelShape, weights: torch.Tensor) -> HeldRows:
-    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32, device="cpu")
-    return HeldRows(first_row=(0,) * (shape.num_ranks + 1), row_to_slots=ids, weights=weights, token_to_ranks=ids[0])
-
-
-def _planned(shape: KernelShape, weights: torch.Tensor) -> PlannedRows:
-    ids = torch.zeros(1, shape.num_topk, dtype=torch.int32, device="cpu")
-    return PlannedRows(
+def _planned(shape: KernelShape, weights: torch.Tensor) -> DevicePlan:
+    sizes = PlanShape(0, 0, shape.num_topk, num_local_experts=1, weight_dtype=weights.dtype)
+    return DevicePlan(
+        rank=0,
+        placement=ExpertPlacement.contiguous(1, 1),
         first_row=(0,) * (shape.num_ranks + 1),
         held=(0,),
-        row_to_slots=ids,
-        weights=weights,
-        num_rows_per_expert=torch.zeros(1, dtype=torch.int64, device="cpu"),
-        block_to_first_slot=torch.zeros(2, dtype=torch.int32, device="cpu"),
-        token_to_ranks=ids[0],
+        num_topk=shape.num_topk,
+        num_slots=0,
+        tables=PlanTensors(sizes, torch.device("cpu")),
     )
 
 
-def _plan(launcher: Launcher, shape: KernelShape, weights: torch.Tensor) -> None:
+def _plan(launcher: Launcher, planned: DevicePlan, weights: torch.Tensor) -> None:
     table = torch.zeros(1, dtype=torch.int32, device="cpu")
     tables = PlanTables(
         expert_to_local=table,
         expert_to_rank=table,
-        publishers=tuple(range(shape.num_ranks)),
+        publishers=tuple(range(launcher.num_ranks)),
         num_local_experts=1,
         run_counts=table,
         report=0,
     )
-    routing = PublishedRouting(
-        source=0, topk_idx=torch.zeros(1, shape.num_topk, dtype=torch.int64, device="cpu"), topk_weights=weights
-    )
-    terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, ticket=0)
-    plan_slots(launcher, tables, _planned(shape, weights), [routing], terms, None)
+    ids = torch.zeros(1, planned.num_topk, dtype=torch.int64, device="cpu")
+    terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, num_sms=None)
+    plan_slots(launcher, tables, planned, [PublishedRouting(0, ids, weights)], terms, ticket=0)

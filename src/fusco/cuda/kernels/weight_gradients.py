@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 
 from fusco.core.rows import aligned
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
-from fusco.cuda.kernels.library import Library
+from fusco.cuda.kernels.library import Library, library_of
 from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM
 from fusco.cuda.tuning import WEIGHT_GRADIENTS_THREADS as NUM_THREADS
 
@@ -28,7 +27,7 @@ def weight_gradients_on_cuda(
     """See ``fusco.api.weight_gradients``."""
     with torch.cuda.device(grads.device):
         stream = torch.cuda.current_stream().cuda_stream
-        return launch(_library_of(grads.device), stream, grads, rows, weights)
+        return launch(library_of(grads.device), stream, grads, rows, weights)
 
 
 def launch(
@@ -65,9 +64,3 @@ def launch(
     grid = min(-(-num_rows // _ROWS_PER_BLOCK), library.num_sms * BLOCKS_PER_SM)
     library.get("weight_gradients", constants).launch(arguments, stream, grid=grid, num_threads=NUM_THREADS)
     return dots
-
-
-@cache
-def _library_of(device: torch.device) -> Library:
-    """Return the device's library, loaded until the process ends: backward passes may outlive their communicator."""
-    return Library(device)

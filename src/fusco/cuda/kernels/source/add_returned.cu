@@ -3,10 +3,12 @@
 // One warp per token. Sums are in float32 (float64 for float64 rows): this node's first, then those of the other nodes in
 // order. Twin: fusco.reference.add_returned.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, NUM_REMOTE, HIDDEN, ROW_TYPE, WIRE_TYPE, VECTOR_ELEMENTS.
+// Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_THREADS, NUM_REMOTE, HIDDEN, ROW_TYPE, WIRE_TYPE, VECTOR_ELEMENTS.
+#include "comm.cuh"
 #include "elements.cuh"
 
 struct ReturnedArgs {
+    Comm comm;
     const u8* own;                   // [token], as accumulated
     const u8* returned[NUM_REMOTE];  // [place], in the wire dtype
     const i32* places[NUM_REMOTE];   // [token]: index of its row among those returned; -1 if none
@@ -24,6 +26,8 @@ using WirePack = Pack<Wire, N>;
 using SumPack = Pack<Element<sizeof(Sum) == 8 ? F64 : F32>, N>;
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) add_returned(const __grid_constant__ ReturnedArgs args) {
+    const Comm& comm = args.comm;
+    const bool is_defined = has_network_arrived(comm, comm.state[COMBINE_EPOCH]) && !is_broken(comm);
     const u32 num_warps = gridDim.x * (NUM_THREADS / WARP_SIZE);
     const u64 first_token = threadIdx.x / WARP_SIZE * gridDim.x + blockIdx.x;
     for (u64 token = first_token; token < static_cast<u64>(args.num_tokens); token += num_warps) {
@@ -60,4 +64,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) add_returned(const __g
                 }
         }
     }
+    if (block_exits(comm.state + NUM_DONE, is_defined) == Exit::BROKEN)
+        block_poisons(args.out, args.num_tokens * static_cast<u64>(HIDDEN) * sizeof(Row::Bits));
 }

@@ -195,19 +195,17 @@ __device__ __forceinline__ void sum_terms(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
-    combine_rows(const __grid_constant__ CombineArgs args) {
+// Return false in warps that have given up.
+__device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch) {
     constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
     __shared__ i32 first_item;
     const Comm& comm = args.comm;
-    if (is_broken(comm)) return;
     // The first blocks send, the others sum: a multiprocessor whose stores to peers queue for the link could not load rows
     // fast enough.
     const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
     if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
         first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
-    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
-    if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return;
+    if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return false;
 
     const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
@@ -251,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 const u32* const awaited = sum_flag(comm, comm.rank, src, token, args.parts == 1 ? 0 : part);
                 arrival = warp_looks_for(comm, awaited, epoch, SUMMING_ROWS, src, has_flag, may_send ? MAX_LOOKS : 0);
             }
-            if (arrival == Arrival::NEVER) break;
+            if (arrival == Arrival::NEVER) return false;
             if (arrival == Arrival::NOT_YET) {
                 send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
                 continue;
@@ -271,7 +269,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         }
         (is_sent ? send : sum) = for_all_lanes(next);
     }
-    if (block_is_last(comm.state + NUM_DONE)) {
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
+    combine_rows(const __grid_constant__ CombineArgs args) {
+    const Comm& comm = args.comm;
+    const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
+    const Exit exit = block_exits(comm.state + NUM_DONE, send_and_sum(args, epoch));
+    const u64 num_tokens = args.first_row[comm.rank + 1] - args.first_row[comm.rank];
+    if (exit == Exit::BROKEN) return block_poisons(args.out, num_tokens * OUT_BYTES);
+    if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.sums_released, epoch, threadIdx.x, NUM_THREADS);
         if (threadIdx.x == 0) comm.state[COMBINE_EPOCH] = epoch, comm.state[NEXT_SEND] = 0, comm.state[NEXT_RECEIVE] = 0;
     }

@@ -20,9 +20,14 @@ enum State : u32 {
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
-enum Phase : u32 { EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER };
+enum Phase : u32 {
+    EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK
+};
 
-// The first wait that timed out, in host memory.
+// Values of the host's abort word. After the last one, memory that the network should have written is undefined.
+enum Abort : u32 { NO_ABORT, END_WAITS, NETWORK_HAS_FAILED };
+
+// The first wait that ended without what it waited for, in host memory. It timed out, or the host gave up.
 struct Failure {
     u32 is_set, phase, peer, expected, seen;
 };
@@ -31,7 +36,7 @@ struct Comm {
     u8* arena[NUM_RANKS];  // every rank's peer-visible memory, as mapped here
     u32* state;            // private counters, indexed by State
     Failure* failure;      // in host memory
-    const u32* abort;      // in host memory: nonzero once the host gives up
+    const u32* abort;      // an Abort, in host memory
     u64 timeout_ns;
     // Byte offsets of the sections of an arena.
     u64 routing_ready;  // [source][chunk] plan epoch of the chunk of a source's routing that is here
@@ -46,6 +51,7 @@ struct Comm {
     i32 rank;
     i32 max_tokens;
     i32 max_topk;
+    i32 has_network;  // there are other nodes
 };
 
 template <typename T> __device__ __forceinline__ T* section(const Comm& comm, int rank, u64 offset) {
@@ -56,15 +62,34 @@ __device__ __forceinline__ bool is_broken(const Comm& comm) {
     return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN) != 0;
 }
 
-// End all waits on this device. The first caller reports the reason in host memory.
+// End all waits on this device. The first caller reports its wait in host memory.
 __device__ __noinline__ void break_off(const Comm& comm, const Failure& failure) {
-    if (atomicExch(comm.state + IS_BROKEN, 1u) == 0 && failure.is_set) {
+    if (atomicExch(comm.state + IS_BROKEN, 1u) == 0) {
         Failure* report = comm.failure;
         report->phase = failure.phase, report->peer = failure.peer;
         report->expected = failure.expected, report->seen = failure.seen;
         __threadfence_system();
         *reinterpret_cast<volatile u32*>(&report->is_set) = 1;
     }
+}
+
+// Return false, and break off, if the network has failed. Kernels that read what it has received begin with this. One thread
+// of the grid reads host memory, which takes it a microsecond.
+__device__ __forceinline__ bool has_network_arrived(const Comm& comm, u32 epoch) {
+    if (!comm.has_network || blockIdx.x || threadIdx.x) return true;
+    if (*reinterpret_cast<const volatile u32*>(comm.abort) != NETWORK_HAS_FAILED) return true;
+    break_off(comm, {1, NETWORK, static_cast<u32>(comm.rank), epoch, 0});
+    return false;
+}
+
+// Overwrite an output, aligned to 16 bytes, of a communicator that has broken: a replayed graph would otherwise return the
+// values of its previous replay. Bytes of 0xff are NaN in all floating types, those of 8 bits included, and -1 in signed
+// integers. One block calls it, the last of its grid, since others may still write.
+__device__ __noinline__ void block_poisons(u8* output, u64 num_bytes) {
+    const u64 num_vectors = num_bytes / 16;
+    for (u64 i = threadIdx.x; i < num_vectors; i += blockDim.x)
+        store_row(reinterpret_cast<Vector<16>*>(output) + i, {{~0u, ~0u, ~0u, ~0u}});
+    for (u64 i = num_vectors * 16 + threadIdx.x; i < num_bytes; i += blockDim.x) output[i] = 0xff;
 }
 
 // Timeout of a spin-wait. It rarely checks the abort flag: thousands of warps that read host memory at once would queue for
@@ -89,8 +114,7 @@ class SpinTimeout {
         next_check_ = nanoseconds() + CHECK_INTERVAL;
         if (is_broken(comm)) return false;
         const u64 limit = comm.timeout_ns + (waiting_for.phase == GRID_BARRIER ? BARRIER_GRACE : 0);
-        if (*reinterpret_cast<const volatile u32*>(comm.abort)) waiting_for.is_set = 0;
-        else if (nanoseconds() - since_ < limit) return true;
+        if (!*reinterpret_cast<const volatile u32*>(comm.abort) && nanoseconds() - since_ < limit) return true;
         break_off(comm, waiting_for);
         return false;
     }
@@ -124,18 +148,10 @@ __device__ __forceinline__ bool wait_for_epoch(
     return true;
 }
 
-// Wait for one flag of each rank with the first NUM_RANKS threads of a block; all threads get the result.
-__device__ __forceinline__ bool block_waits_for_peers(const Comm& comm, u64 flags, u32 epoch, Phase phase) {
-    bool is_ready = true;
-    for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += blockDim.x)
-        is_ready &= wait_for_epoch(comm, section<u32>(comm, comm.rank, flags) + peer, epoch, phase, peer);
-    return __syncthreads_and(is_ready);
-}
-
 // Wait until every rank has read what this one has pushed to it: rows of dispatches and partial sums of combines are in the
-// same memory. All threads get the result.
+// same memory. All threads get the result, false if broken.
 __device__ __forceinline__ bool block_waits_for_memory(const Comm& comm, u32 rows_epoch, u32 sums_epoch) {
-    bool is_ready = true;
+    bool is_ready = !is_broken(comm);
     for (u32 i = threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
         const u32 peer = i % NUM_RANKS;
         is_ready &= i < NUM_RANKS ? wait_for_epoch(comm, section<u32>(comm, comm.rank, comm.rows_released) + peer,
@@ -152,17 +168,25 @@ __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 ep
         store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
 }
 
-// Return whether this block is the last of its grid to arrive, and then reset the counter. All threads must call it.
-__device__ __forceinline__ bool block_is_last(u32* counter) {
-    __shared__ bool is_last;
-    __syncthreads();
+// What a block is told at the end of its kernel: other blocks still run, or it is the last one. Then all threads of all
+// blocks have completed their work, or not.
+enum class Exit { OTHERS_RUN, ALL_COMPLETE, BROKEN };
+
+// Let a block arrive; the last one resets the counter. All threads must call it. The counter carries whether all are
+// complete, as reading the state would take the last block another microsecond.
+__device__ __forceinline__ Exit block_exits(u32* counter, bool is_complete) {
+    constexpr u32 BROKEN_BLOCK = 1 << 16;
+    __shared__ u32 arrived;
+    const bool is_block_complete = __syncthreads_and(is_complete);
     if (threadIdx.x == 0) {
         __threadfence_system();
-        is_last = add_acquire_release_device(counter, 1) == gridDim.x - 1;
-        if (is_last) *counter = 0;
+        const u32 mine = is_block_complete ? 1 : 1 + BROKEN_BLOCK;
+        arrived = add_acquire_release_device(counter, mine) + mine;
+        if (arrived % BROKEN_BLOCK == gridDim.x) *counter = 0;
     }
     __syncthreads();
-    return is_last;
+    if (arrived % BROKEN_BLOCK != gridDim.x) return Exit::OTHERS_RUN;
+    return arrived < BROKEN_BLOCK ? Exit::ALL_COMPLETE : Exit::BROKEN;
 }
 
 // A work item of a kernel: one part of one token of a rank.

@@ -8,7 +8,7 @@
 struct GatherArgs {
     const u8* rows;
     u8* messages[NUM_MESSAGES];
-    const i32* places[NUM_MESSAGES];  // [i]: row that is the i-th of a message
+    const i32* places[NUM_MESSAGES];  // [i]: row that is the i-th of a message; -1 leaves it as it is
     i32 first_row[NUM_MESSAGES + 1];  // of each message in their concatenation; last, the total number of rows
 };
 static_assert(sizeof(GatherArgs) == ARGUMENT_BYTES, "gather_rows.py mirrors this struct");
@@ -22,8 +22,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gather_rows(const __gr
         u32 message = 0;
         while (row >= static_cast<u32>(args.first_row[message + 1])) ++message;
         const u32 i = row - args.first_row[message];
-        const u64 place = args.places[message][i];
-        const auto* const from = reinterpret_cast<const V*>(args.rows + place * ROW_BYTES);
+        const i32 place = args.places[message][i];
+        if (place < 0) continue;
+        const auto* const from = reinterpret_cast<const V*>(args.rows + static_cast<u64>(place) * ROW_BYTES);
         auto* const to = reinterpret_cast<V*>(args.messages[message] + static_cast<u64>(i) * ROW_BYTES);
         for (u32 first = lane_index(); first < NUM_VECTORS; first += UNROLL * WARP_SIZE) {
             V held[UNROLL];

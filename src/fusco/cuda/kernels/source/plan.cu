@@ -24,7 +24,7 @@ constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
 
 struct PlanArgs {
     Comm comm;
-    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes
+    const u8* topk_idx[NUM_NODES];      // of the sources that this rank publishes; all but the first are i32
     const u8* topk_weights[NUM_NODES];
     const i32* expert_to_local;  // -1 for experts of other ranks
     const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
@@ -96,8 +96,8 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
         for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
             const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
             for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
-                i64 id = ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
-                                       : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
+                i64 id = ID_BYTES == 8 && i == 0 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
+                                                 : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
                 if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // invalid, before and after narrowing
 #if WEIGHT_BYTES == 4
                 const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
@@ -156,6 +156,16 @@ __device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end
     return __syncthreads_and(is_ready);
 }
 
+// The result of a block's rows if the communicator has broken: no row has a slot. Nothing that the caller computes from the
+// plan then reads slots or counts of an earlier plan, or uninitialised ones.
+__device__ __noinline__ void forget_rows(const PlanArgs& args, i32 first_row, i32 end_row) {
+    for (i32 pair = first_row * NUM_TOPK + threadIdx.x; pair < end_row * NUM_TOPK; pair += NUM_THREADS)
+        args.row_to_slots[pair] = NOT_HERE;
+    if (blockIdx.x == 0)
+        for (i32 expert = threadIdx.x; expert < args.num_local_experts; expert += NUM_THREADS)
+            args.num_rows_per_expert[expert] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
     extern __shared__ i32 shared[];
     const Comm& comm = args.comm;
@@ -165,7 +175,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     i32* const num_before = shared + NUM_WARPS * num_experts;   // [expert], rows of earlier blocks
     i32* const num_all = num_before + num_experts;              // [expert]
     i32* const first_slot = num_all + num_experts;              // [expert + 1]
-    if (is_broken(comm)) return;
+    const i32 num_rows = args.first_row[NUM_SOURCES];
+    const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
+    const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
+    const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
+    if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
 
     // Step 1: push routing. The pool is double-buffered: a rank that begins plan n has seen all others begin n - 1, so none
@@ -177,11 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         return ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[0])[pair]
                              : reinterpret_cast<const i32*>(args.topk_idx[0])[pair];
     });
-    const i32 num_rows = args.first_row[NUM_SOURCES];
-    const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
-    const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
-    const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
-    if (!block_waits_for_routing(args, first_row, end_row, epoch)) return;
+    if (!block_waits_for_routing(args, first_row, end_row, epoch)) return forget_rows(args, first_row, end_row);
 
     // Step 2: count this block's pairs for each expert, warp by warp.
     const i32 block_first = first_row * NUM_TOPK, block_end = end_row * NUM_TOPK;
@@ -223,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         args.run_counts[blockIdx.x * num_experts + expert] = sum;
         num_before[expert] = num_all[expert] = 0;
     }
-    if (gridDim.x > 1 && !grid_barrier(comm)) return;
+    if (gridDim.x > 1 && !grid_barrier(comm)) return forget_rows(args, first_row, end_row);
     launch_dependents();
     __syncthreads();
 

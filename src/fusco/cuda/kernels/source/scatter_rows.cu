@@ -19,6 +19,7 @@ struct ScatterArgs {
     const i64* num_rows_per_expert;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
+    i32 num_slots;
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'
@@ -97,19 +98,24 @@ __device__ void clear_padding(const ScatterArgs& args) {
                     args.block_to_first_slot[expert + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
-    scatter_rows(const __grid_constant__ ScatterArgs args) {
+template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterArgs& args) {
+    if constexpr (P < NUM_PAYLOADS) {
+        block_poisons(args.outputs[P], args.num_slots * ROW_BYTES[P]);
+        poison_slots<P + 1>(args);
+    }
+}
+
+// Return false in warps that have given up.
+__device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 epoch) {
     constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
     __shared__ i32 first_item;
     const Comm& comm = args.comm;
-    if (is_broken(comm)) return;
-    const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
     if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
         first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
-    if (!block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH])) return;
+    const bool is_ready = block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]);
     wait_for_prerequisites();  // the plan; all that came before it ended before it began
-    if (is_broken(comm)) return;
+    if (!__syncthreads_and(is_ready && has_network_arrived(comm, epoch) && !is_broken(comm))) return false;
 
     const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
     const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
             if (targets.filled) {
                 const Arrival arrival = warp_looks_for(comm, row_flag(comm, comm.rank, src, token, part), epoch,
                                                        RECEIVING_ROWS, src, lane_index() == 0, may_send ? MAX_LOOKS : 0);
-                if (arrival == Arrival::NEVER) break;
+                if (arrival == Arrival::NEVER) return false;
                 is_here = arrival == Arrival::ALL_HERE;
             }
             if (is_here) {
@@ -155,8 +161,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
         if (!is_here) send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
     }
     clear_padding(args);
+    return true;
+}
 
-    if (block_is_last(comm.state + NUM_DONE)) {
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
+    scatter_rows(const __grid_constant__ ScatterArgs args) {
+    const Comm& comm = args.comm;
+    const u32 epoch = comm.state[ROWS_EPOCH] + 1;
+    const Exit exit = block_exits(comm.state + NUM_DONE, send_and_receive(args, epoch));
+    if (exit == Exit::BROKEN) return poison_slots(args);
+    if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
         if (threadIdx.x == 0) comm.state[ROWS_EPOCH] = epoch, comm.state[NEXT_SEND] = 0, comm.state[NEXT_RECEIVE] = 0;
     }

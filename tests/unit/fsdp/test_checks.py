@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from fusco.fsdp.ties import check_ties
+from fusco.fsdp.checks import check_ties
 
 
 def make_blocks():

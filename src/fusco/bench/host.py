@@ -1,0 +1,229 @@
+"""Time that a dispatch and a combine take on the host, and which steps take it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.api.validation import Validator
+from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.null_device import null_communicator, null_device
+from fusco.control.session import Session
+from fusco.core.config import Capacity, StaticRows
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.intranode import IntranodeShuffle
+from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.stream_order import StreamOrder
+
+VARIANTS = ("exact", "static")
+_NUM_ROUNDS = 7  # the median one counts
+_TIMEOUT_S = 20.0
+
+# Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
+STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
+    "validate": ((Validator, "validate_dispatch"), (Validator, "validate_combine")),
+    "begin and end": ((Session, "begin"), (Session, "leave")),
+    "records": ((Session, "agree"),),
+    "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
+    "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
+    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
+    "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
+    "scatter": ((OwnRows, "scatter"),),
+    "sum": ((IntranodeShuffle, "combine"),),
+    "launch 3 kernels": ((Kernel, "launch"),),
+}
+REST = "rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRun:
+    """Configuration of a measurement; ``device`` is ``"null"`` (stand-ins) or ``"cuda"``."""
+
+    device: str
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    num_calls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """Times of one variant on the slowest rank, in us a pair, and of each step of a dispatch and a combine."""
+
+    variant: str
+    device: str
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    num_calls: int
+    pair_us: float
+    dispatch_us: float
+    combine_us: float
+    step_us: dict[str, float]
+    versions: dict[str, str]
+    hardware: dict[str, str | int | float]
+    commit: str
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """One rank's times of a variant, in us."""
+
+    variant: str
+    dispatch_us: float
+    combine_us: float
+    pair_us: float
+    step_us: dict[str, float]
+
+
+class _Steps:
+    """Seconds of each step, without those of steps inside it."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STEPS, 0.0)
+        self._since, self._under_way = 0.0, [REST]
+        self.seconds[REST] = 0.0
+
+    def of(self, call: Callable[[int], object], num_calls: int) -> dict[str, float]:
+        """Return the us of each step in a number of calls."""
+        call(num_calls)
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self._since = time.perf_counter()
+        call(num_calls)
+        self._change()
+        return {step: seconds / num_calls * 1e6 for step, seconds in self.seconds.items()}
+
+    def _change(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._under_way[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, timed as a step."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._change()
+            self._under_way.append(step)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._change()
+                self._under_way.pop()
+
+        return call
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Time all steps inside."""
+        with ExitStack() as stack:
+            for step, functions in STEPS.items():
+                for owner, name in functions:
+                    timed = self.timed(step, getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, timed))
+            yield
+
+
+def measure_host(group: dist.ProcessGroup, run: HostRun, _progress_port: int | None = None) -> list[HostTimes]:
+    """Return this rank's times of each variant; ranks are pinned to a core each where there are enough."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if run.device == "null" and len(cores) >= run.num_ranks:
+        os.sched_setaffinity(0, {cores[group.rank()]})
+    try:
+        with null_device() if run.device == "null" else nullcontext():
+            with _communicator(group, run) as comm:
+                times = [_time(comm, run, variant) for variant in VARIANTS]
+            steps = _Steps()
+            with steps.installed(), _communicator(group, run) as comm:  # launches keep the functions that they call
+                step_us = [steps.of(_caller(comm, run, variant), run.num_calls) for variant in VARIANTS]
+    finally:
+        os.sched_setaffinity(0, cores)
+    return [HostTimes(*of, us) for of, us in zip(times, step_us, strict=True)]
+
+
+def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
+    sizes: dict[str, Any] = {
+        "num_topk": run.num_topk,
+        "max_tokens_per_rank": run.num_tokens,
+        "max_bytes_per_token": 2 * run.hidden,
+    }
+    if run.device == "cuda":
+        return Communicator(group, num_experts=run.num_experts, device="cuda", **sizes)
+    num_slots = run.num_tokens * run.num_topk
+    return null_communicator(group, run.num_experts, Capacity(**sizes), num_slots, _TIMEOUT_S)
+
+
+def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:
+    """Return a function that makes a number of pairs; it returns the seconds of all dispatches and all combines."""
+    device = "cuda" if run.device == "cuda" else "cpu"
+    x = torch.ones(run.num_tokens, run.hidden, dtype=torch.bfloat16, device=device)
+    # Each rank's tokens go to all ranks equally, and no expert twice.
+    first = torch.arange(run.num_tokens, device=device)[:, None] + comm.rank
+    stride = max(1, run.num_experts // run.num_topk)
+    ids = (first + stride * torch.arange(run.num_topk, device=device)) % run.num_experts
+    weights = torch.ones(run.num_tokens, run.num_topk, dtype=torch.float32, device=device)
+    num_pairs = run.num_ranks * run.num_tokens * run.num_topk
+    static = StaticRows(num_pairs) if variant == "static" else None
+
+    def call(num_calls: int) -> tuple[float, float]:
+        dispatch_s = combine_s = 0.0
+        for _ in range(num_calls):
+            begin = time.perf_counter()
+            sent = comm.dispatch(x, ids, weights, static=static)
+            middle = time.perf_counter()
+            comm.combine(sent.rows, sent.handle)
+            dispatch_s += middle - begin
+            combine_s += time.perf_counter() - middle
+        comm.synchronize()
+        return dispatch_s, combine_s
+
+    return call
+
+
+def _time(comm: Communicator, run: HostRun, variant: str) -> tuple[str, float, float, float]:
+    """Return the variant, and the median us of a dispatch, a combine and a pair."""
+    call, rounds = _caller(comm, run, variant), []
+    call(run.num_calls)
+    for _ in range(_NUM_ROUNDS):
+        begin = time.perf_counter()
+        spent = call(run.num_calls)
+        rounds.append((time.perf_counter() - begin, *spent))
+    pair_s, dispatch_s, combine_s = sorted(rounds)[_NUM_ROUNDS // 2]
+    micro = 1e6 / run.num_calls
+    return variant, dispatch_s * micro, combine_s * micro, pair_s * micro
+
+
+def records_of(run: HostRun, ranks: list[list[HostTimes]]) -> list[HostRecord]:
+    """Return a record for each variant, of the rank with the longest pair."""
+    slowest = [max(of_ranks, key=lambda times: times.pair_us) for of_ranks in zip(*ranks, strict=True)]
+    return [
+        HostRecord(
+            variant=times.variant,
+            **vars(run),
+            pair_us=round(times.pair_us, 1),
+            dispatch_us=round(times.dispatch_us, 1),
+            combine_us=round(times.combine_us, 1),
+            step_us={step: round(us, 1) for step, us in times.step_us.items()},
+            versions=versions(),
+            hardware=hardware("cuda" if run.device == "cuda" else "cpu"),
+            commit=commit(),
+        )
+        for times in slowest
+    ]

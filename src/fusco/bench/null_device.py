@@ -1,0 +1,196 @@
+"""Device that does nothing, for the time that calls take on the host: streams, events, kernels, peer-visible memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numba
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.api.create import CommunicatorParts
+from fusco.api.validation import Validator
+from fusco.control.atomics import load_acquire_at, store_release_at
+from fusco.control.bootstrap import PeerInfo
+from fusco.control.connect import connect
+from fusco.control.layout import SegmentSizes
+from fusco.control.session import Session
+from fusco.control.store_gather import StoreGather
+from fusco.core.access import Access
+from fusco.core.config import Capacity, EngineConfig, Settings
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.kernels.comm import Report
+from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.plan import plan_type
+from fusco.cuda.tuning import SPIN_S
+from fusco.planner.balancer import balance_send_and_receive
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """Stream on which everything is done at once."""
+
+    cuda_stream = 1
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing."""
+
+
+class _Event:
+    """Event that has always been reached."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+
+class _NullKernel(Kernel):
+    """Kernel whose launch by the driver is a call of a compiled function."""
+
+    def __init__(self, name: str, function: int, launch: Any) -> None:
+        self._set_up(name, function, launch)
+        self._shared_bytes = 1 << 30  # never asks the driver for more
+
+
+class _NullLibrary:
+    """Library of kernels that do nothing, except that a plan reports at once that it needs ``num_slots`` rows."""
+
+    device, num_sms, max_shared_bytes = _CPU, 132, 200 << 10
+
+    def __init__(self, num_ranks: int, num_slots: int) -> None:
+        self._launch, self._num_slots = _null_launch(num_ranks), num_slots
+        self._kernels: dict[tuple[object, ...], _NullKernel] = {}
+
+    def get(self, name: str, constants: Mapping[str, object]) -> _NullKernel:
+        """See ``Library``."""
+        key = (name, *constants.items())
+        if key not in self._kernels:
+            self._kernels[key] = _NullKernel(name, self._num_slots if name == "plan" else 0, self._launch)
+        return self._kernels[key]
+
+
+@lru_cache(maxsize=1)
+def _null_launch(num_ranks: int) -> Any:
+    """Return a function with the arguments of ``cuLaunchKernelEx``; ``function`` is the size of a plan, 0 for none."""
+    args = plan_type(num_ranks)
+    report_at, ticket_at = args.report.offset, args.ticket.offset
+    assert (Report.ticket.offset, Report.num_slots.offset) == (0, 4), "one word of 8 bytes"
+
+    @numba.cfunc("int32(uint64, int64, int64, uint64)")
+    def launch(_config: int, function: int, parameters: int, _extra: int) -> int:
+        if function:
+            arguments: int = load_acquire_at(parameters)
+            aligned = ticket_at // 8 * 8
+            ticket = (load_acquire_at(arguments + aligned) >> (8 * (ticket_at - aligned))) & 0xFFFFFFFF
+            if ticket:
+                store_release_at(load_acquire_at(arguments + report_at), ticket | function << 32)
+        return 0
+
+    assert launch.address is not None
+    called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch.address)
+    called.compiled = launch  # type: ignore[attr-defined]  # which must live as long
+    return called
+
+
+class _NullDeviceValidator(Validator):
+    """Validator for CUDA that takes the tensors of the CPU that play those of a device."""
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        _on_cpu(self)._tensor(name, tensor)  # noqa: SLF001  of this class
+
+
+@lru_cache(maxsize=1)
+def _on_cpu(validator: Validator) -> Validator:
+    return Validator(
+        rank=validator.rank,
+        placement=validator.placement,
+        balancer=validator.balancer,
+        capacity=validator.capacity,
+        wire_dtype=None,
+        device=_CPU,
+    )
+
+
+@contextmanager
+def null_device() -> Iterator[None]:
+    """Replace what the CUDA backend takes from ``torch.cuda`` inside."""
+    stream = _Stream()
+    with ExitStack() as stack:
+        for name, replacement in (
+            ("Stream", lambda *_, **__: _Stream()),
+            ("Event", _Event),
+            ("current_stream", lambda *_: stream),
+            ("current_device", lambda: _CPU.index),
+            ("stream", lambda _: nullcontext()),
+            ("device", lambda _: nullcontext()),
+            ("synchronize", lambda *_: None),
+            ("is_current_stream_capturing", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", _raw_stream_of))
+        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", _allocate))
+        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", _map))
+        yield
+
+
+def _raw_stream_of(_device_index: int) -> int:
+    return _Stream.cuda_stream
+
+
+def _allocate(num_bytes: int, _device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
+
+
+def _map(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _name: str) -> Any:
+    return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * len(ranks), get_buffer=lambda *_: memory)
+
+
+def null_communicator(
+    group: dist.ProcessGroup, num_experts: int, capacity: Capacity, num_slots: int, timeout_s: float
+) -> Communicator:
+    """Return a communicator of all ranks of a group as one node, within ``null_device``.
+
+    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver. A plan always needs
+    ``num_slots`` rows, and rows are undefined.
+    """
+    store_gather = StoreGather(group, timeout_s)
+    num_ranks = store_gather.world_size
+    topology, placement = (
+        Topology.of_equal_nodes(num_ranks, num_ranks),
+        ExpertPlacement.of(num_experts, None, num_ranks),
+    )
+    config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=1 << 12))
+    peer_info = PeerInfo(["this machine"] * num_ranks, [], "127.0.0.1")
+    connections = connect(store_gather, SegmentSizes.of_control(topology), peer_info, SPIN_S)
+    library: Any = _NullLibrary(num_ranks, num_slots)
+    engine = CudaEngine(connections, config, placement, library)
+    session = Session(store_gather.rank, connections, Access("a benchmark's communicator"), on_broken=engine.abort)
+    validator = _NullDeviceValidator(
+        rank=store_gather.rank,
+        placement=placement,
+        balancer=balance_send_and_receive,
+        capacity=capacity,
+        wire_dtype=None,
+        device=torch.device("cuda", 0),
+    )
+    return Communicator.of_parts(CommunicatorParts(session, engine, validator))

@@ -1,0 +1,93 @@
+"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7 and Table 2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fusco.bench.rails import roles
+from fusco.bench.rails.bandwidth import START_S
+from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.record import Report, line_rate, percentile_ms, scaled
+from fusco.rails import POLICIES, Limits, Policy
+from fusco.testbed import Testbed
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Traffic: ``num_flows`` workers send all the time, one more sends ``victim_bytes`` every ``period_s`` seconds.
+
+    Bytes are for rails of 2 Gbit/s, and in proportion for others.
+    """
+
+    num_flows: int
+    victim_bytes: int
+    period_s: float
+
+    def __str__(self) -> str:
+        flows = f"{self.num_flows} flow{'s' * (self.num_flows > 1)}"
+        return f"{flows}, victim {self.victim_bytes / 1e6:.0f} MB / {1e3 * self.period_s:.0f} ms"
+
+
+CASES = (Contention(1, 16_000_000, 0.3), Contention(3, 2_000_000, 0.05), Contention(3, 16_000_000, 0.3))
+# Table 2 in steps: each adds one thing to the one before.
+STEPS: tuple[tuple[str, Policy, Limits], ...] = (
+    ("direct rail only", POLICIES["direct"], Limits()),
+    ("+ all rails, without control", POLICIES["spray"], Limits()),
+    ("+ monitors, bound per worker (FuseLink)", POLICIES["fuselink-paper"], Limits()),
+    (
+        "+ activity instead of completions",
+        Policy("activity", POLICIES["fuselink"].choose, bound="worker"),
+        Limits(),
+    ),
+    ("+ bound shared by all workers", Policy("shared", POLICIES["fuselink"].choose), Limits()),
+    ("+ lower priority (fuselink)", POLICIES["fuselink"], Limits()),
+)
+
+
+def measure_contention(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure each case that the testbed has rails for with each policy."""
+    for case in CASES:
+        if case.num_flows < bed.layout.num_rails:
+            for name in policies:
+                report(str(case), name, run(bed, POLICIES[name], Limits(), case, seconds))
+
+
+def measure_steps(bed: Testbed, _policies: list[str], seconds: float, report: Report) -> None:
+    """Measure the design step by step: three flows and a victim."""
+    case = Contention(bed.layout.num_rails - 1, 2_000_000, 0.05)
+    for name, policy, limits in STEPS:
+        report(str(case), name, run(bed, policy, limits, case, seconds))
+
+
+def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds: float) -> dict[str, float]:
+    """Run flows and victim; each has a sink of the same number on the other host."""
+    workers, victim_bytes = range(case.num_flows + 1), scaled(case.victim_bytes, bed)
+    with Crew(bed, policy, limits, num_rails=len(workers)) as crew, ExitStack() as waiting:
+        senders = crew.hire(*((0, worker) for worker in workers))
+        receivers = crew.hire(*((1, worker) for worker in workers))
+        crew.connect(list(zip(senders, receivers, strict=True)))
+        for receiver in receivers:
+            receiver.begin(roles.sink, 16 << 20)
+            waiting.callback(receiver.result)
+        begin = time.monotonic() + START_S
+        for sender in senders[:-1]:
+            sender.begin(roles.flow, begin, seconds)
+        warm_up = min(0.5, seconds / 4)
+        arrivals = list(_every(case.period_s, seconds - warm_up))
+        senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
+        latencies = senders[-1].result()
+        speed = sum(sender.result().gbytes_per_s for sender in senders[:-1])
+    left = len(workers) * line_rate(bed) - victim_bytes / case.period_s / 1e9
+    return {
+        "victim mean ms": 1e3 * sum(latencies) / len(latencies),
+        "victim p99 ms": percentile_ms(latencies, 99),
+        "flows GB/s": speed,
+        "of what is left": speed / left,
+    }
+
+
+def _every(period_s: float, seconds: float) -> Iterable[float]:
+    return (i * period_s for i in range(max(1, int(seconds / period_s))))

@@ -1,0 +1,136 @@
+"""Cost of control operations (FuseLink, Table 3) and of giving a rail back and taking it again (Figure 10)."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import timeit
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusco.bench.rails import roles
+from fusco.bench.rails.bandwidth import START_S
+from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.record import Report, percentile_ms, scaled
+from fusco.rails import POLICIES, Limits, Rail
+from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
+from fusco.rails.board_row import BoardRow
+from fusco.rails.monitor import ActivityMonitor
+from fusco.rails.scheduler import Scheduler
+from fusco.rails.wire import ACK, Record, pack, unpack
+from fusco.testbed import Testbed
+
+_REPEATS, _CALLS = 7, 5000
+_VICTIM_BYTES, _PERIOD_S = 8_000_000, 0.1
+_SAMPLE_S = 0.0002
+_CHOOSE = "choose a rail, count the chunk and its completion"
+
+
+def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float, report: Report) -> None:
+    """Measure control operations of a worker on a host of 4 rails and 4 workers, one call each."""
+    rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(4)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as closing:
+        board = Board(Path(folder) / "board")
+        closing.callback(board.close)
+        rows = [BoardRow(board, i, 1 << i, rails) for i in range(4)]
+        for row in rows:
+            closing.callback(row.close)
+        limits = Limits()
+        monitor = ActivityMonitor(board, rows[0].row, [0] * 4, limits.hold_s, limits.chunk_bytes)
+        scheduler = Scheduler(rows[0], monitor, POLICIES["fuselink"], limits, direct=1, num_rails=4)
+        scheduler.view.usable = 0b1111
+        queue, credit = deque[int](), Record(1, 2, 3, 4, 5, ACK)
+        packed = pack(credit)
+
+        def post_and_pull() -> None:
+            queue.append(1)
+            queue.popleft()
+
+        operations: dict[str, Callable[[], object]] = {
+            "post and pull an operation": post_and_pull,
+            "query the load of 4 rails": monitor.idle_to_send,
+            _CHOOSE: lambda: scheduler.completed(scheduler.choose(), 0),
+            "write a credit": lambda: pack(credit),
+            "read a credit": lambda: unpack(packed),
+        }
+        for name, operation in operations.items():
+            report(name, "fuselink", {"us": _microseconds(operation)})
+        scheduler.view.outstanding[0] = limits.direct_depth  # full, so each choice borrows a rail
+        report("borrow an idle rail and give it back", "fuselink", {"us": _microseconds(operations[_CHOOSE])})
+
+
+def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure how long an owner shares its rail after it begins to send, and how soon it is borrowed again."""
+    for name in policies:
+        if not POLICIES[name].monitored:
+            continue
+        with Crew(bed, POLICIES[name], num_rails=2) as crew:
+            senders, receivers = crew.hire((0, 0), (0, 1)), crew.hire((1, 0), (1, 1))
+            crew.connect(list(zip(senders, receivers, strict=True)))
+            for receiver in receivers:
+                receiver.begin(roles.sink, 16 << 20)
+            begin = time.monotonic() + START_S
+            arrivals = [0.3 + i * _PERIOD_S for i in range(max(1, int((seconds - 0.5) / _PERIOD_S)))]
+            senders[0].begin(roles.flow, begin, seconds)
+            senders[1].begin(roles.stream, begin, arrivals, [scaled(_VICTIM_BYTES, bed)] * len(arrivals))
+            changes = _watch(crew.board(0), begin + seconds)
+            for each in (*senders, *receivers):
+                each.result()
+        results = {
+            "last chunk P50 ms": percentile_ms([each.stop_s for each in changes], 50),
+            "last chunk P99 ms": percentile_ms([each.stop_s for each in changes], 99),
+            "drained P50 ms": percentile_ms([each.drained_s for each in changes], 50),
+            "borrowed again P50 ms": percentile_ms([each.again_s for each in changes if each.again_s] or [0.0], 50),
+        }
+        report("8 MB of the owner every 100 ms", name, results)
+
+
+@dataclass
+class _Change:
+    """A message of an owner, in seconds.
+
+    From its first chunk to the last chunk that another worker posts on the rail, and to when none of those is left or
+    the message ends; from its end to the next chunk of another worker.
+    """
+
+    stop_s: float = 0.0
+    drained_s: float = 0.0
+    again_s: float = 0.0
+
+
+def _watch(path: Path, end: float) -> list[_Change]:
+    """Watch worker 1 use its rail, which worker 0 borrows, until ``end``."""
+    board, changes = Board(path), list[_Change]()
+    try:
+        rows = {each.worker: each.row for each in board.workers()}
+        was_active, since, finished = False, 0.0, 0.0
+        seen = board.cell(rows[0], 1)[POSTED]
+        while (now := time.monotonic()) < end:
+            owner, other = board.cell(rows[1], 1), board.cell(rows[0], 1)
+            is_active, has_posted = owner[POSTED] != owner[COMPLETED], other[POSTED] != seen
+            if is_active and not was_active:
+                since = now
+                changes.append(_Change())
+            if is_active and has_posted:
+                changes[-1].stop_s = now - since
+            if is_active and not changes[-1].drained_s and not other[BORROWED]:
+                changes[-1].drained_s = now - since
+            if was_active and not is_active:
+                finished = now
+                changes[-1].drained_s = changes[-1].drained_s or now - since
+            if changes and not is_active and has_posted and not changes[-1].again_s:
+                changes[-1].again_s = now - finished
+            was_active, seen = is_active, other[POSTED]
+            time.sleep(_SAMPLE_S)
+    finally:
+        board.close()
+    return changes or [_Change()]
+
+
+def _microseconds(operation: Callable[[], object]) -> float:
+    """Return the microseconds of a call, the least of several means, less those of an empty one."""
+    best = [min(timeit.repeat(each, number=_CALLS, repeat=_REPEATS)) for each in (operation, lambda: None)]
+    return 1e6 * (best[0] - best[1]) / _CALLS

@@ -1,0 +1,63 @@
+"""Result of one case of a benchmark of rails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fusco.bench import environment
+from fusco.testbed import Testbed
+
+
+@dataclass(frozen=True)
+class RailsRecord:
+    """One row of a table.
+
+    Attributes:
+        benchmark: its name.
+        analogue: the figure or table of FuseLink that it is the analogue of.
+        case: the traffic, in words.
+        policy: the policy, or the variant of it.
+        num_hosts, num_rails: of the testbed; rails are those of each host.
+        bits_per_s: of a rail, headers included.
+        results: measured values by name, with units.
+    """
+
+    benchmark: str
+    analogue: str
+    case: str
+    policy: str
+    num_hosts: int
+    num_rails: int
+    bits_per_s: int
+    results: dict[str, float]
+    versions: dict[str, str] = field(default_factory=lambda: environment.versions("pyroute2"))
+    hardware: dict[str, str | int | float] = field(default_factory=environment.hardware)
+    commit: str = field(default_factory=environment.commit)
+
+
+Report = Callable[[str, str, dict[str, float]], None]
+"""Takes case, policy and results of a benchmark as soon as they are there."""
+
+
+def line_rate(bed: Testbed) -> float:
+    """Return the GB/s (1e9 bytes) of a rail of a testbed, headers included."""
+    return bed.layout.rate / 8e9
+
+
+def scaled(num_bytes: int, bed: Testbed) -> int:
+    """Return bytes that take as long on a testbed's rails as ``num_bytes`` on rails of 2 Gbit/s."""
+    return round(num_bytes * bed.layout.rate / 2e9)
+
+
+def percentile_ms(seconds: list[float], percent: float) -> float:
+    """Return a percentile in milliseconds, by linear interpolation.
+
+    >>> percentile_ms([0.001, 0.003, 0.002], 50)
+    2.0
+    """
+    ordered = sorted(seconds)
+    position = percent / 100 * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return round(1e3 * (ordered[low] + (position - low) * (ordered[high] - ordered[low])), 6)

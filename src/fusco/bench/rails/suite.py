@@ -1,0 +1,76 @@
+"""The benchmarks of rails by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fusco.bench.rails.bandwidth import measure_bandwidth
+from fusco.bench.rails.contention import measure_contention, measure_steps
+from fusco.bench.rails.costs import measure_change, measure_costs
+from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
+from fusco.bench.rails.faults import measure_faults
+from fusco.bench.rails.incast import measure_incast
+from fusco.bench.rails.record import RailsRecord, Report
+from fusco.bench.rails.serving import measure_serving
+from fusco.testbed import Testbed
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark: what it is the analogue of, hosts that it needs, seconds of a case unless others are given."""
+
+    analogue: str
+    measure: Callable[[Testbed, list[str], float, Report], None]
+    num_hosts: int = 2
+    seconds: float = 3.0
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "bandwidth": Benchmark("Figure 9", measure_bandwidth, seconds=2.0),
+    "contention": Benchmark("Figure 7", measure_contention, seconds=5.0),
+    "steps": Benchmark("Table 2", measure_steps),
+    "incast": Benchmark("section 4.3.2", measure_incast, num_hosts=3, seconds=5.0),
+    "serving": Benchmark("Table 4", measure_serving, seconds=12.0),
+    "all-to-all": Benchmark("Figure 12", measure_all_to_all),
+    "embeddings": Benchmark("Figure 13", measure_embeddings),
+    "costs": Benchmark("Table 3", measure_costs),
+    "change": Benchmark("Figure 10", measure_change),
+    "faults": Benchmark("none", measure_faults, seconds=6.0),
+}
+
+
+@dataclass(frozen=True)
+class RailsSuite:
+    """What to measure, and on which testbed.
+
+    Attributes:
+        names: of ``BENCHMARKS``.
+        policies: of ``fusco.rails.POLICIES``.
+        num_rails: rails of each host.
+        rate: of a rail, for example ``"2gbit"``.
+        seconds: of a case; by default each benchmark's own.
+    """
+
+    names: Sequence[str]
+    policies: Sequence[str]
+    num_rails: int
+    rate: str
+    seconds: float | None = None
+
+    def run(self, show: Callable[[RailsRecord], None]) -> None:
+        """Measure; ``show`` is called with each record as soon as it is there."""
+        for name in self.names:
+            benchmark = BENCHMARKS[name]
+            with Testbed(benchmark.num_hosts, self.num_rails, self.rate) as bed:
+                report = partial(_report, show, name, bed)
+                benchmark.measure(bed, list(self.policies), self.seconds or benchmark.seconds, report)
+
+
+def _report(
+    show: Callable[[RailsRecord], None], name: str, bed: Testbed, case: str, policy: str, results: dict[str, float]
+) -> None:
+    layout = bed.layout
+    shape = (layout.num_hosts, layout.num_rails, layout.rate)
+    show(RailsRecord(name, BENCHMARKS[name].analogue, case, policy, *shape, results))

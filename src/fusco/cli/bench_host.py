@@ -1,0 +1,83 @@
+"""``fusco bench host``: time that a dispatch and a combine take on the host, by step."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from fusco.cli import options
+from fusco.cli.origin import describe_origin
+from fusco.cli.running import new_console, run_on_ranks
+
+if TYPE_CHECKING:
+    from fusco.bench.host import HostRecord
+
+
+class HostDevice(str, Enum):
+    """What kernels are launched on."""
+
+    NULL = "null"
+    CUDA = "cuda"
+
+
+def host(
+    device: Annotated[
+        HostDevice, typer.Option(help="null: a device that does nothing, on any machine. cuda: GPUs.")
+    ] = HostDevice.NULL,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Numbers of ranks, one node. Default: 1 and 2.")
+    ] = None,
+    tokens: options.Tokens = 128,
+    hidden: options.Hidden = 7168,
+    num_experts: options.NumExperts = 256,
+    num_topk: options.NumTopk = 8,
+    calls: Annotated[int, typer.Option(min=1, help="Pairs of a round; the median of 7 rounds is shown.")] = 1000,
+    json: options.JsonFile = None,
+) -> None:
+    """Time a dispatch and a combine on the host: exactly sized and into static rows, with a budget by step.
+
+    With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
+    from a run of their own, and include the clocks that are read around each.
+    """
+    from fusco.bench.host import HostRun, measure_host, records_of
+    from fusco.bench.json_lines import write_json_lines
+
+    console, records = new_console(json), []
+    for num_ranks in ranks or ([1, 2] if device is HostDevice.NULL else [1]):
+        run = HostRun(
+            device=device.value,
+            num_ranks=num_ranks,
+            num_tokens=tokens,
+            hidden=hidden,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            num_calls=calls,
+        )
+        on = "cuda" if device is HostDevice.CUDA else "cpu"
+        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on)
+        records += records_of(run, measured) if measured else []
+    if records:
+        console.print(_table(records))
+    if json and records:
+        write_json_lines(records, json)
+
+
+def _table(records: list[HostRecord]) -> Table:
+    one = records[0]
+    title = (
+        f"host, us a pair: {one.num_tokens} tokens of {one.hidden} bf16, top-{one.num_topk} of {one.num_experts}, "
+        f"device {one.device}"
+    )
+    table = Table(title=title, title_justify="left", caption=describe_origin(one, 1), caption_justify="left")
+    table.add_column("")
+    for record in records:
+        table.add_column(f"{record.variant}\n{record.num_ranks} rank{'s' * (record.num_ranks > 1)}", justify="right")
+    for name in ("dispatch", "combine", "pair"):
+        cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
+        table.add_row(name, *cells, end_section=name == "pair")
+    for step in one.step_us:
+        table.add_row(step, *(f"{record.step_us[step]:.1f}" for record in records))
+    return table

@@ -1,0 +1,84 @@
+"""``fusco bench rails``: several NICs as one link, on a testbed; the analogues of FuseLink's figures and tables."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fusco.cli import options
+from fusco.cli.origin import describe_origin
+from fusco.cli.running import new_console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fusco.bench.rails.record import RailsRecord
+
+_MAX_SECONDS = 600.0
+
+
+def rails(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Benchmarks: bandwidth, contention, steps, incast, serving, all-to-all, embeddings, costs, change, "
+            "faults. Default: all, some minutes."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policies. Default: direct, spray, fuselink-paper, fuselink.")
+    ] = None,
+    num_rails: Annotated[int, typer.Option("--rails", min=2, max=16, help="Rails of each host.")] = 4,
+    rate: Annotated[str, typer.Option(help="Rate of a rail, such as 2gbit.")] = "2gbit",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.5, max=_MAX_SECONDS, help="Seconds of a case. Default: each benchmark's.")
+    ] = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Measure rails on a testbed: bandwidth, isolation, serving, skewed exchanges, control costs, failures.
+
+    Each benchmark is the analogue of a figure or table of FuseLink (OSDI 2025) and says of which. Hosts are network
+    namespaces of this machine, which the processors of this machine must be able to feed: 4 rails of 2gbit need one.
+    """
+    from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.rails.suite import BENCHMARKS, RailsSuite
+    from fusco.rails import POLICIES
+
+    names = options.choose_names(only, list(BENCHMARKS), "only")
+    policies = options.choose_names(policy, list(reversed(POLICIES)), "policy")
+    console = new_console(json)
+    records: list[RailsRecord] = []
+    with console.status("starting") as status:
+
+        def show(record: RailsRecord) -> None:
+            records.append(record)
+            status.update(escape(f"{record.benchmark}: {record.case}, {record.policy}"))
+
+        RailsSuite(names, policies, num_rails, rate, seconds).run(show)
+    for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
+        console.print(_table(list(group)))
+    console.print(describe_origin(records[0], 1, ("pyroute2",)))
+    if json:
+        write_json_lines(records, json)
+
+
+def _table(records: Sequence[RailsRecord]) -> Table:
+    one = records[0]
+    analogue = "" if one.analogue == "none" else f" (FuseLink, {one.analogue})"
+    shape = f"{one.num_hosts} hosts, {one.num_rails} rails of {one.bits_per_s / 1e9:g} Gbit/s"
+    table = Table(title=f"{one.benchmark}{analogue}: {shape}", title_justify="left")
+    for name in ("case", "policy"):
+        table.add_column(name)
+    for name in one.results:
+        table.add_column(name, justify="right")
+    for i, record in enumerate(records):
+        is_last = i + 1 == len(records) or (records[i + 1].case != record.case and len({r.policy for r in records}) > 1)
+        values = (
+            f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}" for value in record.results.values()
+        )
+        table.add_row(escape(record.case), escape(record.policy), *values, end_section=is_last)
+    return table

@@ -1,0 +1,75 @@
+"""``fusco rails``: who uses whose NIC on this host, live."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from fusco.cli import options
+from fusco.cli.running import new_console
+
+if TYPE_CHECKING:
+    from fusco.rails.usage import RailUse
+
+
+def rails(
+    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between looks.")] = 1.0,
+    board: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File of the board. Default: this user's and namespace's.")
+    ] = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Show which workers use which rails (NICs) of this host, and how fast.
+
+    With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
+    """
+    from fusco.bench.json_lines import write_json_lines
+    from fusco.rails.usage import UsageReader
+
+    console, reader = new_console(json), UsageReader(board)
+    try:
+        reader.read()
+        with ExitStack() as ending:
+            live = None if once else ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
+            while True:
+                time.sleep(interval)
+                uses = reader.read()
+                if json:
+                    write_json_lines(uses, json, appends=True)
+                if live is None:
+                    console.print(_table(uses))
+                    return
+                live.update(_table(uses), refresh=True)
+    finally:
+        reader.close()
+
+
+def _table(uses: list[RailUse]) -> Table:
+    table = Table(title="rails of this host", title_justify="left")
+    for name in ("rail", "Gbit/s", "worker", "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed"):
+        table.add_column(name, justify="left" if name in ("rail", "use") else "right", no_wrap=True)
+    for i, use in enumerate(uses):
+        is_first = not i or uses[i - 1].rail != use.rail
+        is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail
+        table.add_row(
+            f"{use.rail} {use.interface}" if is_first else "",
+            f"{use.bits_per_s / 1e9:g}" if is_first and use.bits_per_s else "",
+            str(use.worker),
+            str(use.pid),
+            "owns" if use.is_owner else "borrows",
+            f"{use.sent_mb_per_s:,.0f}",
+            f"{use.received_mb_per_s:,.0f}",
+            str(use.outstanding),
+            str(use.borrowed),
+            end_section=is_last,
+        )
+    if not uses:
+        table.caption = "no worker is registered"
+    return table

@@ -1,0 +1,23 @@
+"""Tables as all commands print them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, left: Sequence[str] = ("",)) -> Table:
+    """Return a table without rows; columns are flushed right unless they are in ``left``, and notes are below it."""
+    table = Table(title=title, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
+
+
+def verified_cell(is_right: bool) -> str:
+    """Return the cell that says whether a record is verified."""
+    return "[green]yes[/]" if is_right else "[red]NO[/]"

@@ -1,0 +1,129 @@
+"""``fusco testbed``, and benchmarks on a testbed: hosts with rate-limited NICs in namespaces of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusco.testbed.job import run_job
+from fusco.testbed.layout import Layout, parse_rate
+from fusco.testbed.testbed import Testbed
+
+if TYPE_CHECKING:
+    from fusco.ranks.torchrun import Launched
+
+_SHAPE = re.compile(r"(\d+)x(\d+)")
+_DEFAULT_RATE = "1gbit"
+_RATE_HELP = "rate of each rail and direction, headers included: kbit, mbit or gbit"
+
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--testbed",
+        metavar="HOSTSxRANKS",
+        help="Run on hosts with rate-limited NICs (rails), in network namespaces of this machine, as 4x2.",
+    ),
+]
+Rate = Annotated[str | None, typer.Option(help=f"On a testbed: {_RATE_HELP}. Default: {_DEFAULT_RATE}.")]
+Rails = Annotated[int | None, typer.Option(min=1, help="On a testbed: rails of each host. Default: one for each rank.")]
+
+
+@dataclass(frozen=True)
+class BenchTestbed:
+    """The testbed that a benchmark's options describe; ``layout`` is ``None`` without ``--testbed``."""
+
+    layout: Layout | None
+
+    @classmethod
+    def of(cls, shape: str | None, rate: str | None, rails: int | None) -> BenchTestbed:
+        """Return the testbed of the options; ``ValueError`` if they do not fit."""
+        if shape is None:
+            for option, value in (("--rate", rate), ("--rails", rails)):
+                if value is not None:
+                    raise ValueError(f"{option} {value} goes with --testbed, such as --testbed 4x2")
+            return cls(None)
+        matched = _SHAPE.fullmatch(shape)
+        if not matched:
+            raise ValueError(f"--testbed {shape!r} is not a number of hosts and of ranks on each, such as 4x2")
+        num_hosts, num_ranks = map(int, matched.groups())
+        return cls(Layout(num_hosts, rails or num_ranks, parse_rate(rate or _DEFAULT_RATE), num_ranks))
+
+    @property
+    def rank_gbs(self) -> float:
+        """Rate of a rank's rails together in each direction, in 10^9 bytes per second; 0 without a testbed."""
+        return len(self.layout.rails_of(0)) * self.layout.rate / 8e9 if self.layout else 0.0
+
+    def choose_shape(self, nodes: int | None, ranks_per_node: int | None) -> tuple[int | None, int | None]:
+        """Return nodes and ranks per node, those given without a testbed; ``ValueError`` if both are given."""
+        if self.layout is None:
+            return nodes, ranks_per_node
+        shape = (self.layout.num_hosts, self.layout.ranks_per_host)
+        if nodes not in (None, shape[0]) or ranks_per_node not in (None, shape[1]):
+            raise ValueError(
+                f"--testbed {shape[0]}x{shape[1]} already says how many nodes and ranks there are: leave out --nodes "
+                f"and --ranks-per-node"
+            )
+        return shape
+
+    def launched(self) -> Launched | None:
+        """Return this process's rank in a job whose ranks are not those of a testbed."""
+        from fusco.ranks.torchrun import launched
+
+        return None if self.layout else launched()
+
+    def run_there(self, prepare: Sequence[Callable[[], object]] = ()) -> None:
+        """Run this command on all ranks of the testbed and exit; return on its ranks, and without a testbed.
+
+        ``prepare`` are functions that compile kernels, called first, so that the ranks load them from disk.
+        """
+        if self.layout is None:
+            return
+        is_launched = "RANK" in os.environ
+        if is_launched and any(re.fullmatch(r"rail\d+", name) for _, name in socket.if_nameindex()):
+            return
+        if is_launched:
+            raise ValueError("--testbed starts its ranks itself: leave out torchrun")
+        for each in prepare:
+            each()
+        command = [sys.executable, "-m", "fusco", *sys.argv[1:]]
+        layout = self.layout
+        with Testbed(layout.num_hosts, layout.num_rails, layout.rate, ranks_per_host=layout.ranks_per_host) as made:
+            raise typer.Exit(run_job(made, command))
+
+
+def run_testbed(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Command and its arguments, after --. Default: a shell on host 0.")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="How many hosts.")] = 2,
+    rails: Annotated[int, typer.Option(min=1, help="Rails (NICs) of each host.")] = 1,
+    rate: Annotated[str, typer.Option(help=f"{_RATE_HELP.capitalize()}.")] = _DEFAULT_RATE,
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Processes on each host, each with its share of the rails.")
+    ] = 1,
+    mtu: Annotated[int, typer.Option(help="Largest packet, in bytes.")] = 9000,
+) -> None:
+    """Run a command on hosts with rate-limited NICs, made of network namespaces of this machine.
+
+    The command is started on every host (with --ranks-per-host several times) with the variables of torchrun, so
+    programs that use torch.distributed need no launcher: fusco testbed --hosts 4 --rate 500mbit -- python train.py
+
+    It needs root or user namespaces, and the extra fusco[testbed]. Nothing is left behind, whatever ends this command.
+    The exit code is that of the first process that fails.
+    """
+    with Testbed(hosts, rails, rate, ranks_per_host=ranks_per_host, mtu=mtu) as made:
+        if command:
+            raise typer.Exit(run_job(made, command))
+        for host in range(hosts):
+            typer.echo(f"host {host}: " + ", ".join(made.address(host, rail) for rail in range(rails)))
+        other = made.namespaces(hosts - 1)
+        user = f"--user={other.user} --preserve-credentials " if other.user else ""
+        typer.echo(f"another shell, on host {hosts - 1}: nsenter {user}--net={other.network} --uts={other.names}")
+        raise typer.Exit(made.spawn(0, [os.environ.get("SHELL", "/bin/sh")]).wait())

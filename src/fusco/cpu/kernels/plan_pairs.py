@@ -1,0 +1,126 @@
+"""Plan one rank's pairs in two passes over the node's routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fusco.core.compiled import compiled
+from fusco.core.placement import ExpertPlacement
+from fusco.planner.distribution import ExpertDistribution, NodeRouting
+
+
+@dataclass(frozen=True)
+class PlannedPairs:
+    """Slots of one rank's pairs, and the ranks of the node that need each row.
+
+    Attributes:
+        distribution: see ``ExpertDistribution``.
+        row_to_first_pair: int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``.
+        row_to_locals: True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node).
+    """
+
+    distribution: ExpertDistribution
+    row_to_first_pair: torch.Tensor
+    row_to_locals: torch.Tensor
+
+
+def plan_pairs(
+    routing: NodeRouting,
+    placement: ExpertPlacement,
+    rank: int,
+    rank_to_local: tuple[int, ...],
+    expert_alignment: int = 1,
+    static_rows: int | None = None,
+) -> PlannedPairs:
+    """Compute ``distribute`` and ``mark_local_ranks`` of ``fusco.planner.distribution`` at once.
+
+    Args:
+        routing: of the node's rows, on the CPU.
+        placement: owners of the experts.
+        rank: this rank.
+        rank_to_local: local ranks of the ranks of this node, -1 for others.
+        expert_alignment: each block is rounded up to a multiple of this.
+        static_rows: rows of the output; ``None`` means as many as needed.
+    """
+    device = routing.topk_idx.device
+    num_experts, num_rows = len(placement.rank_to_experts[rank]), len(routing.topk_idx)
+    tables = _Tables(
+        placement.local_index_table(rank, device).numpy(),
+        placement.membership_table(rank_to_local, device).numpy(),
+        np.zeros(num_experts, np.int64),
+        np.zeros(num_experts + 1, np.int64),
+        np.empty(num_rows + 1, np.int64),
+        np.zeros((num_rows, max(rank_to_local) + 1), np.bool_),
+    )
+    limit = -1 if static_rows is None else static_rows
+    num_pairs, num_needed = _count_rows(routing.topk_idx.numpy(), tables, expert_alignment, limit)
+    pairs = np.empty((3, num_pairs), np.int64)
+    _assign_slots(routing.topk_idx.numpy(), tables, pairs)
+    to_row, to_k, to_slot = torch.from_numpy(pairs)
+    distribution = ExpertDistribution(
+        to_row,
+        to_k,
+        to_slot,
+        torch.from_numpy(tables.num_rows_per_expert),
+        tuple(tables.block_to_first_slot.tolist()),
+        num_needed,
+        num_needed if static_rows is None else static_rows,
+    )
+    return PlannedPairs(
+        distribution, torch.from_numpy(tables.row_to_first_pair), torch.from_numpy(tables.row_to_locals)
+    )
+
+
+class _Tables(NamedTuple):
+    """What the loops read, by expert id, and write."""
+
+    expert_to_index: npt.NDArray[np.int64]
+    expert_to_local: npt.NDArray[np.int64]
+    num_rows_per_expert: npt.NDArray[np.int64]
+    block_to_first_slot: npt.NDArray[np.int64]
+    row_to_first_pair: npt.NDArray[np.int64]
+    row_to_locals: npt.NDArray[np.bool_]
+
+
+@compiled(nogil=True)
+def _count_rows(topk_idx: Any, tables: Any, alignment: int, static_rows: int) -> Any:
+    """Fill all tables but ``row_to_first_pair``; return the number of pairs kept and of slots needed."""
+    num_rows, blocks = tables.num_rows_per_expert, tables.block_to_first_slot
+    for row in range(topk_idx.shape[0]):
+        for k in range(topk_idx.shape[1]):
+            expert = topk_idx[row, k]  # -1 is the last entry of the tables
+            if tables.expert_to_local[expert] >= 0:
+                tables.row_to_locals[row, tables.expert_to_local[expert]] = True
+            if tables.expert_to_index[expert] >= 0:
+                num_rows[tables.expert_to_index[expert]] += 1
+    for expert in range(num_rows.size):
+        blocks[expert + 1] = blocks[expert] + (num_rows[expert] + alignment - 1) // alignment * alignment
+    needed = blocks[-1]
+    if 0 <= static_rows < needed:
+        for expert in range(blocks.size):
+            blocks[expert] = min(blocks[expert], static_rows)
+        for expert in range(num_rows.size):
+            num_rows[expert] = min(num_rows[expert], static_rows - blocks[expert])
+    return num_rows.sum(), needed
+
+
+@compiled(nogil=True)
+def _assign_slots(topk_idx: Any, tables: Any, pairs: Any) -> None:
+    """Fill ``row_to_first_pair``, and row, k and slot of each pair that is kept."""
+    num_assigned, num_pairs = np.zeros_like(tables.num_rows_per_expert), 0
+    for row in range(topk_idx.shape[0]):
+        tables.row_to_first_pair[row] = num_pairs
+        for k in range(topk_idx.shape[1]):
+            index = tables.expert_to_index[topk_idx[row, k]]
+            # A block that the limit cuts has fewer rows; those of the blocks after it are all dropped.
+            if index >= 0 and num_assigned[index] < tables.num_rows_per_expert[index]:
+                slot = tables.block_to_first_slot[index] + num_assigned[index]
+                pairs[0, num_pairs], pairs[1, num_pairs], pairs[2, num_pairs] = row, k, slot
+                num_assigned[index] += 1
+                num_pairs += 1
+    tables.row_to_first_pair[-1] = num_pairs

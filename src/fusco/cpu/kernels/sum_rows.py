@@ -1,0 +1,238 @@
+"""Partial sums of combine: of the rows of one rank for the others of its node, and of all of them at the holder.
+
+Sums are exchanged through the rings between the ranks. All sums are rounded and added in a fixed order, so results do
+not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import carray  # type: ignore[attr-defined]  # not in its list of exports
+
+from fusco.control.atomics import load_acquire_at, store_release_at
+from fusco.core.compiled import compiled
+from fusco.core.rows import accumulation_dtype
+from fusco.cpu.kernels.add_rows import add_row
+from fusco.cpu.kernels.intrinsics import pointer_to
+from fusco.cpu.kernels.plan_pairs import PlannedPairs
+from fusco.cpu.kernels.reduce_rows import as_array, reduce_row
+
+
+class Terms(NamedTuple):
+    """Rows of one rank, and what their sums consist of, as arrays.
+
+    Attributes:
+        rows: of the experts, (num_slots, hidden); 16-bit floats as integers of their bits.
+        pair_to_slot: int64 (num_pairs,).
+        pair_weights: (num_pairs,), of the dtype of the sums.
+        row_to_first_pair: int64 (num_rows + 1,), of the node's routing.
+        row_to_locals: bool (num_rows, ranks_per_node): ranks with a sum for the row.
+        local: local rank that has ``rows``.
+        scratch: one sum, float32 or float64 (hidden,).
+    """
+
+    rows: npt.NDArray[Any]
+    pair_to_slot: npt.NDArray[np.int64]
+    pair_weights: npt.NDArray[Any]
+    row_to_first_pair: npt.NDArray[np.int64]
+    row_to_locals: npt.NDArray[np.bool_]
+    local: int
+    scratch: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, pair_weights: torch.Tensor | None, pairs: PlannedPairs, local: int) -> Terms:
+        """Take contiguous rows of ``ROW_DTYPES``, the weights of their pairs, by default ones, and a plan."""
+        dtype, distribution = accumulation_dtype(rows.dtype), pairs.distribution
+        pair_to_slot = distribution.pair_to_slot.numpy()
+        numpy_dtype = np.float64 if dtype == torch.float64 else np.float32
+        weights = np.ones(len(pair_to_slot), numpy_dtype) if pair_weights is None else pair_weights.to(dtype).numpy()
+        tables = pairs.row_to_first_pair.numpy(), pairs.row_to_locals.numpy()
+        return cls(as_array(rows), pair_to_slot, weights, *tables, local, np.empty(rows.shape[1], numpy_dtype))
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a row."""
+        return self.scratch.size
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a sum."""
+        return self.scratch.nbytes
+
+
+class Rings(NamedTuple):
+    """Rings between one rank and each rank of its node.
+
+    Attributes:
+        addresses: int64 (ranks_per_node, 3): of the counts of messages put in and taken out, and of slot 0.
+        depth: slots of each.
+        slot_bytes: size of a slot.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    depth: int
+    slot_bytes: int
+
+
+class Chunks(NamedTuple):
+    """Rows of a node that are summed and sent together, by the rank that holds them.
+
+    Attributes:
+        bounds: int64 (num_chunks, 3): source, first row and end.
+        local_to_chunks: int64 (ranks_per_node, 2): for each rank, its first chunk and their end.
+    """
+
+    bounds: npt.NDArray[np.int64]
+    local_to_chunks: npt.NDArray[np.int64]
+
+
+def cut_chunks(
+    ranks: tuple[int, ...], src_to_holder: tuple[int, ...], src_to_first_row: tuple[int, ...], rows_per_chunk: int
+) -> Chunks:
+    """Cut the rows that each rank of a node holds into chunks: forwarded rows first, since they need the network.
+
+    >>> cut_chunks((0, 1), (0, 1, 0), (0, 1, 4, 6), rows_per_chunk=2).bounds.tolist()
+    [[2, 4, 6], [0, 0, 1], [1, 1, 3], [1, 3, 4]]
+    """
+    tables = (np.array(table, np.int64) for table in (ranks, src_to_holder, src_to_first_row))
+    return Chunks(*_cut_chunks(*tables, rows_per_chunk))
+
+
+@compiled(nogil=True)
+def _cut_chunks(ranks: Any, src_to_holder: Any, src_to_first_row: Any, rows_per_chunk: int) -> Any:
+    num_sources, num_chunks = src_to_holder.size, 0
+    bounds = np.empty((num_sources + src_to_first_row[num_sources] // rows_per_chunk, 3), np.int64)
+    local_to_chunks = np.empty((ranks.size, 2), np.int64)
+    for local in range(ranks.size):
+        local_to_chunks[local, 0] = num_chunks
+        for i in range(num_sources + 1):
+            src = i if i < num_sources else ranks[local]
+            if src_to_holder[src] != ranks[local] or (i < num_sources and src == ranks[local]):
+                continue
+            for first in range(src_to_first_row[src], src_to_first_row[src + 1], rows_per_chunk):
+                end = min(first + rows_per_chunk, src_to_first_row[src + 1])
+                bounds[num_chunks, 0], bounds[num_chunks, 1], bounds[num_chunks, 2] = src, first, end
+                num_chunks += 1
+        local_to_chunks[local, 1] = num_chunks
+    return bounds[:num_chunks], local_to_chunks
+
+
+class Produced(NamedTuple):
+    """Result of ``produce_sums``: chunks produced now, and those still to do."""
+
+    num_chunks: int
+    num_left: int
+
+
+def produce_sums(terms: Terms, chunks: Chunks, rings: Rings) -> Produced:
+    """Write this rank's sums for the next chunk of every other rank into its ring, unless the ring is full.
+
+    The first chunks of the ranks become the next ones to do, in place.
+    """
+    return Produced(*_produce_sums(terms, chunks, rings))
+
+
+class Folded(NamedTuple):
+    """Result of ``fold_sums``: the local rank whose sums are to be added next, and rows read from other ranks."""
+
+    next_local: int
+    num_peer_rows: int
+
+
+def fold_sums(terms: Terms, first: int, next_local: int, rings: Rings, sums: torch.Tensor) -> Folded:
+    """Add the sums of all ranks of the node for one chunk, in order of rank, as far as they have arrived.
+
+    Args:
+        terms: of this rank.
+        first: first row of the chunk.
+        next_local: local rank to continue with; 0 sets all sums to zero first.
+        rings: from the other ranks.
+        sums: float32 or float64 (num_rows of the chunk, hidden); changed in place.
+    """
+    return Folded(*_fold_sums(terms, first, next_local, rings, sums.numpy()))
+
+
+def has_message(rings: Rings, local: int) -> bool:
+    """Return whether a local rank has put in a message that has not been taken out."""
+    return bool(_has_message(rings.addresses, local))
+
+
+@compiled(nogil=True)
+def _has_message(addresses: Any, local: int) -> Any:
+    return load_acquire_at(addresses[local, 0]) > load_acquire_at(addresses[local, 1])
+
+
+@compiled(nogil=True, error_model="numpy")
+def _reduce(terms: Any, row: int, total: Any) -> None:
+    first, end = terms.row_to_first_pair[row], terms.row_to_first_pair[row + 1]
+    reduce_row(terms.rows, first, end, terms.pair_to_slot, terms.pair_weights, total)
+
+
+@compiled(nogil=True)
+def _slot(rings: Any, local: int, count: int, num_rows: int, scratch: Any) -> Any:
+    """Return a slot as a matrix of sums."""
+    address = rings.addresses[local, 2] + count % rings.depth * rings.slot_bytes
+    return carray(pointer_to(address), (num_rows, scratch.size), scratch.dtype)
+
+
+@compiled(nogil=True)
+def _has_terms(terms: Any, chunk: Any) -> Any:
+    return terms.row_to_locals[chunk[1] : chunk[2], terms.local].any()
+
+
+@compiled(nogil=True, error_model="numpy")
+def _produce_sums(terms: Any, chunks: Any, rings: Any) -> Any:
+    num_locals, num_produced, num_left = len(rings.addresses), 0, 0
+    for step in range(1, num_locals):  # so that producers start with different consumers
+        consumer = (terms.local + step) % num_locals
+        chunk, end = chunks.local_to_chunks[consumer]
+        while chunk < end and not _has_terms(terms, chunks.bounds[chunk]):
+            chunk += 1
+        produced: Any = load_acquire_at(rings.addresses[consumer, 0])
+        consumed: Any = load_acquire_at(rings.addresses[consumer, 1])
+        if chunk < end and produced - consumed < rings.depth:
+            _, first, last = chunks.bounds[chunk]
+            sums, i = _slot(rings, consumer, produced, last - first, terms.scratch), 0
+            for row in range(first, last):
+                if terms.row_to_locals[row, terms.local]:
+                    _reduce(terms, row, sums[i])
+                    i += 1
+            store_release_at(rings.addresses[consumer, 0], produced + 1)
+            chunk += 1
+            num_produced += 1
+        chunks.local_to_chunks[consumer, 0] = chunk
+        num_left += end - chunk
+    return num_produced, num_left
+
+
+@compiled(nogil=True, error_model="numpy")
+def _fold_sums(terms: Any, first: int, next_local: int, rings: Any, sums: Any) -> Any:
+    end, num_peer_rows = first + len(sums), 0
+    if next_local == 0:
+        sums[:] = 0
+    while next_local < len(rings.addresses):
+        is_needed = terms.row_to_locals[first:end, next_local]
+        if next_local == terms.local:
+            for i in range(len(sums)):
+                if is_needed[i]:
+                    _reduce(terms, first + i, terms.scratch)
+                    add_row(terms.scratch, sums[i])
+        elif is_needed.any():
+            produced, consumed = rings.addresses[next_local, 0], rings.addresses[next_local, 1]
+            number: Any = load_acquire_at(consumed)
+            if load_acquire_at(produced) <= number:
+                break
+            message = _slot(rings, next_local, number, len(sums), terms.scratch)
+            num_rows = 0
+            for i in range(len(sums)):
+                if is_needed[i]:
+                    add_row(message[num_rows], sums[i])
+                    num_rows += 1
+            store_release_at(consumed, number + 1)
+            num_peer_rows += num_rows
+        next_local += 1
+    return next_local, num_peer_rows

@@ -1,0 +1,138 @@
+"""Point-to-point messages of any size between nodes over TCP, progressed by polling in the calling thread.
+
+There is no I/O thread: the kernel moves the bytes of its socket buffers while this thread copies rows. Messages from
+one rank to another arrive in the order of sending, and must be received in that order.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.control.store_gather import StoreGather
+from fusco.control.tcp_mesh import TcpConnections
+from fusco.core.errors import Stall
+from fusco.core.rows import as_bytes
+
+
+class Ticket:
+    """Message in flight. One that fails is never done; ``TcpTransport.failure`` has the reason."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+@dataclass
+class _Message:
+    """Memory that is still to be sent, or filled."""
+
+    rest: memoryview
+    ticket: Ticket
+    on_done: Callable[[], None] | None = None
+
+    def advance(self, num_bytes: int) -> bool:
+        """Count bytes that were moved; return whether the message is complete."""
+        self.rest = self.rest[num_bytes:]
+        if self.rest:
+            return False
+        if self.on_done:
+            self.on_done()
+        self.ticket.is_done = True
+        return True
+
+
+class TcpTransport(TcpConnections):
+    """Messages between this rank and all ranks of other nodes; without such ranks nothing is opened."""
+
+    name = "TCP transport"
+
+    def __init__(
+        self,
+        store_gather: StoreGather,
+        peers: Sequence[int],
+        listen_on: str,
+        secret: str,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Connect; see ``TcpConnections``."""
+        self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self._epoll: select.epoll | None = None
+        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        if peers:
+            self._epoll = select.epoll()
+        self._fd_to_peer = {connection.fileno(): peer for peer, connection in self._connections.items()}
+        for fd in self._fd_to_peer:
+            assert self._epoll
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def send(self, message: torch.Tensor, dst: int) -> Ticket:
+        """Start to send a contiguous CPU tensor, not empty, which must not change until the ticket is done."""
+        ticket, queue = Ticket(), self._sending[dst]
+        queue.append(_Message(as_bytes(message).numpy().data, ticket))
+        if len(queue) == 1:
+            self._push(dst)
+        return ticket
+
+    def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
+        """Start to receive into a contiguous CPU tensor, not empty and of exactly the size that ``src`` sends.
+
+        ``on_done`` is called as soon as the message has arrived.
+        """
+        ticket = Ticket()
+        self._receiving[src].append(_Message(as_bytes(message).numpy().data, ticket, on_done))
+        return ticket
+
+    def poll(self) -> bool:
+        """Send and receive without blocking, at most one message from each rank; return whether any bytes moved."""
+        moved = [self._push(peer) for peer, queue in self._sending.items() if queue]
+        if any(self._receiving.values()):
+            assert self._epoll
+            moved += [self._pull(self._fd_to_peer[fd]) for fd, _ in self._epoll.poll(0)]
+        return any(moved)
+
+    def close(self) -> None:
+        """Close the connections; messages in flight are dropped."""
+        self._sending, self._receiving = {}, {}
+        if self._epoll:
+            self._epoll.close()
+        super().close()
+
+    def _push(self, peer: int) -> bool:
+        queue, connection, has_moved = self._sending[peer], self._connections[peer], False
+        while queue:
+            try:
+                num_bytes = connection.send(queue[0].rest, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._note_failure("send", peer, str(error))
+                break
+            has_moved = True
+            if queue[0].advance(num_bytes):
+                queue.popleft()
+        return has_moved
+
+    def _pull(self, peer: int) -> bool:
+        queue, connection, has_moved = self._receiving[peer], self._connections[peer], False
+        while queue:
+            try:
+                num_bytes = connection.recv_into(queue[0].rest)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._note_failure("receive", peer, str(error))
+                break
+            if not num_bytes:
+                self._note_failure("receive", peer, "the connection was closed")
+                break
+            has_moved = True
+            if queue[0].advance(num_bytes):
+                queue.popleft()
+                break
+        return has_moved

@@ -1,0 +1,100 @@
+"""Checks before a model is distributed: on all ranks together, of ties, and of equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fusco.api.collective import REFUSALS
+
+_Checked = TypeVar("_Checked")
+
+
+def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Checked:
+    """Run a check and return its result on this rank; a collective of the default group.
+
+    Raises:
+        TypeError, ValueError: the error of the check on this rank; if it fails on other ranks only, ``ValueError``
+            naming one of them.
+    """
+    checked: _Checked | None = None
+    error: Exception | None = None
+    try:
+        checked = check()
+    except REFUSALS as refusal:
+        error = refusal
+    rejecting = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
+    dist.all_reduce(rejecting, dist.ReduceOp.MAX)
+    if error:
+        raise error
+    if rejecting:
+        raise ValueError(f"rank {int(rejecting) - 1} rejected its arguments; see its error")
+    return cast("_Checked", checked)
+
+
+def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
+    """Raise for a parameter that is in several of the modules that FSDP wraps separately.
+
+    FSDP shards it once for each of them; each copy is then trained and saved separately. Within one module, such as
+    embeddings and output weights of the root, it stays one parameter.
+
+    Args:
+        model: the root, not sharded yet.
+        wrapped: modules within it that FSDP wraps separately.
+
+    Raises:
+        ValueError: with both names of the first such parameter.
+    """
+    units = set(wrapped)
+    first: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    innermost: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        enclosing = innermost.get(prefix.rpartition(".")[0], model)
+        innermost[prefix] = unit = module if module in units else enclosing
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{key}".removeprefix(".")
+            known, its_unit = first.setdefault(parameter, (name, unit))
+            if its_unit is not unit:
+                raise ValueError(
+                    f"{known} and {name} are one parameter, but FSDP shards their modules separately, which would "
+                    f"train two copies: untie them, or parallelize one of these modules alone"
+                )
+
+
+def check_equal_weights(model: nn.Module, device_type: str) -> None:
+    """Compare a sum of every parameter among all ranks of the default group; a collective.
+
+    Parameters on the meta device have no values; they must be on it on all ranks, and are skipped.
+
+    Raises:
+        ValueError: on all ranks, with the first parameter that differs.
+    """
+    named = list(model.named_parameters())
+    has_values = torch.tensor([not parameter.is_meta for _, parameter in named], dtype=torch.int64, device=device_type)
+    if differs := _differing(has_values):
+        raise ValueError(
+            f"parameter {named[differs[0]][0]} has values on some ranks and is on the meta device on others "
+            f"({len(differs)} of {len(named)} are): make the model in the same way on all ranks"
+        )
+    named = [(name, parameter) for name, parameter in named if not parameter.is_meta]
+    if not named:
+        return
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float64).to(device_type) for _, parameter in named])
+    if differs := _differing(sums.view(torch.int64)):
+        raise ValueError(
+            f"parameter {named[differs[0]][0]} differs between ranks ({len(differs)} of {len(named)} do): every "
+            f"rank must start from the same weights, so use one seed or load the same file"
+        )
+
+
+def _differing(values: torch.Tensor) -> list[int]:
+    """Return the indices at which the values of ranks are not all equal; a collective."""
+    lowest, highest = values.clone(), values.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    differs: list[int] = (lowest != highest).nonzero().flatten().tolist()
+    return differs

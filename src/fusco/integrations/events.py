@@ -1,0 +1,59 @@
+"""Events as DeepEP passes them: of the stream that is current when one is captured."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class EventHandle:
+    """An event recorded on the current CUDA stream; without CUDA, where calls return when they are done, nothing."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event."""
+        if self._event is not None:
+            self._event.wait()
+
+
+class EventOverlap:
+    """An event, or none, which a stream can wait for; in a ``with`` block the stream waits at its end.
+
+    Attributes:
+        event: ``None`` if there is nothing to wait for.
+        extra_tensors: kept alive with the event.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self.event, self.extra_tensors = event, extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event, if there is one."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        self.current_stream_wait()
+
+
+def wait_for(previous_event: EventOverlap | None) -> None:
+    """Make the current stream wait for a caller's event."""
+    if previous_event is not None:
+        previous_event.current_stream_wait()
+
+
+def finished(is_asynchronous: bool) -> EventOverlap:
+    """Return an event after everything on the current stream; without one unless the caller wants to wait for it."""
+    return EventOverlap(EventHandle() if is_asynchronous else None)

@@ -1,0 +1,127 @@
+"""Communicators that grow: when a call does not fit on one rank, all ranks make a larger communicator and repeat it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.control.store_gather import StoreGather
+from fusco.core.config import Settings
+from fusco.core.errors import FuscoError, MismatchError, RejectedInputError, SharedMemoryError
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a call needs of its communicator, on one rank; see the arguments of ``Communicator``."""
+
+    num_topk: int
+    max_tokens_per_rank: int
+    max_bytes_per_token: int
+
+    def fits(self, capacity: Need) -> bool:
+        """Return whether a communicator of this capacity takes the call."""
+        return self.union(capacity) == capacity
+
+    def union(self, other: Need) -> Need:
+        """Return the larger of the two, field by field."""
+        return Need(**{name: max(getattr(self, name), getattr(other, name)) for name in _FIELDS})
+
+    def with_reserve(self) -> Need:
+        """Return this need with a number of tokens at the next power of two, so that ranks rarely grow again."""
+        return Need(**{**asdict(self), "max_tokens_per_rank": 1 << (self.max_tokens_per_rank - 1).bit_length()})
+
+
+_FIELDS = tuple(field.name for field in fields(Need))
+
+
+class GrowingCommunicator:
+    """The communicator of a group that is large enough for every call so far.
+
+    Frameworks tell no maximum number of tokens. A rank whose call does not fit rejects it before anything is sent, so
+    all ranks raise together; they exchange what they need and repeat the call on a larger communicator. Handles of the
+    earlier one stay valid, so it stays, too: sizes double, and all of them together take at most twice the last one's
+    memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        ranks_per_node: int | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Nothing is allocated before the first call. The device is that of the first call's tensors."""
+        self._group, self._num_experts, self._ranks_per_node = group, num_experts, ranks_per_node
+        self._settings = settings or Settings()
+        self._capacity: Need | None = None
+        self._communicators: list[Communicator] = []
+        self._finalizer = weakref.finalize(self, _leave, self._communicators)
+
+    def run(self, need: Need, device: torch.device, call: Callable[[Communicator, Need], _Result]) -> _Result:
+        """Return ``call`` of a communicator that is large enough, and of its capacity; a collective.
+
+        ``call`` runs one collective first, which rejects what does not fit. It may run twice. Raises what it raises,
+        unless a larger communicator helps.
+        """
+        if self._capacity is None:
+            self._grow(need, device)
+            return self._run(call)
+        try:
+            return self._run(call)
+        except Exception as error:
+            if not _is_rejection(error) or not self._grow(need, device):
+                raise
+        return self._run(call)
+
+    def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
+        assert self._capacity is not None
+        return call(self._communicators[-1], self._capacity)
+
+    def abort(self) -> None:
+        """Release all communicators without waiting for other ranks."""
+        self._finalizer()
+
+    def _grow(self, need: Need, device: torch.device) -> bool:
+        """Make a larger communicator if a rank needs one; a collective. Returns whether one was made."""
+        gather = StoreGather(self._group, self._settings.timeout_s)
+        needs = [Need(**values) for values in gather.all_gather("what the call needs", asdict(need))]
+        if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
+            return False
+        capacity = needs[0]
+        for each in needs:
+            capacity = capacity.union(each)
+        if self._capacity is not None:
+            capacity = capacity.union(self._capacity)
+        self._capacity = capacity.with_reserve()
+        self._communicators.append(
+            Communicator(
+                self._group,
+                num_experts=self._num_experts,
+                **asdict(self._capacity),
+                ranks_per_node=self._ranks_per_node,
+                settings=self._settings,
+                device=device,
+            )
+        )
+        return True
+
+
+def _is_rejection(error: Exception) -> bool:
+    """Return whether an error was raised before anything was sent, on all ranks together."""
+    if isinstance(error, FuscoError):
+        return isinstance(error, (RejectedInputError, MismatchError, SharedMemoryError))
+    return isinstance(error, (TypeError, ValueError, RuntimeError))
+
+
+def _leave(communicators: list[Any]) -> None:
+    while communicators:
+        communicators.pop().abort()

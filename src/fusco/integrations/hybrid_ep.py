@@ -1,0 +1,393 @@
+"""HybridEP's buffer on fusco: rows arrive expert-major, so that dispatch and permute are one.
+
+Contract: DeepEP, branch hybrid-ep, ``deep_ep/hybrid_ep_buffer.py`` (MIT licence), and its callers in Megatron-core
+0.19 and NeMo Automodel 0.7. Calls run on the current stream. Nothing here has gradients: frameworks call it from their
+own autograd functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.api.handle import Dispatched, Handle
+from fusco.core.config import Launch, StaticRows
+from fusco.core.rows import row_bytes
+from fusco.integrations.dense_routing import dense_weights, map_to_indices
+from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.rank_rows import RankRows, checked_handle, combine, combine_dense, dispatch_again, ranks_of
+
+_TOPK_STEP = 4  # the number of experts per token that a map allows for is rounded up to a multiple of it
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A routing that was dispatched: element 0 of the handle that callers pass back.
+
+    Attributes:
+        comm: the communicator that owns ``handle``.
+        handle: of its dispatch.
+        topk_idx: int64 (num_tokens, num_topk).
+        counts: rows of each local expert with padding, int64 (num_local_experts,).
+    """
+
+    comm: Communicator
+    handle: Handle
+    topk_idx: torch.Tensor
+    counts: torch.Tensor
+
+
+class HybridEPBuffer:
+    """Dispatch and combine among the ranks of a group, by the calls of HybridEP.
+
+    Attributes:
+        group: the process group.
+        configurer: has ``buffer_config``, the sizes that callers compare before a call.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+    ) -> None:
+        """Set sizes; nothing is allocated before the first call, and calls may be larger.
+
+        Args:
+            group: ranks among which experts are distributed, in equal runs of consecutive experts.
+            hidden_dim: elements of a row.
+            max_num_of_tokens_per_rank: tokens of a call at first.
+            num_local_experts: experts of each rank.
+            use_fp8: rows come as uint8 with scales.
+            num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
+            num_sms_combine_api: multiprocessors of a combine.
+            num_sms_preprocessing_api: accepted and ignored, as are blocks, cached kernels, shared buffers and MNNVL:
+                fusco has no such parts.
+            num_blocks_permute: ignored; there is no permutation of its own.
+            num_blocks_unpermute: ignored.
+            load_cached_kernels: ignored; kernels are cached always.
+            use_shared_buffer: ignored.
+            enable_custom_allgather: ignored.
+            num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
+            use_mnnvl: ignored.
+        """
+        self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
+        self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._ranks_per_node
+        self.num_of_nodes, self.local_rank = self.group_size // self._ranks_per_node, self.rank % self._ranks_per_node
+        self.max_num_of_tokens_per_rank, self._use_fp8 = max_num_of_tokens_per_rank, use_fp8
+        self.configurer = SimpleNamespace(
+            buffer_config=SimpleNamespace(
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                num_of_experts_per_rank=num_local_experts,
+            )
+        )
+        self._num_experts = num_local_experts * self.group_size
+        self._num_topk = 0
+        self._dispatch_launch, self._combine_launch = (
+            Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
+        )
+        self._comms = GrowingCommunicator(
+            group, self._num_experts, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain
+        )
+        self._rank_rows = RankRows(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
+
+    def abort(self) -> None:
+        """Release all resources without waiting for other ranks; not part of HybridEP."""
+        self._comms.abort()
+        self._rank_rows.abort()
+
+    def empty_jit_cache(self) -> None:
+        """Do nothing: kernels of fusco are the same for all sizes."""
+
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Do nothing: fusco has no templates for sizes."""
+
+    @torch.no_grad()
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
+        scaling_factor: torch.Tensor | None = None,
+        num_permuted_tokens: int | torch.Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
+        """Send tokens to their experts; rows arrive by local expert, then source rank, then token.
+
+        Args:
+            hidden: (num_tokens, hidden_dim), bfloat16 or any other dtype; uint8 with ``scaling_factor`` for FP8.
+            topk_idx: int64 (num_tokens, num_topk), -1 for no expert; unused if there is a map.
+            topk_weights: float32 (num_tokens, num_topk); unused if there are ``probs``.
+            num_of_experts_per_rank: experts of each rank.
+            num_of_experts: experts of all ranks together.
+            use_fp8: ignored.
+            routing_map: bool (num_tokens, num_experts).
+            probs: float32 (num_tokens, num_experts), the weights.
+            scaling_factor: float32 (num_tokens, hidden_dim / 128).
+            num_permuted_tokens: with ``non_blocking`` and without a handle, the number of rows of the output. HybridEP
+                drops rows that do not fit; here the next call raises ``RowOverflowError``. Otherwise ignored.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of this.
+            handle: of an earlier dispatch: the same routing, which is not planned again.
+            non_blocking: do not wait for the number of rows; needs ``num_permuted_tokens``.
+            fuse_permute_dispatch: ignored.
+            num_dispatched_tokens: ignored.
+            use_host_meta: ignored.
+
+        Returns:
+            Rows (num_rows, hidden_dim); the weight of each row, float32 (num_rows,), or ``None`` without weights; the
+            scales of each row or ``None``; the rows of each local expert with padding, int64, in host memory unless
+            ``non_blocking``; the handle.
+        """
+        payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
+        if handle is not None:
+            return self._dispatch_again(payloads, handle, probs, topk_weights)
+        self._check_experts(num_of_experts_per_rank, num_of_experts)
+        if routing_map is not None:
+            topk_idx = self._indices(routing_map)
+        if topk_idx is None:
+            raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
+        if probs is not None:
+            topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+        static = None
+        if non_blocking:
+            if num_permuted_tokens is None:
+                raise ValueError("dispatch_with_permute with non_blocking=True needs num_permuted_tokens")
+            static = StaticRows(int(num_permuted_tokens))
+        weights = None if topk_weights is None else topk_weights.float()
+        ids = topk_idx
+
+        def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, torch.Tensor, Dispatched]:
+            padded = _padded(ids, capacity.num_topk, -1)
+            padded_weights = None if weights is None else _padded(weights, capacity.num_topk, 0)
+            sent = comm.dispatch(
+                payloads,
+                padded,
+                padded_weights,
+                expert_alignment=pad_multiple or 1,
+                with_weights=weights is not None,
+                static=static,
+                launch=self._dispatch_launch,
+            )
+            return comm, padded, sent
+
+        comm, ids, sent = self._comms.run(self._need(payloads, ids), hidden.device, dispatch)
+        counts = sent.num_rows_per_expert
+        if pad_multiple:
+            counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
+        if not non_blocking:
+            counts = self._counts_on_host(counts, ids, routing_map)
+        scales = None if scaling_factor is None else sent.payloads[1]
+        no_overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+        kept = _Sent(comm, sent.handle, ids, counts)
+        return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, no_overflow)
+
+    @torch.no_grad()
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        handle: tuple[Any, ...] | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add up the rows of each token, without weights.
+
+        Args:
+            hidden: (num_rows, hidden_dim) in the layout of the dispatch.
+            probs: float32 (num_rows,), a value of each row that goes back to its token and expert.
+            handle: of the dispatch.
+            pad_multiple: ignored.
+            fuse_unpermute_combine: ignored.
+            num_dispatched_tokens: ignored.
+
+        Returns:
+            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
+            token was not sent to; ``None`` without ``probs``.
+        """
+        sent = _sent(handle)
+        launch = self._combine_launch
+        sums = sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch)
+        if probs is None:
+            return sums, None
+        values = sent.comm.combine_weights(probs.reshape(-1).contiguous(), sent.handle, launch=launch)
+        return sums, dense_weights(sent.topk_idx, values, self._num_experts)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        scaling_factor: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: torch.Tensor | None = None,
+        routing_map: torch.Tensor | None = None,
+        num_dispatched_tokens_tensor: torch.Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[Any, ...]]:
+        """Send every token once to each rank that has an expert for it; rows arrive by source rank, then token.
+
+        Arguments as in ``dispatch_with_permute``.
+
+        Returns:
+            Rows (num_rows, hidden_dim); weights, float32 (num_rows, experts of the node), of this rank's experts, or
+            ``None``; scales or ``None``; the handle, whose element 3 is the number of rows, int32 (1,) on the host, and
+            whose element 4 is the map of rows to local experts, bool (num_rows, num_local_experts).
+        """
+        payloads = [each for each in (hidden, scaling_factor) if each is not None]
+        if handle is not None:
+            sent = checked_handle(handle[0])
+            rows = dispatch_again(payloads, sent, self._dispatch_launch)
+        else:
+            self._check_experts(None, num_of_experts)
+            if routing_map is not None:
+                topk_idx = self._indices(routing_map)
+            if topk_idx is None:
+                raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
+            if probs is not None:
+                topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+            is_token_in_rank = ranks_of(topk_idx, self._num_experts, self.group_size)
+            routing = (topk_idx, topk_weights, self._num_experts)
+            rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
+        experts_of_rows, weights = sent.local_routing()
+        of_node = None
+        if topk_weights is not None:
+            first = self.local_rank * self.num_local_experts
+            of_node = weights.new_zeros(len(weights), self.num_local_experts * self._ranks_per_node)
+            of_node[:, first : first + self.num_local_experts] = weights
+        num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
+        scales = None if scaling_factor is None else rows[1]
+        return rows[0], of_node, scales, (sent, None, None, num_rows, experts_of_rows, len(hidden), None)
+
+    @torch.no_grad()
+    def combine(
+        self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: tuple[Any, ...] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add up the rows of each token, one from each rank.
+
+        Args:
+            hidden: (num_rows, hidden_dim) in the layout of ``dispatch``.
+            probs: float32 (num_rows, experts of the node), values of this rank's experts.
+            handle: of the dispatch.
+
+        Returns:
+            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
+        """
+        if handle is None:
+            raise ValueError("combine needs the handle of a dispatch")
+        sent = checked_handle(handle[0])
+        sums = combine(hidden, sent, self._combine_launch)
+        if probs is None:
+            return sums, None
+        first = self.local_rank * self.num_local_experts
+        return sums, combine_dense(probs[:, first : first + self.num_local_experts], sent, self._combine_launch)
+
+    def _dispatch_again(
+        self,
+        payloads: list[torch.Tensor],
+        handle: tuple[Any, ...],
+        probs: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
+        sent = _sent(handle)
+        rows = sent.comm.dispatch_again(payloads, sent.handle, launch=self._dispatch_launch)
+        if probs is not None:
+            topk_weights = probs.float().gather(1, sent.topk_idx.clamp(min=0))
+        weights = None
+        if topk_weights is not None:
+            weights = sent.comm.dispatch_weights(topk_weights.float(), sent.handle, launch=self._dispatch_launch)
+        return rows[0], weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
+
+    def _check_experts(self, per_rank: int | None, of_all_ranks: int | None) -> None:
+        """Raise ``ValueError`` unless a call's numbers of experts are those of the buffer."""
+        if (per_rank or self.num_local_experts) != self.num_local_experts:
+            raise ValueError(f"num_of_experts_per_rank={per_rank}, but the buffer has {self.num_local_experts} a rank")
+        if (of_all_ranks or self._num_experts) != self._num_experts:
+            raise ValueError(f"num_of_experts={of_all_ranks}, but the buffer has {self._num_experts}")
+
+    def _indices(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """Return a map as indices; the first call, and every call on the CPU, counts the experts of tokens first."""
+        if routing_map.shape[1] != self._num_experts:
+            raise ValueError(f"routing_map has {routing_map.shape[1]} experts, but the buffer has {self._num_experts}")
+        if not self._num_topk or not routing_map.is_cuda:
+            num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 1
+            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts), 1)
+        return map_to_indices(routing_map, self._num_topk)
+
+    def _counts_on_host(
+        self, counts: torch.Tensor, ids: torch.Tensor, routing_map: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return counts in host memory; in the same copy, check that the indices have all experts of the map."""
+        if routing_map is None or not routing_map.is_cuda:
+            return counts.cpu()
+        lost = routing_map.sum() - (ids >= 0).sum()
+        *on_host, num_lost = torch.cat([counts, lost[None]]).cpu()
+        if num_lost:
+            raise ValueError(
+                f"routing_map has tokens with more than {self._num_topk} experts, the most of the first call rounded "
+                f"up; pass topk_idx, whose width may grow"
+            )
+        return torch.stack(on_host)
+
+    def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
+        return Need(
+            num_topk=topk_idx.shape[1],
+            max_tokens_per_rank=max(len(topk_idx), self.max_num_of_tokens_per_rank),
+            # Results of FP8 rows come back in 16 bits.
+            max_bytes_per_token=max(sum(map(row_bytes, payloads)), payloads[0].shape[1] * 2),
+        )
+
+
+def _sent(handle: tuple[Any, ...] | None) -> _Sent:
+    if not handle or not isinstance(handle[0], _Sent):
+        raise ValueError("this call needs the handle of a dispatch_with_permute")
+    return handle[0]
+
+
+def _padded(of_tokens: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    """Return (num_tokens, k) with more columns of a value, as all ranks dispatch the same number of experts a token."""
+    missing = width - of_tokens.shape[1]
+    return torch.nn.functional.pad(of_tokens, (0, missing), value=value) if missing > 0 else of_tokens.contiguous()

@@ -1,0 +1,11 @@
+"""Several NICs as one link (FuseLink): messages over all idle NICs of a host, which go back when their owners send."""
+
+from fusco.rails.address import Address as Address
+from fusco.rails.channel import Channel as Channel
+from fusco.rails.endpoint import Endpoint as Endpoint
+from fusco.rails.limits import Limits as Limits
+from fusco.rails.rail import Rail as Rail
+from fusco.rails.rail import discover_rails as discover_rails
+from fusco.rails.request import Request as Request
+from fusco.rails.schedule import POLICIES as POLICIES
+from fusco.rails.schedule import Policy as Policy

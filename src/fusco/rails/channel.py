@@ -1,0 +1,387 @@
+"""A channel: messages between two workers over all rails of their hosts, in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from fusco.core.errors import ClosedError, PeerFailureError, Stall
+from fusco.rails.buffers import as_bytes
+from fusco.rails.connection import Connection
+from fusco.rails.handshake import Introduction
+from fusco.rails.host import Host
+from fusco.rails.loop import READ, WRITE
+from fusco.rails.receive_queue import ReceiveQueue
+from fusco.rails.request import Request
+from fusco.rails.schedule import WAIT, rails_of
+from fusco.rails.scheduler import Batch, Scheduler
+from fusco.rails.send_queue import SendQueue
+from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, WireError
+
+_EPOCHS = 1 << 32
+
+
+class Channel:
+    """Messages to and from one worker of another host. Any thread may post; message i goes into receive i.
+
+    Attributes:
+        peer: the worker at the other end, as numbered on its host.
+        name: names the channel at both ends.
+        num_rails: rails that both hosts have.
+    """
+
+    def __init__(self, host: Host, peer: Introduction, name: bytes) -> None:
+        self._host, self.name = host, name
+        self.peer = peer.worker
+        self.num_rails = min(len(host.rails), peer.num_rails)
+        self._connections: dict[int, Connection] = {}  # by rail
+        self._failures: dict[int, str] = {}  # by rail, why it last failed
+        self._scheduler = Scheduler(
+            host.row, host.monitor, host.policy, host.limits, direct=host.direct, num_rails=self.num_rails
+        )
+        self._sends = SendQueue(host.limits.chunk_bytes)
+        self._receives = ReceiveQueue(peer.chunk_bytes)
+        self._next_send, self._next_receive = 0, 0
+        self._posting = threading.Lock()
+        self._epoch, self._idle, self._batch = 0, 0, Batch(host.limits, host.policy)
+        self._without_rail_since: float | None = None
+        self._error: Exception | None = None
+        self._peer_said_bye = self._is_closing = False
+        self.closed = threading.Event()
+
+    def isend(self, buffer: Any) -> Request:
+        """Send a buffer or a contiguous CPU tensor; its memory must not change until the request is done.
+
+        Raises:
+            TypeError, ValueError: for anything else.
+            ClosedError: if the channel was closed.
+        """
+        memory = as_bytes(buffer, writable=False)
+        for rail in rails_of(self._host.direct):
+            self._host.row.announce(rail)
+        with self._posting:
+            request = self._new_request("isend", self._next_send)
+            self._next_send += 1
+            self._host.loop.post(lambda: self._begin_send(memory, request))
+        return request
+
+    def irecv(self, buffer: Any) -> Request:
+        """Receive the next message into a writable buffer or contiguous CPU tensor, which may be larger than it.
+
+        ``wait`` returns the bytes of the message. Raises as ``isend``.
+        """
+        memory = as_bytes(buffer, writable=True)
+        with self._posting:
+            request = self._new_request("irecv", self._next_receive)
+            self._next_receive += 1
+            self._host.loop.post(lambda: self._begin_receive(memory, request))
+        return request
+
+    @property
+    def rails(self) -> tuple[int, ...]:
+        """The rails that are connected now."""
+        return rails_of(self.usable)
+
+    def close(self) -> None:
+        """Close the channel; requests that are not done fail, here and at the peer. May be called again."""
+        if not self.closed.is_set():
+            self._host.loop.post(self._begin_close)
+            self.closed.wait(1.0)  # what is left to write must pass rails that may have failed
+
+    def check_connected(self, limit_s: float) -> None:
+        """Raise ``PeerFailureError`` unless a rail is connected, after a wait of ``limit_s`` seconds."""
+        if not self.usable:
+            reason = f"no rail to worker {self.peer} was connected within {limit_s:g} s: {self._rail_states()}"
+            self.close()
+            raise self._error if isinstance(self._error, PeerFailureError) else self._peer_failure(None, reason)
+
+    # What follows is for the endpoint's thread.
+
+    @property
+    def usable(self) -> int:
+        """Mask of the rails that are connected now."""
+        return self._scheduler.view.usable
+
+    @property
+    def redials(self) -> bool:
+        """True unless one of the two ends has closed the channel."""
+        return self._error is None and not self._peer_said_bye
+
+    def attach(self, connection: Connection) -> None:
+        """Use a connection; it replaces an earlier one of its rail."""
+        rail = connection.rail
+        if (old := self._connections.get(rail)) is not None:
+            self.drop(old, "the peer has connected again")
+        if self._error is not None:
+            connection.abort()
+            return
+        self._connections[rail] = connection
+        self._scheduler.view.usable |= 1 << rail
+        self._without_rail_since = None
+        self._watch(connection)
+        if len(self._connections) == 1:
+            self._grant_again()
+        self.pump()
+
+    def drop(self, connection: Connection, reason: str, *, tells_peer: bool = True) -> None:
+        """Give a connection up: what it had is sent over the other rails."""
+        rail = connection.rail
+        if self._connections.get(rail) is not connection:
+            return
+        del self._connections[rail]
+        self._failures[rail] = reason
+        self._scheduler.view.usable &= ~(1 << rail)
+        self._end(connection)
+        self._sends.put_back(connection.outstanding)
+        if self._peer_said_bye and not self._connections:
+            self.fail(self._peer_failure(None, f"worker {self.peer} has closed its channel", has_left=True))
+            return
+        if tells_peer:
+            for other in self._connections.values():
+                other.send_credit(Record(slot=rail, epoch=connection.incarnation, kind=RAIL_DOWN))
+        self._grant_again()
+        self.pump()
+
+    def pump(self) -> None:
+        """Give chunks to rails as long as the scheduler finds one, and write what there is."""
+        choose, sends = self._scheduler.choose, self._sends
+        while sends.has_chunk and self._connections:
+            rail = choose()
+            if rail == WAIT:
+                break
+            name = sends.pop()
+            if name is None:  # what was left to send again has been acknowledged meanwhile
+                self._scheduler.completed(rail, 0)
+                break
+            connection = self._connections[rail]
+            if connection.has(name):  # it is late, but no other rail has room for a copy
+                self._scheduler.completed(rail, 0)
+                continue
+            connection.send_chunk(name, sends.frame(*name))
+        for connection in list(self._connections.values()):
+            if connection.has_output and not connection.wants_write:
+                self.on_writable(connection)
+
+    def on_writable(self, connection: Connection) -> None:
+        """Write to a connection; give it up if that fails."""
+        wanted = connection.wants_write
+        try:
+            connection.write()
+        except OSError as error:
+            self.drop(connection, error.strerror or str(error))
+            return
+        if connection.wants_write != wanted:
+            self._watch(connection)
+        if self._is_closing:
+            self._end_close()
+
+    def on_readable(self, connection: Connection) -> None:
+        """Read from a connection; give it up if that fails."""
+        try:
+            if connection.read(self._receives.target, self._take) and self._host.direct >> connection.rail & 1:
+                self._host.row.receiving(connection.rail, rests=not self._receives.num_begun)
+        except (OSError, WireError) as error:
+            self.drop(connection, getattr(error, "strerror", None) or str(error))
+        self.pump()
+
+    def rescue(self, now: float) -> None:
+        """Send chunks again that are late on borrowed rails.
+
+        The owner of the rail has begun to send, and the chunk waits in the lower class until the owner pauses. The
+        copy that arrives first counts.
+        """
+        for connection in self._connections.values():
+            if connection.outstanding and self._host.defers(connection.rail):
+                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(connection.rail)))
+
+    @property
+    def borrows(self) -> bool:
+        """True if chunks of this channel are on borrowed rails in a lower class."""
+        return self._host.policy.defers and any(
+            connection.outstanding and self._host.defers(rail) for rail, connection in self._connections.items()
+        )
+
+    @property
+    def waits_for_rail(self) -> bool:
+        """True if chunks could be sent, were there a rail for them."""
+        return self._sends.has_chunk and bool(self._connections)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is under way."""
+        return self._sends.is_empty and self._receives.is_empty
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all rails are connected."""
+        return len(self._connections) == self.num_rails
+
+    def check(self, now: float, links: int) -> None:
+        """Give up connections whose rail has no link or is stalled, and the channel once it was without any too long.
+
+        Args:
+            now: seconds.
+            links: mask of the rails that have a link.
+        """
+        for connection in list(self._connections.values()):
+            if not links >> connection.rail & 1:
+                self.drop(connection, "the interface has no link")
+            elif connection.is_stalled(now, self._host.limits.stall_s):
+                self.drop(connection, f"the peer acknowledged nothing for {self._host.limits.stall_s:g} s")
+        if self._connections or self._error is not None:
+            return
+        if self._without_rail_since is None:
+            self._without_rail_since = now
+        if now - self._without_rail_since > self._host.limits.no_rail_s:
+            self.peer_is_gone("no rail is left")
+
+    def peer_is_gone(self, reason: str) -> None:
+        """Break the channel: the peer cannot be reached."""
+        self.fail(self._peer_failure(None, f"worker {self.peer} is unreachable, {reason}: {self._rail_states()}"))
+
+    def note_failure(self, rail: int, reason: str) -> None:
+        """Note why a rail could not be connected."""
+        self._failures[rail] = reason
+
+    def _begin_close(self) -> None:
+        """Tell the peer, and fail what is not done; ``_end_close`` follows once that is written."""
+        self._fail_requests(ClosedError("the channel was closed"))
+        self._is_closing = True
+        for connection in list(self._connections.values()):
+            connection.release()
+            connection.send_credit(Record(kind=BYE))
+        self.pump()
+        self._end_close()
+
+    def _end_close(self) -> None:
+        """Close the connections that have written everything; ``closed`` is set when there are none."""
+        for rail, connection in list(self._connections.items()):
+            if not connection.has_output:
+                del self._connections[rail]
+                self._end(connection, aborts=False)
+        if not self._connections:
+            self.closed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Break the channel: all requests fail, all connections end."""
+        self._fail_requests(error)
+        for rail, connection in list(self._connections.items()):
+            del self._connections[rail]
+            self._end(connection)
+        self._scheduler.view.usable = 0
+        self.closed.set()
+
+    def _watch(self, connection: Connection) -> None:
+        """Have its events handled."""
+
+        def on_event(events: int) -> None:
+            if events & WRITE:
+                self.on_writable(connection)
+            if events & ~WRITE and self._connections.get(connection.rail) is connection:
+                self.on_readable(connection)
+
+        self._host.loop.watch(connection.socket.fileno(), READ | WRITE if connection.wants_write else READ, on_event)
+
+    def _end(self, connection: Connection, *, aborts: bool = True) -> None:
+        """Close a connection and take its chunks from the rail's count."""
+        self._host.loop.forget(connection.socket.fileno())
+        connection.abort() if aborts else connection.socket.close()
+        for _ in connection.outstanding:
+            self._scheduler.completed(connection.rail, 0)
+
+    def _fail_requests(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._sends.fail(self._error)
+        self._receives.fail(self._error)
+
+    def _new_request(self, verb: str, seq: int) -> Request:
+        if self._error is not None:
+            raise self._error
+        if os.getpid() != self._host.row.pid:
+            raise ClosedError("the channel belongs to the process that this one was forked from")
+        return Request(verb, seq, self._host.timeout_s, self._timed_out)
+
+    def _begin_send(self, memory: memoryview, request: Request) -> None:
+        if self._error is not None:
+            request.finish(0, self._error)
+            return
+        self._sends.add(memory, request)
+        self.pump()
+
+    def _begin_receive(self, memory: memoryview, request: Request) -> None:
+        if self._error is not None:
+            request.finish(0, self._error)
+            return
+        self._receives.post(memory, request)
+        if self._connections:
+            self._grant(request.seq, len(memory))
+            self.pump()
+
+    def _grant_again(self) -> None:
+        """Grant all open receives: earlier grants may have been lost. Repeated ones have no effect."""
+        if self._connections:
+            for seq, num_bytes in self._receives.open_grants():
+                self._grant(seq, num_bytes)
+
+    def _grant(self, seq: int, num_bytes: int) -> None:
+        connection = min(self._connections.values(), key=lambda each: each.has_output)
+        connection.send_credit(self._credit(GRANT, seq, num_bytes, 0))
+
+    def _credit(self, kind: int, seq: int, size: int, slot: int) -> Record:
+        """Return a credit with this host's idle rails, which are looked up anew for every batch."""
+        if self._batch.is_over():
+            self._idle = self._host.monitor.idle_to_receive()
+            self._batch.begin()
+        self._batch.count()
+        self._epoch = (self._epoch + 1) % _EPOCHS
+        return Record(seq, size, slot, self._idle, self._epoch, kind)
+
+    def _take(self, connection: Connection, record: Record, was_wanted: bool) -> None:  # noqa: FBT001  a callback
+        kind, rail = record.kind, connection.rail
+        if kind in (DATA, TOO_LARGE):
+            connection.send_credit(self._credit(ACK, record.seq, record.size, record.slot))
+            if was_wanted:
+                self._host.row.received(rail, record.mask)
+                self._receives.arrived(record)
+        elif kind == ACK:
+            self._scheduler.credit(record.mask, record.epoch)
+            num_bytes = connection.acknowledged((record.seq, record.slot))
+            self._scheduler.completed(rail, num_bytes)
+            self._sends.ack(record.seq, record.slot)
+        elif kind == GRANT:
+            self._scheduler.credit(record.mask, record.epoch)
+            self._sends.grant(record.seq, record.size)
+        elif kind == RAIL_DOWN:
+            failed = self._connections.get(record.slot)
+            if failed is not None and failed is not connection and failed.incarnation == record.epoch:
+                self.drop(failed, "the peer says that it has failed", tells_peer=False)
+        else:
+            self._peer_said_bye = True
+            raise ConnectionResetError("the peer has closed the channel")
+
+    def _timed_out(self, request: Request, limit_s: float) -> BaseException:
+        """Break the channel and return the error of a request that was waited for too long."""
+        error = self._peer_failure(
+            request, f"worker {self.peer} did not take part within {limit_s:g} s; {self._rail_states()}"
+        )
+        self._host.loop.post(lambda: self.fail(error))
+        return error
+
+    def _peer_failure(self, request: Request | None, reason: str, *, has_left: bool = False) -> PeerFailureError:
+        what = f"{request.verb} #{request.seq}" if request else "a channel"
+        stall = Stall("transfer over rails", (self.peer,), "the message" if request else "a rail", self._seen())
+        return PeerFailureError(
+            rank=self._host.worker, peers=(self.peer,), operation=what, stall=stall, reason=reason, has_left=has_left
+        )
+
+    def _seen(self) -> str:
+        return f"{len(self._connections)} of {self.num_rails} rails connected"
+
+    def _rail_states(self) -> str:
+        """Describe each rail: connected, or why it failed."""
+        states = []
+        for i, rail in enumerate(self._host.rails[: self.num_rails]):
+            state = "connected" if i in self._connections else self._failures.get(i, "never connected")
+            states.append(f"rail {i} ({rail.interface}, {rail.address}): {state}")
+        return "; ".join(states)

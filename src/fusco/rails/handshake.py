@@ -1,0 +1,95 @@
+"""Handshake of a connection, without I/O: each end proves that it knows the secret of the address.
+
+The server sends a nonce; the client answers with who it is and a tag of that and the nonce; the server replies with
+who it is and a tag of both nonces. A recorded handshake is refused, since no nonce is used twice.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+_MAGIC = b"FUSCORL1"
+_NONCE_BYTES, _TAG_BYTES, SECRET_BYTES = 16, 32, 32
+CHANNEL_BYTES = 16  # of the random number that names a channel
+_HELLO = struct.Struct(f"<8s{_NONCE_BYTES}s")
+_CLIENT = struct.Struct(f"<8s{CHANNEL_BYTES}sIIIII{_NONCE_BYTES}s")
+_SERVER = struct.Struct("<8sIII")
+MAX_BYTES = max(_CLIENT.size, _SERVER.size) + _TAG_BYTES  # of a handshake message
+
+
+class RefusedError(Exception):
+    """The other end does not know the secret, or is no endpoint of this version."""
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What an end says of itself.
+
+    Attributes:
+        worker: its number on its host.
+        num_rails: rails of its host.
+        chunk_bytes: bytes of its chunks.
+        channel: names the channel; the client's, 16 bytes.
+        rail: the rail of this connection; the client's.
+        incarnation: counts the client's connections of this channel and rail.
+    """
+
+    worker: int
+    num_rails: int
+    chunk_bytes: int
+    channel: bytes = bytes(CHANNEL_BYTES)
+    rail: int = 0
+    incarnation: int = 0
+
+
+class Handshake:
+    """One end's part: write ``greeting``, then call ``receive`` with every message of ``num_expected`` bytes."""
+
+    def __init__(self, secret: bytes, this: Introduction, *, is_server: bool) -> None:
+        self._secret, self._this, self._is_server = secret, this, is_server
+        self._nonce, self._peer_nonce = secrets.token_bytes(_NONCE_BYTES), b""
+        self.peer: Introduction | None = None  # once it has proven that it knows the secret
+        self.greeting = _HELLO.pack(_MAGIC, self._nonce) if is_server else b""
+        self.num_expected = _CLIENT.size + _TAG_BYTES if is_server else _HELLO.size
+
+    def receive(self, message: bytes) -> bytes:
+        """Take the next message and return the answer, which may be empty; ``RefusedError`` if it is not a peer's."""
+        assert len(message) == self.num_expected, (len(message), self.num_expected)
+        if not message.startswith(_MAGIC):
+            raise RefusedError("the other end is no endpoint of fusco.rails of this version")
+        if self._is_server:
+            return self._answer_client(message)
+        if not self._peer_nonce:
+            self._peer_nonce, self.num_expected = _HELLO.unpack(message)[1], _SERVER.size + _TAG_BYTES
+            body = self._client_body()
+            return body + self._tag(b"client", body)
+        self._check(message, b"server", _SERVER.size)
+        self.peer = Introduction(*_SERVER.unpack_from(message)[1:])
+        return b""
+
+    def _answer_client(self, message: bytes) -> bytes:
+        self._peer_nonce = message[_CLIENT.size - _NONCE_BYTES : _CLIENT.size]
+        self._check(message, b"client", _CLIENT.size)
+        _, channel, worker, num_rails, chunk_bytes, rail, incarnation, _ = _CLIENT.unpack_from(message)
+        if not chunk_bytes or not num_rails:
+            raise RefusedError(f"the client claims chunks of {chunk_bytes} bytes and {num_rails} rails")
+        self.peer = Introduction(worker, num_rails, chunk_bytes, channel, rail, incarnation)
+        body = _SERVER.pack(_MAGIC, self._this.worker, self._this.num_rails, self._this.chunk_bytes)
+        return body + self._tag(b"server", body)
+
+    def _client_body(self) -> bytes:
+        this = self._this
+        sizes = (this.worker, this.num_rails, this.chunk_bytes, this.rail, this.incarnation)
+        return _CLIENT.pack(_MAGIC, this.channel, *sizes, self._nonce)
+
+    def _check(self, message: bytes, role: bytes, num_body: int) -> None:
+        if not hmac.compare_digest(message[num_body:], self._tag(role, message[:num_body])):
+            raise RefusedError("the other end does not know the secret of the address")
+
+    def _tag(self, role: bytes, body: bytes) -> bytes:
+        """Authenticate a message; ordered by role, so that no end's message can be sent back to it as its peer's."""
+        nonces = (self._nonce, self._peer_nonce) if self._is_server else (self._peer_nonce, self._nonce)
+        return hmac.digest(self._secret, b"".join((role, *nonces, body)), "sha256")

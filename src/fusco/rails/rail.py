@@ -1,0 +1,132 @@
+"""The NICs of this host, from configuration or discovered."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusco.core.integers import check_integer
+
+MAX_RAILS = 16  # rails of a host; the board has room for as many
+_MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
+_GLOBAL_SCOPE = "00"  # of an address in /proc/net/if_inet6
+_REQUEST = struct.Struct("16s24s")  # struct ifreq
+
+
+@dataclass(frozen=True)
+class Rail:
+    """A NIC of this host. Rail i of a host is connected to rail i of every other host.
+
+    Attributes:
+        interface: its name, for example ``"eth0"``. Connections are bound to it.
+        address: its IPv4 or IPv6 address, by which other hosts reach it.
+        owners: the workers of this host whose direct NIC it is; workers that share it are not isolated from each other.
+        bits_per_s: its speed; 0 if unknown.
+
+    Raises:
+        TypeError, ValueError: for an interface name, address, worker or speed that cannot be one.
+    """
+
+    interface: str
+    address: str
+    owners: tuple[int, ...]
+    bits_per_s: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.interface.encode()) <= _MAX_INTERFACE_BYTES:
+            raise ValueError(f"interface must have 1 to {_MAX_INTERFACE_BYTES} bytes, got {self.interface!r}")
+        ipaddress.ip_address(self.address)
+        for owner in self.owners:
+            check_integer("an owner", owner, least=0)
+        check_integer("bits_per_s", self.bits_per_s, least=0)
+
+
+def check_rails(rails: Sequence[Rail]) -> tuple[Rail, ...]:
+    """Return the rails of a host; ``ValueError`` if there are none, too many, or two of one address."""
+    if not 1 <= len(rails) <= MAX_RAILS:
+        raise ValueError(f"a host has 1 to {MAX_RAILS} rails, got {len(rails)}")
+    if len({rail.address for rail in rails}) < len(rails):
+        raise ValueError(f"rails must have different addresses, got {', '.join(rail.address for rail in rails)}")
+    return tuple(rails)
+
+
+def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | None = None) -> tuple[Rail, ...]:
+    """Return the rails of this host and network namespace: interfaces that are up, with an address, by name.
+
+    Args:
+        interfaces: their names, in the order of rails; by default all but the loopback device. Pass them where other
+            interfaces exist, such as those of containers or of a management network.
+        num_workers: workers of this host; by default as many as rails. Worker w owns rail w modulo the number of rails.
+
+    Raises:
+        ValueError: if there is none, or one of ``interfaces`` is missing, down, or has no address.
+    """
+    names = sorted(name for _, name in socket.if_nameindex()) if interfaces is None else list(interfaces)
+    found: list[tuple[str, str]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for name in names:
+            flags = interface_flags(query, name)
+            address = _address(query, name) if flags & _IFF_UP else ""
+            if interfaces is not None and not address:
+                raise ValueError(f"interface {name} {'has no address' if flags & _IFF_UP else 'is missing or down'}")
+            if address and (interfaces is not None or not flags & _IFF_LOOPBACK):
+                found.append((name, address))
+    if not found:
+        raise ValueError("this host has no interface that is up and has an address, except the loopback device")
+    workers = range(len(found) if num_workers is None else num_workers)
+    return check_rails(
+        [
+            Rail(name, address, tuple(w for w in workers if w % len(found) == i), _bits_per_s(name))
+            for i, (name, address) in enumerate(found)
+        ]
+    )
+
+
+def interface_flags(query: socket.socket, interface: str) -> int:
+    """Return the flags of an interface in the namespace of the socket ``query``; 0 if there is none."""
+    try:
+        answer = fcntl.ioctl(query.fileno(), _SIOCGIFFLAGS, _REQUEST.pack(interface.encode(), b""))
+    except OSError:
+        return 0
+    return int(struct.unpack_from("H", answer, 16)[0])
+
+
+def has_link(query: socket.socket, interface: str) -> bool:
+    """Return whether an interface is up and has a carrier."""
+    return interface_flags(query, interface) & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING
+
+
+def _address(query: socket.socket, interface: str) -> str:
+    """Return the IPv4 address of an interface, or its first global IPv6 address; empty if there is none."""
+    try:
+        answer = fcntl.ioctl(query.fileno(), _SIOCGIFADDR, _REQUEST.pack(interface.encode(), b""))
+        return socket.inet_ntoa(answer[20:24])
+    except OSError:
+        return next((address for address, name in _ipv6_addresses() if name == interface), "")
+
+
+def _ipv6_addresses() -> list[tuple[str, str]]:
+    """Return the global IPv6 addresses of this namespace and their interfaces."""
+    table = Path("/proc/net/if_inet6")
+    lines = [line.split() for line in table.read_text(encoding="ascii").splitlines()] if table.exists() else []
+    return [
+        (socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), name)
+        for digits, _, _, scope, _, name in lines
+        if scope == _GLOBAL_SCOPE
+    ]
+
+
+def _bits_per_s(interface: str) -> int:
+    """Return the speed of an interface; 0 if the kernel does not know it, as for most virtual ones."""
+    try:
+        mbits = int(Path(f"/sys/class/net/{interface}/speed").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+    return max(0, mbits) * 1_000_000

@@ -1,0 +1,17 @@
+"""Testbed: hosts with rate-limited NICs, made of the network namespaces of one machine.
+
+``Testbed`` makes them, ``run_job`` starts one process for each rank in them. It needs the package ``pyroute2``
+(``pip install 'fusco[testbed]'``), and root or user namespaces.
+"""
+
+from __future__ import annotations
+
+from fusco.testbed.job import run_job as run_job
+from fusco.testbed.layout import BORROWED_PRIORITY as BORROWED_PRIORITY
+from fusco.testbed.layout import BORROWED_TOS as BORROWED_TOS
+from fusco.testbed.layout import Layout as Layout
+from fusco.testbed.layout import parse_rate as parse_rate
+from fusco.testbed.namespaces import Namespaces as Namespaces
+from fusco.testbed.testbed import RailCounters as RailCounters
+from fusco.testbed.testbed import Testbed as Testbed
+from fusco.testbed.testbed import TestbedError as TestbedError

@@ -1,0 +1,75 @@
+"""A program on the ranks of a testbed, started as torchrun would start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fusco.testbed.layout import interface
+from fusco.testbed.testbed import Testbed
+
+_PORT = 29500  # of the store, on host 0
+# Limit of the other ranks' end once one has failed.
+_GRACE_S = 30.0
+_POLL_S = 0.05
+
+
+def rank_environment(testbed: Testbed, host: int, local_rank: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, and those by which gloo and NCCL use the rank's rails."""
+    layout = testbed.layout
+    rails = [interface(rail) for rail in layout.rails_of(local_rank)]
+    return {
+        "RANK": str(host * layout.ranks_per_host + local_rank),
+        "WORLD_SIZE": str(layout.num_hosts * layout.ranks_per_host),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(layout.ranks_per_host),
+        "GROUP_RANK": str(host),
+        "MASTER_ADDR": testbed.address(0, 0),
+        "MASTER_PORT": str(_PORT),
+        "GLOO_SOCKET_IFNAME": rails[0],
+        # No host here has a name server; torch warns of every address that it cannot resolve.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "NCCL_SOCKET_IFNAME": "=" + ",".join(rails),
+    }
+
+
+def start_job(
+    testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[Any]]:
+    """Start a command on every rank of a testbed and return the processes, by rank.
+
+    ``environment`` is by default that of this process; ``rank_environment`` is added to it.
+    """
+    inherited = os.environ if environment is None else environment
+    return [
+        testbed.spawn(
+            host,
+            command,
+            local_rank=local_rank,
+            env={**inherited, **rank_environment(testbed, host, local_rank)},
+        )
+        for host in range(testbed.layout.num_hosts)
+        for local_rank in range(testbed.layout.ranks_per_host)
+    ]
+
+
+def run_job(testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run a command on every rank of a testbed and return 0, or the exit code of the first that fails.
+
+    Once one has failed, the others have 30 seconds to end. Arguments as of ``start_job``.
+    """
+    running = start_job(testbed, command, environment)
+    failed, deadline = 0, float("inf")
+    while running and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        ended = [process for process in running if process.poll() is not None]
+        running = [process for process in running if process not in ended]
+        codes = [process.returncode for process in ended if process.returncode]
+        if codes and not failed:
+            failed, deadline = codes[0], time.monotonic() + _GRACE_S
+    for process in running:
+        process.kill()
+    return failed

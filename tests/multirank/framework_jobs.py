@@ -1,0 +1,211 @@
+"""Functions on ranks: layers of frameworks, as they are, through the ``deep_ep`` module or their own interfaces."""
+
+# ruff: noqa: PLC0415  frameworks may not be installed
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import fusco
+
+NUM_EXPERTS, NUM_TOPK, HIDDEN, INNER = 8, 2, 64, 96
+
+
+class _NoStream:
+    """A CUDA stream for code that makes one unasked."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_, **__: None
+
+
+@contextlib.contextmanager
+def on_cpu():
+    """Let code that names CUDA run without it, and find ``deep_ep`` first."""
+    real_zeros = torch.zeros
+
+    def zeros(*shape, **options):
+        return real_zeros(*shape, **{**options, **({"device": "cpu"} if options.get("device") == "cuda" else {})})
+
+    with contextlib.ExitStack() as stack:
+        for name, value in {
+            "current_device": lambda: torch.device("cpu"),
+            "Stream": lambda *_, **__: _NoStream(),
+            "current_stream": lambda *_: _NoStream(),
+            "stream": lambda _: contextlib.nullcontext(),
+            "synchronize": lambda *_: None,
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch, "zeros", zeros))
+        sys.path.insert(0, str(Path(fusco.__file__).parent / "integrations" / "path"))
+        yield
+        sys.path.pop(0)
+
+
+def expert_weights() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The two matrices of every expert."""
+    random = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(INNER, HIDDEN, generator=random) / 8, torch.randn(HIDDEN, INNER, generator=random) / 8)
+        for _ in range(NUM_EXPERTS)
+    ]
+
+
+def router_weights() -> torch.Tensor:
+    """The router's matrix."""
+    return torch.randn(NUM_EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(6)) / 4
+
+
+def dense_layer(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """The layer on one rank: softmax, top-k, experts with GELU, weighted sum."""
+    weights, ids = torch.softmax(x @ router.T, -1).topk(NUM_TOPK)
+    out = torch.zeros_like(x)
+    for expert, (first, second) in enumerate(expert_weights()):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        rows = torch.nn.functional.gelu(x[token] @ first.T) @ second.T
+        out = out.index_add(0, token, rows * weights[token, k][:, None])
+    return out
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error over the largest value."""
+    return float((value - reference).abs().max() / reference.abs().max())
+
+
+def megatron_layer(group: dist.ProcessGroup, backend: str, recompute: bool) -> list[float]:
+    """Two steps of Megatron's ``MoELayer``, the second with more tokens; errors of outputs and gradients."""
+    with on_cpu():
+        layer = _make_megatron_layer(group, backend)
+        errors = []
+        for step, num_tokens in enumerate((5 + 3 * group.rank(), 40 + 7 * group.rank())):
+            random = torch.Generator().manual_seed(100 * step + group.rank())
+            x = torch.randn(num_tokens, 1, HIDDEN, generator=random, requires_grad=True)
+            grad = torch.randn(num_tokens, 1, HIDDEN, generator=random)
+            layer.zero_grad(set_to_none=True)
+            # Megatron's dispatcher keeps a state from dispatch to combine: it must run again as a whole.
+            with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+                if recompute:
+                    out = torch.utils.checkpoint.checkpoint(lambda rows: layer(rows)[0], x, use_reentrant=False)
+                else:
+                    out = layer(x)[0]
+            out.backward(grad)
+            again, router = x.detach().clone().requires_grad_(), router_weights().requires_grad_()
+            expected = dense_layer(again.view(-1, HIDDEN), router)
+            expected.backward(grad.view(-1, HIDDEN))
+            errors += [
+                relative(out.view(-1, HIDDEN), expected),
+                relative(x.grad, again.grad),
+                relative(layer.router.weight.grad, router.grad),
+            ]
+        return errors
+
+
+def _make_megatron_layer(group: dist.ProcessGroup, backend: str) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import fused_a2a, moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    assert fused_a2a.HAVE_DEEP_EP
+    assert fused_a2a.HAVE_HYBRIDEP
+    moe_utils.te_general_gemm = None  # without TransformerEngine, 0.16 does not define it
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=group.size())
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=NUM_EXPERTS,
+        moe_router_topk=NUM_TOPK,
+        moe_ffn_hidden_size=INNER,
+        add_bias_linear=False,
+        expert_model_parallel_size=group.size(),
+        moe_router_dtype="fp32",
+        use_cpu_initialization=True,
+        moe_router_load_balancing_type="none",
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        moe_router_pre_softmax=True,
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+    )
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear)), layer_number=1)
+    num_local = NUM_EXPERTS // group.size()
+    with torch.no_grad():
+        layer.router.weight.copy_(router_weights())
+        for expert, weights in zip(
+            layer.experts.local_experts, expert_weights()[group.rank() * num_local :], strict=False
+        ):
+            expert.linear_fc1.weight.copy_(weights[0])
+            expert.linear_fc2.weight.copy_(weights[1])
+    return layer.train()
+
+
+def automodel_layers(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Outputs and gradients through Automodel's dispatcher, by each of its backends."""
+    with on_cpu():
+        from nemo_automodel.components.moe.megatron.token_dispatcher import (
+            MoEFlexTokenDispatcher,
+            TokenDispatcherConfig,
+        )
+
+        num_local, results = NUM_EXPERTS // group.size(), []
+        for backend in ("deepep", "hybridep"):
+            config = TokenDispatcherConfig(
+                moe_router_topk=NUM_TOPK,
+                num_moe_experts=NUM_EXPERTS,
+                moe_permute_fusion=False,
+                moe_router_dtype="fp32",
+                moe_flex_dispatcher_backend=backend,
+                moe_share_token_dispatcher=False,
+            )
+            local = list(range(group.rank() * num_local, (group.rank() + 1) * num_local))
+            dispatcher = MoEFlexTokenDispatcher(num_local, local, config, group)
+            random = torch.Generator().manual_seed(group.rank())
+            num_tokens = 9 + 4 * group.rank()
+            x = torch.randn(num_tokens, HIDDEN, generator=random, requires_grad=True)
+            weights, ids = torch.randn(num_tokens, NUM_EXPERTS, generator=random).softmax(-1).topk(NUM_TOPK)
+            weights = weights.detach().requires_grad_()
+            rows, counts, row_weights = dispatcher.token_permutation2(x, num_tokens, weights, ids)
+            y = torch.tanh(rows) * row_weights[:, None]
+            out = dispatcher.token_unpermutation(y)
+            out.backward(torch.ones_like(out))
+            results.append([out.detach(), x.grad, weights.grad, torch.as_tensor(counts).cpu().long()])
+        return results
+
+
+def torchtitan_dispatchers(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Rows, counts, outputs and gradients of torchtitan's own dispatcher, and of fusco's by its override."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from fusco.integrations.torchtitan import FuscoSelectiveAC, FuscoTokenDispatcher, dispatcher
+
+    set_spmd_backend("default")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    config = AllToAllTokenDispatcher.Config(num_experts=NUM_EXPERTS, top_k=NUM_TOPK)
+    results = []
+    for each in (config, dispatcher(config, max_tokens_per_rank=64)):
+        made = (FuscoTokenDispatcher if results else AllToAllTokenDispatcher)(each)
+        made.wire_meshes(ep_mesh=mesh)
+        random = torch.Generator().manual_seed(group.rank())
+        x = torch.randn(37, HIDDEN, generator=random, requires_grad=True)
+        scores, ids = torch.randn(37, NUM_EXPERTS, generator=random).softmax(-1).topk(NUM_TOPK)
+        scores = scores.detach().requires_grad_()
+        rows, counts, metadata = made.dispatch(x, scores, ids, torch.bincount(ids.view(-1), minlength=NUM_EXPERTS))
+        out = made.combine(torch.tanh(rows), metadata, x)
+        out.backward(torch.ones_like(out))
+        results.append([rows.detach(), torch.as_tensor(counts).long(), out.detach(), x.grad, scores.grad])
+    assert torch.ops.fusco.dispatch.default in FuscoSelectiveAC(FuscoSelectiveAC.Config()).get_save_ops()
+    return results

@@ -1,0 +1,156 @@
+"""Functions on ranks: calls captured in CUDA graphs, replayed with other inputs, compared with exactly sized calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_setup import Setup
+
+import fusco
+from comparison import assert_same_bits
+from generator import Case, any_bits, values
+
+HIDDEN = 40
+Outputs = tuple[list[torch.Tensor], torch.Tensor]  # outputs of all calls, and the rows of each local expert
+
+
+def ids_of(case: Case, rank: int) -> torch.Tensor:
+    """As the case says, or with holes, or with one expert for all pairs of a token, or with none: by its seed."""
+    ids = case.topk_idx(rank)
+    if case.seed % 4 == 1:
+        ids[::2, ::2] = -1
+    elif case.seed % 4 == 2:
+        ids = ids[:, :1].expand(ids.shape)
+    elif case.seed % 4 == 3:
+        ids.fill_(-1)
+    return ids
+
+
+class Captured:
+    """Inputs in place, and a graph: a dispatch, another along its routing, and a combine of twice the rows."""
+
+    def __init__(
+        self, comm: fusco.Communicator, case: Case, static: fusco.StaticRows, *, other_bytes: int = 12
+    ) -> None:
+        shape = (case.num_tokens(comm.rank), case.num_topk)
+        self._comm = comm
+        self._ids = torch.zeros(shape, dtype=torch.int64, device="cuda")
+        self._weights = torch.zeros(shape, device="cuda")
+        self._x = torch.zeros(shape[0], HIDDEN, dtype=torch.bfloat16, device="cuda")
+        self._other = torch.zeros(shape[0], 12, dtype=torch.float8_e4m3fn, device="cuda")
+        self.fill(case)
+        self._run(static)  # compiles and loads the kernels and connects ranks, which a capture may not
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._made = self._run(static)
+
+    def _run(self, static: fusco.StaticRows | None) -> Outputs:
+        sent = self._comm.dispatch(self._x, self._ids, self._weights, static=static, with_weights=True)
+        others = self._comm.dispatch_again(self._other, sent.handle)
+        out = self._comm.combine(sent.rows * 2, sent.handle)
+        return [sent.rows, others[0], sent.weights, out], sent.num_rows_per_expert
+
+    def fill(self, case: Case) -> None:
+        """Give it other inputs, in place."""
+        rank = self._comm.rank
+        self._x.copy_(values(self._x.shape, torch.bfloat16, case.seed, "x", rank))
+        other = any_bits(self._other.shape, torch.uint8, case.seed, "other", rank)
+        self._other.view(torch.uint8).copy_(other)
+        self._ids.copy_(ids_of(case, rank))
+        self._weights.copy_(case.topk_weights(rank))
+
+    def replay(self) -> Outputs:
+        """Return copies of what it gives, in the order of the stream."""
+        for output in self._made[0]:
+            output.view(-1).view(torch.uint8).fill_(0xFF)
+        self._graph.replay()
+        return [output.clone() for output in self._made[0]], self._made[1].clone()
+
+    def run_exactly(self) -> Outputs:
+        """Return the same without static rows and without a graph."""
+        return self._run(None)
+
+
+def assert_equal(replayed: Outputs, exact: Outputs) -> None:
+    """Compare bit for bit; expert-major rows after the last block are undefined."""
+    assert replayed[1].tolist() == exact[1].tolist()
+    for name, ours, theirs in zip(("rows", "other rows", "weights", "sums"), replayed[0], exact[0], strict=True):
+        assert len(ours) >= len(theirs)
+        assert_same_bits(ours[: len(theirs)].cpu(), theirs.cpu(), name)
+
+
+def check_replays(group: dist.ProcessGroup, setup: Setup, kinds: list[str]) -> None:
+    """Replay a graph with several routings, one after the other without any wait, then compare all of them."""
+    with setup.open(group) as on_device:
+        comm = on_device._comm  # type: ignore[attr-defined]
+        size = comm.topology.world_size
+        cases = [setup.case(kind, seed, size, setup.num_topk) for seed, kind in enumerate(kinds)]
+        most = fusco.StaticRows(size * setup.max_tokens * setup.num_topk)
+        captured = Captured(comm, cases[0], most)
+        replayed = []
+        for case in cases:
+            captured.fill(case)
+            replayed.append(captured.replay())
+        for case, outputs in zip(cases, replayed, strict=True):
+            captured.fill(case)
+            assert_equal(outputs, captured.run_exactly())
+            assert_equal(captured.replay(), captured.run_exactly())  # calls and replays take turns
+        comm.synchronize()
+        del captured
+
+
+def check_overflows(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Replay with messages that are too small: an error of its rank, once, and all go on."""
+    with setup.open(group) as on_device:
+        comm = on_device._comm  # type: ignore[attr-defined]
+        size, node = comm.topology.world_size, comm.topology.rank_to_node[comm.rank]
+        fits, not_all = (setup.case("balanced", seed, size, setup.num_topk) for seed in (3, 4))
+        limit = setup.max_tokens // 2
+        most = size * setup.max_tokens * setup.num_topk
+        captured = Captured(comm, fits, fusco.StaticRows(most, max_rows_to_node=limit))
+        captured.replay()
+        comm.synchronize()
+        captured.fill(not_all)
+        captured.replay()
+        with pytest.raises(fusco.RowOverflowError) as raised:
+            comm.synchronize()
+        assert raised.value.node != node
+        assert raised.value.num_rows == limit < raised.value.num_rows_needed <= setup.max_tokens
+        captured.fill(fits)
+        captured.replay()
+        comm.synchronize()
+        del captured
+
+
+def replay_until_death(group: dist.ProcessGroup, setup: Setup, victim: int) -> tuple[tuple[int, ...], float, float]:
+    """Replay until the victim, which kills itself, is named; return the named ranks, the time of that, and of closing.
+
+    The graph lives as long as the communicator and longer.
+    """
+    on_device = setup.open(group)
+    comm = on_device._comm  # type: ignore[attr-defined]
+    size = comm.topology.world_size
+    captured = Captured(comm, setup.case("balanced", 0, size, setup.num_topk), fusco.StaticRows(size * 1000))
+    if comm.rank == victim:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    named: tuple[int, ...] = ()
+    began = time.monotonic()
+    while not named and time.monotonic() < began + 60:
+        captured.replay()
+        try:
+            comm.synchronize()
+        except fusco.PeerFailureError as error:
+            named = error.peers
+    took_s = time.monotonic() - began
+    captured.replay()
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    comm.close()
+    return named, took_s, time.monotonic() - began

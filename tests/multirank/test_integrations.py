@@ -1,0 +1,56 @@
+"""The ``deep_ep`` module: HybridEP's and DeepEP's calls as frameworks make them, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import integration_jobs as jobs
+import pytest
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "pad_multiple"), [(2, 2, None), (4, 4, 16), (4, 2, 4)])
+def test_hybrid_ep_moves_rows_and_gradients_while_it_grows(world, num_ranks, ranks_per_node, pad_multiple):
+    world.run(jobs.check_hybrid_ep, num_ranks, ranks_per_node, pad_multiple)
+
+
+@pytest.mark.parametrize("tamper", ["drop a token", "swap two rows of an expert", "forget the gradients of weights"])
+def test_the_check_of_hybrid_ep_finds_faults(world, tamper):
+    assert any(world.run(jobs.finds_a_fault, 2, tamper))
+
+
+def test_a_handle_replays_rows_and_weights(world):
+    world.run(jobs.check_replay, 2)
+
+
+def test_rows_of_bytes_come_back_wider(world):
+    world.run(jobs.check_fp8, 2)
+
+
+def test_a_dispatch_that_does_not_block_has_the_rows_asked_for(world):
+    world.run(jobs.check_static_rows, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_deep_ep_moves_one_row_for_each_token_and_rank(world, num_ranks):
+    world.run(jobs.check_deep_ep, num_ranks)
+
+
+def test_models_may_be_built_under_another_default_device_and_dtype(world):
+    world.run(jobs.under_default_device, 2)
+
+
+def test_bad_calls_are_refused_in_a_sentence(world):
+    first, second = world.run(jobs.refusals, 2)
+    assert len(first) == len(second) == 7
+    assert first[3].startswith("ValueError: topk_idx[0, 0] = -2 is no expert")
+    assert second[3].startswith("RejectedInputError: ")
+    assert "rank 0" in second[3]
+    del first[3], second[3]
+    assert first == second
+    assert first[0] == "ValueError: dispatch_with_permute needs one of routing_map, topk_idx and handle"
+    assert first[-1].startswith("NotImplementedError: fusco's deep_ep has DeepEP's normal mode only")
+
+
+def test_the_others_name_a_rank_that_leaves_in_a_layer(world):
+    *others, _ = world.run(jobs.killed_in_a_layer, 4)
+    assert all("rank 3" in text for text in others), others

@@ -1,0 +1,47 @@
+"""Records of the CPU's benchmark, made of ranks' figures by hand."""
+
+from fusco import ExpertPlacement, Settings, Topology
+from fusco.bench.links import InternodePeaks, LinkPeaks
+from fusco.bench.results import summarize
+from fusco.bench.shuffle import Iteration, RankResult
+from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.traffic import Pattern, Workload
+from fusco.core.profile import CallProfile
+
+RUN = ShuffleRun(
+    workloads=(
+        Workload(
+            pattern=Pattern.UNIFORM,
+            topology=Topology.of_equal_nodes(2, 2),
+            placement=ExpertPlacement.contiguous(2, 2),
+            tokens=2,
+            hidden=4,
+            num_topk=1,
+        ),
+    ),
+    variants=("fusco",),
+    settings=Settings(),
+    balancer="static",
+    num_iterations=3,
+)
+
+
+def result_of(*seconds: tuple[float, float]) -> list[RankResult]:
+    iterations = [Iteration(dispatch, combine, CallProfile(), CallProfile()) for dispatch, combine in seconds]
+    return [RankResult(LinkPeaks(InternodePeaks(), 1.0), {"fusco": []}, {"fusco": iterations})]
+
+
+def test_the_total_has_the_slowest_dispatch_and_the_slowest_combine_of_different_ranks():
+    """All ranks wait for each other in between, so a rank's own sum would leave out what it waits for."""
+    slow_in_dispatch = result_of((0.100, 0.010), (0.110, 0.010), (0.900, 0.010))
+    slow_in_combine = result_of((0.020, 0.080), (0.020, 0.090), (0.020, 0.070))
+    (record,) = summarize(RUN, [slow_in_dispatch, slow_in_combine])
+    assert (record.dispatch_ms, record.combine_ms) == (110.0, 80.0)
+    assert record.total_ms == 200.0  # the iterations: 180, 200, 970
+    assert record.total_ms >= record.dispatch_ms
+
+
+def test_a_total_is_no_less_than_any_part_of_it():
+    ranks = [result_of((0.3, 0.0), (0.3, 0.0), (0.0, 0.0)), result_of((0.0, 0.4), (0.0, 0.4), (0.0, 0.4))]
+    (record,) = summarize(RUN, ranks)
+    assert record.total_ms == 700.0

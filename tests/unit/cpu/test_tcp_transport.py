@@ -1,0 +1,90 @@
+"""Messages between nodes: complete, in order, received when they are posted; errors name the peer that has gone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from fusco.cpu.tcp_transport import TcpTransport
+from store_gathers import on_ranks
+
+SECRET = "0123456789abcdef" * 2
+LIMIT_S = 20.0
+
+
+def transport_of(store_gather):
+    others = [rank for rank in range(store_gather.world_size) if rank != store_gather.rank]
+    return TcpTransport(store_gather, others, "127.0.0.1", SECRET, store_gather.wait_until)
+
+
+def finish(transport, tickets):
+    deadline = time.monotonic() + LIMIT_S
+    while not all(ticket.is_done for ticket in tickets) and not transport.failure:
+        transport.poll()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 5_000_000])  # the last one more than any socket holds
+def test_messages_of_all_peers_arrive_in_order(num_elements):
+    def talk(store_gather):
+        transport, rank = transport_of(store_gather), store_gather.rank
+        peers, arrived = [peer for peer in range(3) if peer != rank], []
+        sent = {(peer, n): torch.full((num_elements,), 10 * rank + n) for peer in peers for n in range(3)}
+        received = {key: torch.empty(num_elements, dtype=torch.int64) for key in sent}
+        tickets = [transport.send(message, peer) for (peer, _), message in sent.items()]
+        for (peer, n), memory in received.items():
+            tickets.append(transport.receive(memory, peer, on_done=lambda key=(peer, n): arrived.append(key)))
+        finish(transport, tickets)
+        transport.close()
+        in_order = all([n for src, n in arrived if src == peer] == [0, 1, 2] for peer in peers)
+        return in_order and all((memory == 10 * peer + n).all() for (peer, n), memory in received.items())
+
+    assert on_ranks(3, talk) == dict.fromkeys(range(3), True)
+
+
+def test_a_message_waits_until_its_receive_is_posted():
+    def talk(store_gather):
+        transport, peer = transport_of(store_gather), 1 - store_gather.rank
+        message = torch.arange(4_000_000) + store_gather.rank
+        sending = transport.send(message, peer)
+        for _ in range(100):
+            transport.poll()
+        was_done, memory = sending.is_done, torch.empty_like(message)
+        receiving = transport.receive(memory, peer)
+        finish(transport, [sending, receiving])
+        has_moved_more = transport.poll()
+        transport.close()
+        return was_done, has_moved_more, bool((memory == torch.arange(4_000_000) + peer).all())
+
+    assert on_ranks(2, talk) == dict.fromkeys(range(2), (False, False, True))
+
+
+def test_a_peer_that_has_gone_is_named():
+    def talk(store_gather):
+        transport = transport_of(store_gather)
+        if store_gather.rank == 0:
+            ticket = transport.receive(torch.empty(5), 1)
+            finish(transport, [ticket])
+            assert not ticket.is_done
+        transport.close()
+        return transport.failure
+
+    assert on_ranks(2, talk) == {
+        0: "the network failed to receive (rank 1): the connection was closed",
+        1: "",
+    }
+
+
+def test_without_peers_nothing_is_opened():
+    def talk(store_gather):
+        before = set(os.listdir("/proc/self/fd"))
+        transport = transport_of(store_gather)
+        opened = set(os.listdir("/proc/self/fd")) - before
+        has_moved = transport.poll()
+        transport.close()
+        return has_moved, opened
+
+    assert on_ranks(1, talk) == {0: (False, set())}

@@ -1,0 +1,97 @@
+"""Signatures of the ``deep_ep`` module are DeepEP's: frameworks pass arguments by place and by name, and probe them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fusco.cli.main import app
+from fusco.integrations import deep_ep_buffer, hybrid_ep
+from fusco.integrations.events import EventHandle, EventOverlap
+
+_ASYNC = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
+_DISPATCH = (
+    "x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None, "
+    "num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1"
+)
+# Sources: DeepEP v1.2.1 (deep_ep/buffer.py) and branch hybrid-ep at 94a9f8f (deep_ep/hybrid_ep_buffer.py), MIT licence.
+SIGNATURES = {
+    "HybridEPBuffer.__init__": "group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False, "
+    "num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None, num_blocks_permute=None, "
+    "num_blocks_unpermute=None, load_cached_kernels=False, use_shared_buffer=True, enable_custom_allgather=False, "
+    "num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None",
+    "HybridEPBuffer.empty_jit_cache": "",
+    "HybridEPBuffer.update_template_config": "hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None, "
+    "pad_multiple=None, use_fp8=None, fuse_permute_dispatch=False, kwargs",
+    "HybridEPBuffer.dispatch": "hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None, "
+    "probs=None, routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None, handle=None",
+    "HybridEPBuffer.combine": "hidden, probs=None, handle=None",
+    "HybridEPBuffer.dispatch_with_permute": "hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None, "
+    "num_of_experts=None, use_fp8=None, routing_map=None, probs=None, scaling_factor=None, num_permuted_tokens=None, "
+    "pad_multiple=None, handle=None, non_blocking=False, fuse_permute_dispatch=False, num_dispatched_tokens=None, "
+    "use_host_meta=None",
+    "HybridEPBuffer.combine_with_unpermute": "hidden, probs=None, handle=None, pad_multiple=None, "
+    "fuse_unpermute_combine=False, num_dispatched_tokens=None",
+    # The last two are of later versions.
+    "Buffer.__init__": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, comm=None, use_fabric=False, "
+    "enable_shrink=False",
+    "Buffer.destroy": "",
+    "Buffer.is_sm90_compiled": "",
+    "Buffer.set_num_sms": "new_num_sms",
+    "Buffer.capture": "",
+    "Buffer.get_comm_stream": "",
+    "Buffer.get_dispatch_config": "num_ranks",
+    "Buffer.get_combine_config": "num_ranks",
+    "Buffer.get_dispatch_layout": f"topk_idx, num_experts, {_ASYNC}",
+    "Buffer.dispatch": f"{_DISPATCH}, num_worst_tokens=0, config=None, {_ASYNC}",
+    "Buffer.combine": f"x, handle, topk_weights=None, bias=None, config=None, {_ASYNC}",
+}
+CLASSES = {"HybridEPBuffer": hybrid_ep.HybridEPBuffer, "Buffer": deep_ep_buffer.Buffer}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_have_their_names_places_and_defaults(name):
+    of_class, method = name.split(".")
+    parameters = inspect.signature(getattr(CLASSES[of_class], method)).parameters
+    given = [n if p.default is p.empty else f"{n}={p.default}" for n, p in parameters.items() if n != "self"]
+    assert ", ".join(given) == SIGNATURES[name]
+
+
+def test_the_module_is_found_first_on_the_path_that_the_command_prints():
+    path = CliRunner().invoke(app, ["integrations", "--path", "deep_ep"]).output.strip()
+    code = (
+        "import deep_ep, deep_ep.utils, deep_ep.buffer\n"
+        "from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map\n"
+        "print(deep_ep.__version__, deep_ep.Buffer.__module__, deep_ep.HybridEPBuffer is HybridEPBuffer)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    version, *rest = done.stdout.split()
+    assert version.startswith("1.2.1+fusco.")
+    assert rest == ["fusco.integrations.deep_ep_buffer", "True"]
+
+
+def test_the_command_lists_modules_and_refuses_others():
+    assert CliRunner().invoke(app, ["integrations"]).output.split() == ["deep_ep"]
+    refused = CliRunner().invoke(app, ["integrations", "--path", "nccl"])
+    assert str(refused.exception) == "--path 'nccl' is not one of deep_ep"
+
+
+def test_configurations_want_no_larger_buffer_for_larger_calls():
+    config = deep_ep_buffer.Buffer.get_dispatch_config(3)
+    assert config.get_nvl_buffer_size_hint(1 << 30, 3) == config.get_nvl_buffer_size_hint(1, 8)
+    with pytest.raises(ValueError, match="must be even, got 3"):
+        deep_ep_buffer.Buffer.set_num_sms(3)
+
+
+def test_an_event_of_the_cpu_is_over():
+    with EventOverlap(EventHandle(), (torch.empty(1),)) as event:
+        event.current_stream_wait()
+    EventOverlap().current_stream_wait()
