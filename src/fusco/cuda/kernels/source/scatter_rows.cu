@@ -113,9 +113,8 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
     const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
     if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
         first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
-    const bool is_ready = block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]);
-    wait_for_prerequisites();  // the plan; all that came before it ended before it began
-    if (!__syncthreads_and(is_ready && has_network_arrived(comm, epoch) && !is_broken(comm))) return false;
+    const bool has_arrived = has_network_arrived(comm, epoch);
+    if (!__syncthreads_and(block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]) && has_arrived)) return false;
 
     const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
     const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
@@ -167,6 +166,7 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
     scatter_rows(const __grid_constant__ ScatterArgs args) {
     const Comm& comm = args.comm;
+    wait_for_prerequisites();  // before the state is read: the kernel ahead may be another scatter, of a slice
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const Exit exit = block_exits(comm.state + NUM_DONE, send_and_receive(args, epoch));
     if (exit == Exit::BROKEN) return poison_slots(args);
