@@ -42,7 +42,7 @@ test-minimum: .venv-minimum/.installed
 # On a machine with GPUs: each kernel on one of them, then several ranks, which share GPUs where there are fewer.
 test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
 test-gpu: setup
-	$(BIN)/pytest tests/cuda
+	$(BIN)/pytest -n 6 tests/cuda
 	$(BIN)/pytest tests/multirank --device cuda
 	$(BIN)/pytest tests/multirank --device cuda-nodes
 

@@ -86,10 +86,15 @@ STAGES = {
 }
 
 
+def shared_names() -> set[str]:
+    """Return names in shared memory, without semaphores of multiprocessing, which any process may make for a moment."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 @contextmanager
 def world_with_victims(num_ranks, victims=(), start_method=None):
     """A world whose victims are killed at the end, while all others must exit by themselves."""
-    names_before = set(os.listdir("/dev/shm"))
+    names_before = shared_names()
     world = LocalWorld(num_ranks, start_method=start_method)
     try:
         world.run(no_op, num_ranks)
@@ -100,7 +105,7 @@ def world_with_victims(num_ranks, victims=(), start_method=None):
         world.close()
     exit_codes = {rank: process.exitcode for rank, process in enumerate(world.processes) if rank not in victims}
     assert set(exit_codes.values()) <= {0}, exit_codes
-    assert set(os.listdir("/dev/shm")) <= names_before
+    assert shared_names() <= names_before
 
 
 def survivors_of(fault, num_ranks):
@@ -272,7 +277,7 @@ def test_survivors_exit_normally(tmp_path, how):
 
 
 def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
-    names_before = set(os.listdir("/dev/shm"))
+    names_before = shared_names()
     with world_with_victims(2) as world:
         world.start(hold_open, 2, 2, tmp_path)
         while len(list(tmp_path.glob("open on *"))) < len(world.processes):
@@ -281,7 +286,7 @@ def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
         entries = [entry for of_rank in shared for entry in of_rank]
         states = [entry.stat() for entry in entries]
         others_can_read = [can_another_user_read(entry) for entry in entries]
-        assert set(os.listdir("/dev/shm")) <= names_before
+        assert shared_names() <= names_before
         (tmp_path / "seen").touch()
         assert all(shared)
         assert all(held for _, held in world.collect(range(2)))

@@ -217,6 +217,7 @@ def test_a_peer_that_does_not_take_part(tmp_path):
     with connected(tmp_path) as (a, b):
         with pytest.raises(PeerFailureError, match=r"isend #0.*worker 1 did not take part within 0.1 s; rail 0 \(lo"):
             a.isend(b"no receive is posted").wait(0.1)
+        assert a.closed.wait(5.0)
         with pytest.raises(PeerFailureError):
             b.irecv(bytearray(100)).wait()
 
