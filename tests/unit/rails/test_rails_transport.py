@@ -20,7 +20,7 @@ from fusco.rails.handshake import Handshake, Introduction
 from fusco.rails.wire import DATA, Record, pack
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
-LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=0.5)
+LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.5)
 SEED = np.random.default_rng(0)
 
 
@@ -174,7 +174,7 @@ import sys
 from pathlib import Path
 from fusco.rails import Endpoint, Limits, Rail
 rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
-with Endpoint(worker=1, rails=rails, board=Path(sys.argv[1]), limits=Limits(no_rail_s=0.5)) as endpoint:
+with Endpoint(worker=1, rails=rails, board=Path(sys.argv[1]), limits=Limits(no_rail_s=1.5)) as endpoint:
     sys.stdout.write(endpoint.listen().to_bytes().decode() + "\\n")
     sys.stdout.flush()
     channel = endpoint.accept()
@@ -204,7 +204,7 @@ def test_a_peer_that_leaves(tmp_path, end, text):
         begin = time.monotonic()
         with pytest.raises(PeerFailureError, match=text) as failure:
             waiting.wait()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 5.0
         assert failure.value.peers == (1,)
         if end == "dies":
             assert "rail 2 (lo, 127.0.0.3)" in str(failure.value)
