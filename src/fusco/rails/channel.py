@@ -47,7 +47,7 @@ class Channel:
         self._epoch, self._idle, self._batch = 0, 0, Batch(host.limits, host.policy)
         self._without_rail_since: float | None = None
         self._error: Exception | None = None
-        self._peer_said_bye = self._is_closing = False
+        self._peer_said_bye = self._is_closing = self._was_connected = False
         self.closed = threading.Event()
 
     def isend(self, buffer: Any) -> Request:
@@ -118,7 +118,7 @@ class Channel:
             return
         self._connections[rail] = connection
         self._scheduler.view.usable |= 1 << rail
-        self._without_rail_since = None
+        self._without_rail_since, self._was_connected = None, True
         self._watch(connection)
         if len(self._connections) == 1:
             self._grant_again()
@@ -220,6 +220,8 @@ class Channel:
     def check(self, now: float, links: int) -> None:
         """Give up connections whose rail has no link or is stalled, and the channel once it was without any too long.
 
+        ``connect`` has a limit for the first connection.
+
         Args:
             now: seconds.
             links: mask of the rails that have a link.
@@ -229,7 +231,7 @@ class Channel:
                 self.drop(connection, "the interface has no link")
             elif connection.is_stalled(now, self._host.limits.stall_s):
                 self.drop(connection, f"the peer acknowledged nothing for {self._host.limits.stall_s:g} s")
-        if self._connections or self._error is not None:
+        if self._connections or self._error is not None or not self._was_connected:
             return
         if self._without_rail_since is None:
             self._without_rail_since = now

@@ -20,7 +20,7 @@ from fusco.rails.handshake import Handshake, Introduction
 from fusco.rails.wire import DATA, Record, pack
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
-LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=0.5)
+LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.5)
 SEED = np.random.default_rng(0)
 
 
@@ -49,7 +49,12 @@ def wait_for(condition, limit_s=5.0):
 
 def cut(channel, rail):
     """Let a rail of a channel fail, as a reset by the network does."""
-    channel._host.loop.post(lambda: channel.drop(channel._connections[rail], "cut", tells_peer=False))
+
+    def drop():
+        if rail in channel._connections:  # unless it has just failed at the other end
+            channel.drop(channel._connections[rail], "cut", tells_peer=False)
+
+    channel._host.loop.post(drop)
 
 
 @pytest.mark.parametrize("policy", ["fuselink", "fuselink-paper", "spray", "direct"])
@@ -174,7 +179,7 @@ import sys
 from pathlib import Path
 from fusco.rails import Endpoint, Limits, Rail
 rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
-with Endpoint(worker=1, rails=rails, board=Path(sys.argv[1]), limits=Limits(no_rail_s=0.5)) as endpoint:
+with Endpoint(worker=1, rails=rails, board=Path(sys.argv[1]), limits=Limits(no_rail_s=1.5)) as endpoint:
     sys.stdout.write(endpoint.listen().to_bytes().decode() + "\\n")
     sys.stdout.flush()
     channel = endpoint.accept()
@@ -204,7 +209,7 @@ def test_a_peer_that_leaves(tmp_path, end, text):
         begin = time.monotonic()
         with pytest.raises(PeerFailureError, match=text) as failure:
             waiting.wait()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 5.0
         assert failure.value.peers == (1,)
         if end == "dies":
             assert "rail 2 (lo, 127.0.0.3)" in str(failure.value)
