@@ -95,8 +95,12 @@ def cut_chunks(
 ) -> Chunks:
     """Cut the rows that each rank of a node holds into chunks: forwarded rows first, since they need the network.
 
+    Sources on the next node are first: combine returns rows in this order, so nodes do not all send to one.
+
     >>> cut_chunks((0, 1), (0, 1, 0), (0, 1, 4, 6), rows_per_chunk=2).bounds.tolist()
     [[2, 4, 6], [0, 0, 1], [1, 1, 3], [1, 3, 4]]
+    >>> cut_chunks((1,), (1, 1, 1), (0, 1, 2, 3), rows_per_chunk=2).bounds.tolist()
+    [[2, 2, 3], [0, 0, 1], [1, 1, 2]]
     """
     tables = (np.array(table, np.int64) for table in (ranks, src_to_holder, src_to_first_row))
     return Chunks(*_cut_chunks(*tables, rows_per_chunk))
@@ -110,7 +114,7 @@ def _cut_chunks(ranks: Any, src_to_holder: Any, src_to_first_row: Any, rows_per_
     for local in range(ranks.size):
         local_to_chunks[local, 0] = num_chunks
         for i in range(num_sources + 1):
-            src = i if i < num_sources else ranks[local]
+            src = (ranks[-1] + 1 + i) % num_sources if i < num_sources else ranks[local]
             if src_to_holder[src] != ranks[local] or (i < num_sources and src == ranks[local]):
                 continue
             for first in range(src_to_first_row[src], src_to_first_row[src + 1], rows_per_chunk):
