@@ -68,6 +68,11 @@ def check(board: Path | None) -> None:
     report(board, "bit-equal")
 
 
+def say(text: str) -> None:
+    sys.stdout.write(f"rank {RANK}: {text}\n")
+    sys.stdout.flush()
+
+
 def report(board: Path | None, text: str) -> None:
     """Print a line with the bytes that this process has sent over each rail."""
     sent = ""
@@ -75,7 +80,7 @@ def report(board: Path | None, text: str) -> None:
         opened = Board(board)
         row = next(each.row for each in opened.workers() if each.pid == os.getpid())
         sent = f", MB sent over each rail: {[opened.cell(row, i)[TX_BYTES] >> 20 for i in range(len(opened.rails()))]}"
-    print(f"rank {RANK}: {text}{sent}", flush=True)
+    say(f"{text}{sent}")
 
 
 def speed(board: Path | None) -> None:
@@ -113,12 +118,37 @@ def flap(board: Path | None) -> None:
     report(board, f"{num} all_reduces of 16 MB right, the longest {1e3 * longest:.0f} ms")
 
 
+def new_communicator(num_tokens: int, hidden: int) -> tuple[fusco.Communicator, tuple[torch.Tensor, ...]]:
+    """Return a communicator of two nodes, and the arguments of its dispatch."""
+    options = {"num_experts": 8, "num_topk": 2, "max_tokens_per_rank": num_tokens, "max_bytes_per_token": 2 * hidden}
+    comm = fusco.Communicator(**options, ranks_per_node=1, device="cuda", settings=fusco.Settings(timeout_s=20.0))
+    torch.manual_seed(RANK)
+    weights, ids = torch.randn(num_tokens, 8, device="cuda").softmax(1).topk(2)
+    return comm, (torch.randn(num_tokens, hidden, device="cuda").bfloat16(), ids, weights)
+
+
+def shuffle(board: Path | None) -> None:
+    """Time dispatch and combine; say what the rows that cross take at the rate of RAILS_GBITS, all rails together."""
+    comm, (x, ids, weights) = new_communicator(8192, 4096)
+    num_crossing = int((ids // 4 != RANK).any(1).sum())
+    wire_ms = 1e3 * num_crossing * x.shape[1] * 2 * 8 / (float(os.environ["RAILS_GBITS"]) * 1e9)
+    times = {"dispatch": [], "combine": []}
+    for _ in range(12):
+        begin = time.perf_counter()
+        sent = comm.dispatch(x, ids, weights)
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        comm.combine(sent.rows, sent.handle)
+        torch.cuda.synchronize()
+        times["dispatch"].append(middle - begin)
+        times["combine"].append(time.perf_counter() - middle)
+    shown = ", ".join(f"{name} median {1e3 * sorted(each)[6]:.2f} ms" for name, each in times.items())
+    report(board, f"{shown}, {num_crossing} rows cross, wire {wire_ms:.2f} ms each")
+
+
 def kill(board: Path | None) -> None:
     """Dispatch and combine until the peer, which kills itself, is named."""
-    options = {"num_experts": 8, "num_topk": 2, "max_tokens_per_rank": 512, "max_bytes_per_token": 4096}
-    comm = fusco.Communicator(**options, ranks_per_node=1, device="cuda", settings=fusco.Settings(timeout_s=20.0))
-    x = torch.randn(512, 2048, device="cuda").bfloat16()
-    weights, ids = torch.randn(512, 8, device="cuda").softmax(1).topk(2)
+    comm, (x, ids, weights) = new_communicator(512, 2048)
     try:
         for i in range(1000):
             sent = comm.dispatch(x, ids, weights)
@@ -132,10 +162,7 @@ def kill(board: Path | None) -> None:
             if i == 10:
                 killed = time.monotonic()
     except fusco.FuscoError as error:
-        print(
-            f"rank {RANK}: {time.monotonic() - killed:.2f} s after the kill: {type(error).__name__}: {error}",
-            flush=True,
-        )
+        say(f"{time.monotonic() - killed:.2f} s after the kill: {type(error).__name__}: {error}")
         os._exit(0)
 
 
@@ -144,7 +171,7 @@ def main() -> None:
     board = configure(where)
     torch.cuda.set_device(RANK % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    {"check": check, "speed": speed, "flap": flap, "kill": kill}[what](board)
+    {"check": check, "speed": speed, "flap": flap, "shuffle": shuffle, "kill": kill}[what](board)
     dist.destroy_process_group()
 
 

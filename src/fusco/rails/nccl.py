@@ -76,6 +76,7 @@ def environment_of_plugin(
     chosen = {
         "NCCL_NET_PLUGIN": str(plugin_path()),
         "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
+        "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
         "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # of NCCL's own control messages
         "FUSCO_RAILS": ";".join(map(_describe, rails)),
         "FUSCO_RAILS_POLICY": policy,
