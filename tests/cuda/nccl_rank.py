@@ -102,6 +102,18 @@ def speed(board: Path | None) -> None:
         report(board, f"{name} {moved / min(times[1:]) / 1e9:.3f} GB/s a direction")
 
 
+def flow(board: Path | None) -> None:
+    """Send in one direction for some seconds, as the traffic beside which others are measured."""
+    data, num = rows(RANK, 64 << 20), 0
+    goes_on, end, begin = torch.ones(1, device="cuda"), time.monotonic() + 2 * FLAP_S, time.monotonic()
+    while goes_on.item():
+        dist.send(data, 1) if RANK == 0 else dist.recv(data, 0)
+        goes_on.fill_(time.monotonic() < end)
+        dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
+        num += 1
+    report(board, f"a flow of {num * data.nbytes / (time.monotonic() - begin) / 1e9:.3f} GB/s")
+
+
 def flap(board: Path | None) -> None:
     """Reduce for some seconds, while rails go down and up; every result is compared."""
     one, other = (rows(300 + rank, 16 << 20).view(torch.int32).float() for rank in (0, 1))
@@ -171,7 +183,7 @@ def main() -> None:
     board = configure(where)
     torch.cuda.set_device(RANK % torch.cuda.device_count())
     dist.init_process_group("cpu:gloo,cuda:nccl")
-    {"check": check, "speed": speed, "flap": flap, "shuffle": shuffle, "kill": kill}[what](board)
+    {"check": check, "speed": speed, "flap": flap, "flow": flow, "shuffle": shuffle, "kill": kill}[what](board)
     dist.destroy_process_group()
 
 
