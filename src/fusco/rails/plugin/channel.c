@@ -154,6 +154,10 @@ void channel_pump(struct channel *channel) {
     connection->outstanding[connection->num_outstanding++] = (struct posted){
         .seq = seq, .chunk = chunk, .num_bytes = payload_bytes(channel->out + seq % MAX_REQUESTS, chunk), .at_ns = now_ns(), .is_queued = true};
   }
+  channel_write(channel);
+}
+
+void channel_write(struct channel *channel) {
   for (int rail = 0; rail < channel->num_rails; rail++) {
     struct connection *connection = channel->connections[rail];
     if (!connection || connection->wants_write || !connection_has_output(connection)) continue;
@@ -165,6 +169,8 @@ void channel_pump(struct channel *channel) {
     }
   }
 }
+
+bool channel_waits(const struct channel *channel) { return channel->num_connections && has_chunk(channel); }
 
 /* Send chunks again that are late on borrowed rails: their owners have begun to send. The first copy to arrive counts. */
 static bool rescue(struct channel *channel, int64_t now) {
@@ -340,7 +346,7 @@ void channel_on_event(struct watched *watched, uint32_t events) {
   }
   if (!why && events & ~(uint32_t)EPOLLOUT) why = connection_read(connection);
   if (why) channel_drop(connection, why, true);
-  if (!channel->closing_ns) channel_pump(channel);
+  if (!channel->closing_ns) channel_write(channel); /* chunks follow, in turn with other channels */
 }
 
 /* ---- connections ---- */

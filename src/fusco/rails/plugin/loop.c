@@ -23,6 +23,12 @@ static void wake(struct loop *loop) {
   if (write(loop->wake_fd, &one, sizeof one) < 0) return; /* the counter is full, so it wakes anyway */
 }
 
+void loop_wake_waiting(void) {
+  for (unsigned waiting = the_host->waiting, i = 0; waiting; waiting >>= 1, i++) {
+    if (waiting & 1 && the_host->loops[i].is_asleep) wake(the_host->loops + i);
+  }
+}
+
 void loop_kick(struct channel *channel, bool closes) {
   struct loop *loop = channel->loop;
   pthread_mutex_lock(&loop->lock);
@@ -101,6 +107,7 @@ static void remove_ended(struct loop *loop) {
       continue;
     }
     *at = channel->next_in_loop;
+    if (loop->turn == channel) loop->turn = NULL;
     release_dead(loop); /* connections of it */
     atomic_store(&channel->is_closed, true);
   }
@@ -124,6 +131,21 @@ static void check(struct loop *loop, int64_t now, int64_t *next_board_ns) {
   loop->next_check_ns = now + (is_busy ? CHECK_NS : IDLE_CHECK_NS);
 }
 
+/* Do what is due for all channels, each of which is the first in turn; the loop is woken if one waits for a rail. */
+static void step_channels(struct loop *loop, int64_t now, int64_t *wait_ns) {
+  bool waits = false;
+  struct channel *first = loop->turn ? loop->turn : loop->channels;
+  for (struct channel *channel = first; channel; channel = channel->next_in_loop) channel_step(channel, now, wait_ns);
+  for (struct channel *channel = loop->channels; channel != first; channel = channel->next_in_loop) channel_step(channel, now, wait_ns);
+  for (struct channel *channel = loop->channels; channel && !waits; channel = channel->next_in_loop) waits = channel_waits(channel);
+  loop->turn = first ? first->next_in_loop : NULL;
+  if (waits) {
+    atomic_fetch_or(&the_host->waiting, 1u << loop->index);
+  } else if (the_host->waiting >> loop->index & 1) {
+    atomic_fetch_and(&the_host->waiting, ~(1u << loop->index));
+  }
+}
+
 static void *run(void *argument) {
   struct loop *loop = argument;
   struct epoll_event events[MAX_EVENTS];
@@ -133,9 +155,7 @@ static void *run(void *argument) {
     int64_t now = now_ns();
     if (now >= loop->next_check_ns) check(loop, now, &next_board_ns);
     int64_t wait_ns = loop->next_check_ns - now;
-    for (struct channel *channel = loop->channels; channel; channel = channel->next_in_loop) {
-      channel_step(channel, now, &wait_ns);
-    }
+    step_channels(loop, now, &wait_ns);
     atomic_store(&loop->is_asleep, true); /* before what is ready is looked at, so that nothing is missed */
     pthread_mutex_lock(&loop->lock);
     bool has_work = loop->ready != NULL || loop->ends;

@@ -84,6 +84,7 @@ struct loop {
   pthread_mutex_t lock;      /* of `ready` and of what channels say of it */
   struct channel *ready;     /* channels with something posted */
   struct channel *channels;  /* all channels of this loop */
+  struct channel *turn;      /* that is served first next time */
   struct watched *dead;      /* released after the current events */
   int64_t next_check_ns;
   char scratch[256 * 1024];  /* for payloads that have arrived before */
@@ -96,6 +97,7 @@ void loop_forget(struct loop *loop, struct watched *watched, bool aborts); /* cl
 int loop_detach(struct loop *loop, struct watched *watched);               /* the same, but returns the descriptor */
 void loop_kick(struct channel *channel, bool closes);                      /* has its loop look at a channel */
 void loop_free(struct loop *loop);
+void loop_wake_waiting(void); /* loops whose channels wait for room on a rail */
 
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 
@@ -136,6 +138,9 @@ struct host {
   int64_t paused_until_ns; /* accepting, after it has failed */
   atomic_int num_refused;
   atomic_uint links;          /* mask of the rails that have a link */
+  atomic_uint waiting;        /* mask of the loops whose channels wait for room on a rail */
+  /* Chunks of all channels on each rail: NCCL has many, and the direct rail must not hold what idle ones could take. */
+  atomic_int num_on_rail[MAX_RAILS];
   pthread_mutex_t lock;       /* of what follows */
   struct listen *listens;
   struct channel *named; /* all channels that peers may connect again */
@@ -300,6 +305,8 @@ void channel_close(struct channel *channel); /* waits, then frees it */
 void channel_step(struct channel *channel, int64_t now, int64_t *wait_ns);
 void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *is_busy);
 void channel_ready(struct channel *channel, bool closes);
+bool channel_waits(const struct channel *channel);
+void channel_write(struct channel *channel);
 bool channel_has_ended(const struct channel *channel);
 void channel_attach(struct channel *channel, int fd, int rail, uint32_t incarnation);
 void channel_drop(struct connection *connection, const char *reason, bool tells_peer);

@@ -22,6 +22,8 @@ static int least(const int *load, uint32_t rails, int bound) {
 
 static int choose(const struct channel *channel) {
   const struct limits *limits = &the_host->limits;
+  int on_direct[MAX_RAILS];
+  for (int rail = 0; rail < channel->num_rails; rail++) on_direct[rail] = the_host->num_on_rail[rail];
   uint32_t usable = channel->usable, direct = the_host->direct & usable;
   if (the_host->policy == SPRAY) return least(channel->num_on_rail, usable, limits->direct_depth);
   if (!direct) { /* among the others; busy ones are better than none */
@@ -29,11 +31,11 @@ static int choose(const struct channel *channel) {
     return rail != WAIT ? rail : least(channel->borrowed, usable, limits->borrowed_per_rail);
   }
   if (the_host->policy == FUSELINK) {
-    int rail = least(channel->num_on_rail, direct, limits->direct_first);
+    int rail = least(on_direct, direct, limits->direct_first);
     if (rail == WAIT) rail = least(channel->borrowed, channel->idle & usable & ~direct, limits->borrowed_per_rail);
     if (rail != WAIT) return rail;
   }
-  return least(channel->num_on_rail, direct, limits->direct_depth);
+  return least(on_direct, direct, limits->direct_depth);
 }
 
 static void refresh(struct channel *channel) {
@@ -58,6 +60,7 @@ int schedule_choose(struct channel *channel) {
   }
   if (rail == WAIT) return WAIT;
   channel->num_on_rail[rail]++;
+  the_host->num_on_rail[rail]++;
   channel->sending.left--;
   board_post(&the_host->board, rail);
   return rail;
@@ -65,11 +68,13 @@ int schedule_choose(struct channel *channel) {
 
 void schedule_completed(struct channel *channel, int rail, size_t num_bytes) {
   channel->num_on_rail[rail]--;
+  the_host->num_on_rail[rail]--;
   if (!(the_host->direct >> rail & 1)) {
     channel->borrowed[rail]--;
     board_give_back(&the_host->board, rail);
   }
   board_complete(&the_host->board, rail, num_bytes);
+  loop_wake_waiting();
 }
 
 /* Credits of several rails may come out of order; the newest counts. */
