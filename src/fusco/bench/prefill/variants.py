@@ -50,8 +50,12 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
     if variant == "deep_ep":
         if importlib.util.find_spec("deep_ep") is None:
             return "deep_ep is not installed"
-        if device == "cpu" and "fusco" not in deep_ep_version():
-            return f"deep_ep {deep_ep_version()} needs GPUs"
+        try:
+            version = deep_ep_version()
+        except (ImportError, OSError) as error:
+            return f"deep_ep cannot be imported: {error}"
+        if device == "cpu" and "fusco" not in version:
+            return f"deep_ep {version} needs GPUs"
     return ""
 
 
