@@ -181,7 +181,7 @@ def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import ElasticBufferShuffle
 
-    shuffle = ElasticBufferShuffle(factory.group, rank.workload.placement.num_experts, factory.run.num_sms)
+    shuffle = ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
     # A product with a weight is rounded before parts of a sum are.
     return Shuffle(
         lambda: shuffle.dispatch(rank.x, rank.routing),

@@ -28,7 +28,7 @@ def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, .
     ([(4, 4), (4, 4)], [(16,), (2,)])
     """
     if batch == "skewed":
-        return [(tokens,)] + [(max(1, tokens // _SKEW),)] * (num_ranks - 1)
+        return [(tokens if rank == 0 else max(1, tokens // _SKEW),) for rank in range(num_ranks)]
     if batch == "ragged":
         return _ragged(tokens, num_ranks)
     if not batch.isdecimal() or not int(batch):

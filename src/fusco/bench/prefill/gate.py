@@ -54,7 +54,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     [0.10000000149011612]
     """
     wanted = expected.float()
-    error = (out.float() - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-20)
+    norm = torch.linalg.vector_norm
+    error: torch.Tensor = norm(out.float() - wanted, dim=1) / norm(wanted, dim=1).clamp(min=1e-20)
     return error.nan_to_num(nan=torch.inf)
 
 
@@ -84,7 +85,7 @@ def compare_logits(
 ) -> None:
     """Compare the logits that ``head`` makes of hidden states (num_tokens, hidden)."""
     errors, num_same = [], 0
-    for ours, theirs in zip(hidden.split(_CHUNK), expected.split(_CHUNK), strict=True):
+    for ours, theirs in zip(torch.split(hidden, _CHUNK), torch.split(expected, _CHUNK), strict=True):
         logits, wanted = head(ours), head(theirs)
         errors.append(relative_error(logits, wanted))
         num_same += int((logits.argmax(-1) == wanted.argmax(-1)).sum())

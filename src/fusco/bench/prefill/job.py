@@ -50,7 +50,7 @@ class PrefillJob:
         shape: of the model.
         device: ``"cpu"`` or ``"cuda"``.
         num_ranks: processes; each has its prompts, and its part of the experts.
-        ranks_per_node: of the dispatchers; ``None`` derives it from the hosts.
+        ranks_per_node: consecutive ranks that form a node.
         tokens: most tokens of a rank in one prefill.
         batches: see ``prompt_lengths``.
         routings: names of ``ROUTINGS``.
@@ -67,7 +67,7 @@ class PrefillJob:
     shape: ModelShape
     device: Literal["cpu", "cuda"]
     num_ranks: int
-    ranks_per_node: int | None = None
+    ranks_per_node: int
     tokens: int
     batches: tuple[str, ...]
     routings: tuple[str, ...] = ROUTINGS

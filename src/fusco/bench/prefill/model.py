@@ -121,10 +121,9 @@ def packed_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within each prompt: scaled dot products of (1, num_heads, num_tokens, head_dim), without a mask."""
-    prompts = (part.split(list(prompt_lengths), dim=2) for part in (query, key, value))
+    prompts = zip(*(torch.split(part, list(prompt_lengths), dim=2) for part in (query, key, value)), strict=True)
     parts = [
-        F.scaled_dot_product_attention(*prompt, is_causal=True, scale=scaling, enable_gqa=True)
-        for prompt in zip(*prompts, strict=True)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in prompts
     ]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return whole.transpose(1, 2), None
@@ -144,7 +143,7 @@ def _materialize(model: nn.Module, job: PrefillJob, rank: int) -> None:
             for expert in range(num_local if is_of_experts else int(parameter.ndim > 1)):
                 whose = rank * num_local + expert if is_of_experts else 0
                 seed = (job.seed * 65537 + index) * _MAX_EXPERTS + whose
-                generator = torch.Generator(job.device).manual_seed(seed)
+                generator = torch.Generator(local.device).manual_seed(seed)
                 (local[expert] if is_of_experts else local).normal_(0, _STD, generator=generator)
             setattr(module, name, nn.Parameter(local, requires_grad=False))
             index += 1

@@ -43,12 +43,11 @@ def prefill_rank(
         progress_port: of the store of the process that started the ranks.
 
     Returns:
-        The records of all cases, the same on all ranks. The variants of a case of which one is not verified are not
-        timed.
+        The records of all cases, the same on all ranks. Variants that are not verified are not timed.
     """
     rank = group.rank()
     reporter, records = ProgressReporter.of_rank(rank, progress_port), []
-    with torch.inference_mode(), ExitStack() as stack:
+    with torch.no_grad(), ExitStack() as stack:
         model = PrefillModel(job, rank)
         reference = reference_layers(group, model.experts)
         variants = make_variants(job, group, model.experts, stack)  # before it, as transformers keeps their forward
@@ -84,12 +83,16 @@ class PrefillBench:
         all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
         times: dict[str, list[float]] = {variant.name: [] for variant in variants}
         sections: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
-        if not any(each.failures(self._job.dtype) for ranks in all_of.values() for each in ranks):
-            for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
-                for variant in variants:
-                    times[variant.name].append(self._prefill_ms(prompts, variant))
-                on_step()
-            sections = self._sections(prompts, variants, on_step)
+        verified = [
+            variant
+            for variant in variants
+            if not any(deviation.failures(self._job.dtype) for deviation in all_of[variant.name])
+        ]
+        for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
+            for variant in verified:
+                times[variant.name].append(self._prefill_ms(prompts, variant))
+            on_step()
+        sections.update(self._sections(prompts, verified, on_step))
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
         return [
             summarize(

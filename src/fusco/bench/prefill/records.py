@@ -64,7 +64,7 @@ class PrefillRecord:
         dispatch_ms, combine_ms: of all layers, waiting included, means over ranks, from separate prefills.
         shuffle_share: these two over those prefills' time.
         layer_error, logits_error, typical_logits_error: see ``Deviation``, the largest of all ranks.
-        same_first_tokens: share of tokens after which the most probable one is that of the reference.
+        same_next_tokens: share of tokens after which the most probable one is that of the reference.
         verified: whether the comparisons were within their limits.
         errors: what was not.
         num_iterations: timed prefills.
@@ -87,7 +87,7 @@ class PrefillRecord:
     layer_error: float
     logits_error: float
     typical_logits_error: float
-    same_first_tokens: float
+    same_next_tokens: float
     verified: bool
     errors: list[str]
     num_iterations: int
@@ -132,7 +132,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         layer_error=max(each.layer for each in measured.deviations),
         logits_error=max(each.logits for each in measured.deviations),
         typical_logits_error=max(each.typical_logits for each in measured.deviations),
-        same_first_tokens=round(sum(each.num_same_tokens for each in measured.deviations) / num_tokens, 5),
+        same_next_tokens=round(sum(each.num_same_tokens for each in measured.deviations) / num_tokens, 5),
         verified=not errors,
         errors=errors,
         num_iterations=len(measured.ttft_ms),
