@@ -127,6 +127,8 @@ def test_the_default_shape_is_that_of_qwen3_30b_a3b():
 def test_a_job_of_odd_sizes_is_refused():
     with pytest.raises(ValueError, match="128 experts do not divide evenly among 3 ranks"):
         replace(JOB, num_ranks=3)
+    with pytest.raises(ValueError, match="'zipf' is none of random, trace"):
+        replace(JOB, routings=("zipf",))
     with pytest.raises(ValueError, match="do not divide 64"):
         replace(JOB, batches=("5",))
 

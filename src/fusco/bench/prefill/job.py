@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusco.bench.prefill.batches import prompt_lengths
-from fusco.bench.prefill.routing import ROUTINGS
+from fusco.bench.prefill.routing import ROUTINGS, check_routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,8 @@ class PrefillJob:
     def __post_init__(self) -> None:
         if self.shape.num_experts % self.num_ranks:
             raise ValueError(f"{self.shape.num_experts} experts do not divide evenly among {self.num_ranks} ranks")
+        for routing in self.routings:
+            check_routing(routing, self.shape.num_experts, self.shape.num_topk)
         for batch in self.batches:
             prompt_lengths(batch, self.tokens, self.num_ranks)
 
