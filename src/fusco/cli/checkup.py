@@ -17,6 +17,7 @@ from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 _ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
 _CACHE = "cache of compiled kernels"
 _GLOO, _NCCL = "gloo (process groups on the CPU)", "NCCL (between nodes on CUDA)"
+_RAILS = "NCCL over rails (fusco.rails.nccl_plugin)"
 _PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA kernels)"
 
 
@@ -49,6 +50,7 @@ def examine() -> list[Finding]:
         _CUDA_CORE: _cuda_core,
         _CUDA_KERNELS: _cuda_kernels,
         _NCCL: _nccl,
+        _RAILS: _rails,
     }
     return [
         *(_try(name, check, "missing") for name, check in needed.items()),
@@ -212,3 +214,25 @@ def _nccl() -> Finding:
     if dist.is_nccl_available():
         return Finding(_NCCL, "ok", "in this torch")
     return Finding(_NCCL, "optional", "not in this torch", "a torch built for CUDA")
+
+
+def _rails() -> Finding:
+    from fusco.core.errors import CompileError
+    from fusco.rails.nccl import nccl_version, plugin_path, why_not_nccl
+    from fusco.rails.rail import discover_rails
+
+    version = nccl_version()
+    if why_not := why_not_nccl(version):
+        return Finding(_RAILS, "optional", why_not, "a torch with such an NCCL")
+    try:
+        plugin_path()
+    except CompileError as error:
+        return Finding(_RAILS, "optional", str(error), "a C compiler, such as gcc, and its headers")
+    try:
+        names = ", ".join(rail.interface for rail in discover_rails())
+    except ValueError as error:
+        return Finding(_RAILS, "optional", f"the plugin compiles, but {error}", "network interfaces between hosts")
+    known = f"NCCL {'.'.join(map(str, version))} loads it" if version else "this torch has no NCCL to load it"
+    state: Literal["ok", "optional"] = "ok" if version else "optional"
+    remedy = "" if version else "a torch built for CUDA"
+    return Finding(_RAILS, state, f"the plugin compiles; {known}; rails {names}", remedy)

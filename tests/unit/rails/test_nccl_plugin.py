@@ -298,6 +298,18 @@ def test_a_killed_peer_and_what_it_leaves(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_the_board_of_a_host_whose_workers_were_all_killed_goes_with_its_next_user(tmp_path):
+    pid = os.fork()
+    if not pid:
+        with started(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    board = Board(tmp_path / "b")
+    assert [each.pid for each in board.workers()] == [pid]
+    board.close()
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_listen_that_is_gone(tmp_path):
     with started(tmp_path, timeout_s=0.5) as plugin:
         handle, listen = plugin.listen()
