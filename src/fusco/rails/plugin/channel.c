@@ -7,7 +7,7 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-static const int64_t RETRY_NS = 1000000, RESCUE_NS = 5000000, CLOSING_NS = 1000000000;
+static const int64_t RETRY_NS = 1000000, RESCUE_NS = 5000000, CLOSING_NS = 1000000000, DRAINING_NS = 200000000;
 enum { LATE = 4, CLOSE_LIMIT_S = 5 };
 
 static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes) {
@@ -462,12 +462,21 @@ void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *i
   if (now - channel->without_rail_ns > (int64_t)(1e9 * the_host->limits.no_rail_s)) channel_fail(channel, REMOTE_ERROR, "no rail is left");
 }
 
+/* End a connection of a channel that closes, once the peer has read everything: what arrives here meanwhile is discarded,
+ * since to close with unread bytes would reset the connection, and lose what the peer has not read. */
+static void end_when_written(struct connection *connection, int64_t now) {
+  bool has_output = connection_has_output(connection);
+  if (!has_output && !connection->drains_until_ns) {
+    connection->drains_until_ns = now + DRAINING_NS;
+    shutdown(connection->watched.fd, SHUT_WR);
+  }
+  if (now - connection->channel->closing_ns > CLOSING_NS || (!has_output && now > connection->drains_until_ns)) channel_end(connection, has_output);
+}
+
 void channel_step(struct channel *channel, int64_t now, int64_t *wait_ns) {
   if (channel->closing_ns) {
     for (int rail = 0; rail < channel->num_rails; rail++) {
-      struct connection *connection = channel->connections[rail];
-      bool is_done = connection && !connection_has_output(connection);
-      if (connection && (is_done || now - channel->closing_ns > CLOSING_NS)) channel_end(connection, !is_done);
+      if (channel->connections[rail]) end_when_written(channel->connections[rail], now);
     }
     if (*wait_ns > RETRY_NS) *wait_ns = channel->num_connections ? RETRY_NS : 0;
     return;

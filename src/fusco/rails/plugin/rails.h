@@ -199,7 +199,7 @@ struct connection {
   size_t num_header, num_payload;
   bool reads_payload;
   uint64_t num_acked; /* bytes, by the peer's kernel */
-  int64_t progress_ns;
+  int64_t progress_ns, drains_until_ns; /* 0: it does not close */
 };
 
 struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation);
