@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fusco.bench.environment import commit, hardware, versions
 from fusco.train.job import TrainingJob
+from fusco.train.observer import SECTIONS
 
 _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
@@ -95,7 +96,7 @@ class Run:
 
 def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
     """Return one record for each run."""
-    return [_summarize(job, run.steps, run, runs[0].steps) for run in runs]
+    return [_summarize(job, run, runs[0].steps) for run in runs]
 
 
 def num_warm_ups(num_steps: int) -> int:
@@ -103,12 +104,13 @@ def num_warm_ups(num_steps: int) -> int:
     return min(10, num_steps // 10)
 
 
-def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list[StepRecord]) -> RunRecord:
-    warm_ups = num_warm_ups(len(steps))
+def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecord:
+    steps, warm_ups = run.steps, num_warm_ups(len(run.steps))
 
     def typical(name: str) -> float:
         return round(float(median(getattr(step, name) for step in steps[warm_ups:])), 4)
 
+    medians: dict[str, Any] = {name: typical(name) for name in (*(f"{each}_ms" for each in SECTIONS), "shuffle_share")}
     last = [step.loss for step in steps[-_NUM_AVERAGED:]]
     step_ms = typical("step_ms")
     return RunRecord(
@@ -121,11 +123,7 @@ def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list
         num_warm_ups=warm_ups,
         step_ms=step_ms,
         tokens_per_s=round(job.num_ranks * job.tokens / step_ms * 1e3),
-        dispatch_ms=typical("dispatch_ms"),
-        combine_ms=typical("combine_ms"),
-        dispatch_backward_ms=typical("dispatch_backward_ms"),
-        combine_backward_ms=typical("combine_backward_ms"),
-        shuffle_share=typical("shuffle_share"),
+        **medians,
         first_expert_imbalance=steps[0].expert_imbalance,
         last_expert_imbalance=steps[-1].expert_imbalance,
         peak_memory_gib=round(run.peak_memory_bytes / 2**30, 2),
