@@ -19,34 +19,23 @@ _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of all ranks.
-
-    Attributes:
-        dispatcher: its name.
-        step: counted from 0.
-        loss: mean over the tokens of all ranks, in nats, before the step.
-        gradient_norm: before clipping.
-        step_ms: the slowest rank's, from the batch to the updated parameters, after a barrier.
-        tokens_per_s: of all ranks.
-        dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included.
-        dispatch_backward_ms, combine_backward_ms: likewise, backward.
-        shuffle_share: these four over the step, mean over ranks.
-        expert_imbalance: rows of the busiest expert over those of the mean expert, mean over layers.
-    """
+    """One step of all ranks."""
 
     kind: str = "step"
-    dispatcher: str
-    step: int
-    loss: float
-    gradient_norm: float
-    step_ms: float
-    tokens_per_s: int
+    dispatcher: str  # its name
+    step: int  # counted from 0
+    loss: float  # mean over the tokens of all ranks, in nats, before the step
+    gradient_norm: float  # before clipping
+    step_ms: float  # the slowest rank's, from the batch to the updated parameters, after a barrier
+    tokens_per_s: int  # of all ranks
+    # dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included
     dispatch_ms: float
     combine_ms: float
+    # dispatch_backward_ms, combine_backward_ms: likewise, backward
     dispatch_backward_ms: float
     combine_backward_ms: float
-    shuffle_share: float
-    expert_imbalance: float
+    shuffle_share: float  # these four over the step, mean over ranks
+    expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
 
 
 @dataclass(frozen=True, kw_only=True)
