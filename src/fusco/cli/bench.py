@@ -25,11 +25,6 @@ app.command()(prefill)
 app.command()(rails)
 
 
-@app.callback()
-def _bench() -> None:
-    """Verify, then measure."""
-
-
 @app.command()
 def balancers(
     draws: Annotated[int, typer.Option(min=1, help="Draws of loads for each shape.")] = 1000,
