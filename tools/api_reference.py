@@ -43,6 +43,7 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "fusco.offload": {
         "Copies": "copy_to_host copy_from_host Copy",
+        "Activations": "offload_activations",
         "Copiers": "Copier copier_of OffloadSettings RelayBudget",
     },
     "fusco.rails": {

@@ -1,5 +1,6 @@
 """Copies between a GPU and pinned host memory that also take the PCIe links of idle GPUs of the host."""
 
+from fusco.offload.activations import offload_activations as offload_activations
 from fusco.offload.budget import RelayBudget as RelayBudget
 from fusco.offload.copier import Copier as Copier
 from fusco.offload.copy import Copy as Copy
