@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from fusco.core.announcements import announce
@@ -50,6 +51,7 @@ class Copier:
         self._under_way: dict[Copy, tuple[int, object]] = {}  # with their event and what they keep
         self._lock, self._is_closed, self._pid = threading.Lock(), False, os.getpid()
         self._links, self._reason = self._open_links()
+        self._too_small = f"copies of less than min_bytes, {self.settings.min_bytes:,}, are not worth it"
         atexit.register(self.close)
 
     def copy(self, direction: int, device: int, host: int, num_bytes: int, keeps: object = None) -> Copy:
@@ -69,17 +71,16 @@ class Copier:
         if self._is_closed or os.getpid() != self._pid:
             raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
         stream, links = self.current_stream(), self._links
-        self.reap()
         with self._lock, self._driver.current(self._context):
+            self._reap()
             event = self._events.pop() if self._events else self._resources.events(self._context, 1)[0]
             copy: Copy
             if links is None or num_bytes < self.settings.min_bytes:
                 if links is not None:
                     links.announce(direction)
-                reason = self.reason or f"{num_bytes:,} bytes are less than min_bytes, {self.settings.min_bytes:,}"
                 self._driver.copy(direction, device, host, num_bytes, stream)
                 self._driver.record(event, stream)
-                copy = PlainCopy(self, event, num_bytes, reason)
+                copy = PlainCopy(self, stream, event, num_bytes, self._reason or self._too_small)
             else:
                 self._driver.record(event, stream)
                 job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
@@ -126,11 +127,14 @@ class Copier:
         """Return the handle of the caller's current stream on this GPU."""
         return self._machine.current_stream(self.device)
 
+    def in_context(self) -> AbstractContextManager[None]:
+        """Make the GPU's context current for a while."""
+        return self._driver.current(self._context)
+
     def reap(self) -> None:
         """Let go of what finished copies keep. Every new copy does it, too."""
         with self._lock, self._driver.current(self._context):
-            for copy in [copy for copy in self._under_way if copy.is_done]:
-                self._events.append(self._under_way.pop(copy)[0])
+            self._reap()
 
     def close(self) -> None:
         """Wait for copies, give all memory back and leave the board. May be called again."""
@@ -154,6 +158,10 @@ class Copier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _reap(self) -> None:
+        while self._under_way and (oldest := next(iter(self._under_way))).is_done:
+            self._events.append(self._under_way.pop(oldest)[0])
 
     def _open_links(self) -> tuple[SharedLinks | None, str]:
         """Return what links need, or why only the GPU's own can be used, which is said once."""

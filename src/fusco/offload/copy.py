@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from fusco.core.errors import LaunchError, TransportError
@@ -32,6 +33,9 @@ class CopierOfCopy(Protocol):
 
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream."""
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Make the GPU's context current for a while: the default stream is that of the current one."""
 
 
 class Copy:
@@ -76,15 +80,16 @@ class Copy:
 class PlainCopy(Copy):
     """One ``cudaMemcpyAsync`` on the caller's stream, and an event behind it."""
 
-    def __init__(self, copier: CopierOfCopy, event: int, num_bytes: int, reason: str) -> None:
-        self._copier, self._event = copier, event
+    def __init__(self, copier: CopierOfCopy, stream: int, event: int, num_bytes: int, reason: str) -> None:
+        self._copier, self._stream, self._event = copier, stream, event
         self.num_bytes, self.reason = num_bytes, reason
         self._was_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  it never waits
         """See ``Copy``."""
-        if not self.is_done:
-            self._copier.driver.wait(self._copier.current_stream(), self._event)
+        if not self._was_done and (stream := self._copier.current_stream()) != self._stream:
+            with self._copier.in_context():
+                self._copier.driver.wait(stream, self._event)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """See ``Copy``."""
@@ -119,7 +124,10 @@ class ChunkedCopy(Copy):
             return
         if self._reach(ISSUED, timeout_s) == DONE:
             self._was_done = True
-        elif error := self._mover.order(self._job, self._copier.current_stream()):
+            return
+        with self._copier.in_context():
+            error = self._mover.order(self._job, self._copier.current_stream())
+        if error:
             raise LaunchError(f"{self._copier.name}: cuStreamWaitEvent failed: {self._copier.driver.error_name(error)}")
 
     def synchronize(self, timeout_s: float | None = None) -> None:

@@ -49,6 +49,8 @@ class CudaDriver:
     def __init__(self) -> None:
         """Load the driver; raises ``OSError`` where there is none."""
         self._library = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in CALLS.values():
+            getattr(self._library, name).argtypes = arguments
         self._call("cuInit", _unsigned(0))
 
     def table(self) -> DriverTable:
@@ -67,6 +69,11 @@ class CudaDriver:
     @contextlib.contextmanager
     def current(self, context: int) -> Iterator[None]:
         """Make a context current in this thread for a while."""
+        found = _pointer()
+        self._call("cuCtxGetCurrent", ctypes.byref(found))
+        if found.value == context:  # as a rule: PyTorch has made it current
+            yield
+            return
         self._call("cuCtxPushCurrent_v2", _pointer(context))
         try:
             yield
@@ -129,21 +136,21 @@ class CudaDriver:
     def copy(self, direction: int, device: int, host: int, num_bytes: int, stream: int) -> None:
         """Copy to (0) or from (1) pinned host memory on a stream: what ``cudaMemcpyAsync`` does."""
         if direction:
-            self._call("cuMemcpyHtoDAsync_v2", _address(device), _pointer(host), _size(num_bytes), _pointer(stream))
+            self._call("cuMemcpyHtoDAsync_v2", device, host, num_bytes, stream)
         else:
-            self._call("cuMemcpyDtoHAsync_v2", _pointer(host), _address(device), _size(num_bytes), _pointer(stream))
+            self._call("cuMemcpyDtoHAsync_v2", host, device, num_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:
         """Record an event on a stream."""
-        self._call("cuEventRecord", _pointer(event), _pointer(stream))
+        self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:
         """Have a stream wait for an event."""
-        self._call("cuStreamWaitEvent", _pointer(stream), _pointer(event), _unsigned(0))
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_complete(self, event: int) -> bool:
         """Return whether all work before an event is done."""
-        return self._call("cuEventQuery", _pointer(event), good=NOT_READY) == 0
+        return self._call("cuEventQuery", event, good=NOT_READY) == 0
 
     def error_name(self, code: int) -> str:
         """Return the driver's name of an error, for example ``"CUDA_ERROR_ILLEGAL_ADDRESS"``."""

@@ -17,7 +17,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
-enum { MAX_RAILS = 16, MAX_SLOTS = 32, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
+enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
 /* Fields of the board, in units of 64 bits. */
 enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
 enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
@@ -36,9 +36,9 @@ typedef struct {
 } Driver;
 
 typedef struct {
-    int64_t chunk_bytes, direct_first, direct_depth, borrowed_per_rail, hold_ns, rest_ns;
-    void *kernel; /* copies chunks between GPUs, or on its own lane to host memory, with threads; null: copy engines do */
-    int64_t num_blocks;
+    int64_t chunk_bytes, direct_first, direct_depth, borrowed_per_rail, batch, hold_ns, rest_ns;
+    void *kernel; /* copies by threads instead of copy engines */
+    int64_t num_blocks, relays_by_kernel, own_link_by_kernel;
 } Options;
 
 typedef struct {
@@ -54,16 +54,17 @@ typedef struct Job {
     uint64_t device;
     int64_t num_bytes, num_issued, num_done, num_borrowed;
     void *start; /* event: what must be done before the copy begins */
-    int32_t state, direction, error, num_rails_used;
+    int32_t state, direction, error, unused;
     int64_t outstanding[MAX_RAILS]; /* by rail, chunks */
     void *last[MAX_RAILS];          /* by rail, the event of the last chunk */
 } Job;
 
 typedef struct {
-    int is_there, is_open; /* without is_open, it is drained */
+    int is_open; /* without, it is drained */
     Path path;
-    int head, count;
-    struct { Job *job; int64_t num_bytes; } slots[MAX_SLOTS];
+    int64_t count, next_slot;                                                /* chunks under way; where the next begins */
+    int head, num_launches;                                                  /* launches under way, each of some chunks */
+    struct { Job *job; int64_t num_bytes, num_chunks; } launches[MAX_SLOTS]; /* a ring, with events of the same index */
 } Lane;
 
 typedef struct {
@@ -163,13 +164,14 @@ static int take(Mover *mover, int rail) {
     return 0;
 }
 
-static int choose(Mover *mover, int direction) {
+static int choose(Mover *mover, int direction, int *num_lanes) {
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
     uint32_t usable = 0, idle = 0;
     follow_board(mover);
     for (int rail = direction; rail < MAX_RAILS; rail += 2) {
         if (!mover->lanes[rail].is_open) continue;
         usable |= 1u << rail;
+        *num_lanes += 1;
         outstanding[rail] = mover->lanes[rail].count;
         if (mover->direct >> rail & 1) continue;
         borrowed[rail] = borrowed_on(mover, rail);
@@ -197,7 +199,7 @@ static int run_kernel(Mover *mover, uint64_t to, uint64_t from, int64_t num_byte
 }
 
 static int between(Mover *mover, uint64_t to, uint64_t from, int64_t num_bytes, void *stream) {
-    if (mover->options.kernel) return run_kernel(mover, to, from, num_bytes, stream);
+    if (mover->options.relays_by_kernel) return run_kernel(mover, to, from, num_bytes, stream);
     return mover->driver.between(to, from, (size_t)num_bytes, stream);
 }
 
@@ -207,46 +209,70 @@ static int over_pcie(Mover *mover, const Job *job, uint64_t device, int64_t num_
     return mover->driver.to_host(host, device, (size_t)num_bytes, stream);
 }
 
-static int issue_direct(Mover *mover, const Job *job, const Path *path, int slot, int64_t num_bytes) {
+static int issue_direct(Mover *mover, const Job *job, const Path *path, int launch, int64_t num_bytes) {
     uint64_t device = job->device + job->num_issued, host = (uint64_t)(uintptr_t)(job->host + job->num_issued);
     int error = in_context(mover, path->last_context);
-    if (!error && mover->options.kernel)
+    if (!error && mover->options.own_link_by_kernel)
         error = run_kernel(mover, job->direction ? device : host, job->direction ? host : device, num_bytes,
                            path->last_stream);
     else if (!error)
         error = over_pcie(mover, job, device, num_bytes, path->last_stream);
-    return error ? error : mover->driver.record(path->last_events[slot], path->last_stream);
+    return error ? error : mover->driver.record(path->last_events[launch], path->last_stream);
 }
 
-static int issue_relayed(Mover *mover, const Job *job, const Path *path, int slot, int64_t num_bytes) {
+static int issue_relayed(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
     const Driver *driver = &mover->driver;
-    uint64_t buffer = path->buffer + (uint64_t)(slot * mover->options.chunk_bytes), device = job->device + job->num_issued;
+    const Path *path = &lane->path;
+    uint64_t buffer = path->buffer + (uint64_t)(lane->next_slot * mover->options.chunk_bytes);
+    uint64_t device = job->device + job->num_issued;
     int error = in_context(mover, path->first_context);
     if (!error)
         error = job->direction ? over_pcie(mover, job, buffer, num_bytes, path->first_stream)
                                : between(mover, buffer, device, num_bytes, path->first_stream);
-    if (!error) error = driver->record(path->first_events[slot], path->first_stream);
+    if (!error) error = driver->record(path->first_events[launch], path->first_stream);
     if (!error) error = in_context(mover, path->last_context);
-    if (!error) error = driver->wait(path->last_stream, path->first_events[slot], 0);
+    if (!error) error = driver->wait(path->last_stream, path->first_events[launch], 0);
     if (!error)
         error = job->direction ? between(mover, device, buffer, num_bytes, path->last_stream)
                                : over_pcie(mover, job, buffer, num_bytes, path->last_stream);
-    return error ? error : driver->record(path->last_events[slot], path->last_stream);
+    return error ? error : driver->record(path->last_events[launch], path->last_stream);
 }
 
-static int issue(Mover *mover, Job *job, int rail) {
+/* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. Towards the end
+ * of a job there are fewer, so that all lanes end together. */
+static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_lanes) {
+    const Options *options = &mover->options;
+    const Lane *lane = &mover->lanes[rail];
+    int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
+    int64_t most = left / (2 * num_lanes), batch = 1;
+    if (most > options->batch) most = options->batch;
+    if (lane->path.buffer) {
+        if (most > lane->path.num_slots - lane->next_slot) most = lane->path.num_slots - lane->next_slot;
+        while (batch < most && take(mover, rail)) batch++;
+    } else {
+        int64_t room = (lane->count < options->direct_first ? options->direct_first : options->direct_depth) - lane->count;
+        if (most > room) most = room;
+        if (most > batch) batch = most;
+    }
+    return batch;
+}
+
+static int issue(Mover *mover, Job *job, int rail, int num_lanes) {
     Lane *lane = &mover->lanes[rail];
     volatile uint64_t *cell = cell_of(mover, mover->row, rail);
-    int slot = (int)((lane->head + lane->count) % lane->path.num_slots);
-    int64_t left = job->num_bytes - job->num_issued;
-    int64_t num_bytes = left < mover->options.chunk_bytes ? left : mover->options.chunk_bytes;
-    cell[POSTED]++;
+    int launch = (int)((lane->head + lane->num_launches) % lane->path.num_slots);
+    int64_t left = job->num_bytes - job->num_issued, num_chunks = batch_of(mover, job, rail, num_lanes);
+    int64_t num_bytes = num_chunks * mover->options.chunk_bytes;
+    if (num_bytes > left) num_bytes = left;
+    cell[POSTED] += (uint64_t)num_chunks;
     cell[LAST_TX] = (uint64_t)now_ns(mover);
-    lane->slots[slot].job = job, lane->slots[slot].num_bytes = num_bytes, lane->count++;
-    job->num_rails_used += !job->last[rail];
-    job->outstanding[rail]++, job->last[rail] = lane->path.last_events[slot];
-    int error = lane->path.buffer ? issue_relayed(mover, job, &lane->path, slot, num_bytes)
-                                  : issue_direct(mover, job, &lane->path, slot, num_bytes);
+    lane->launches[launch].job = job, lane->launches[launch].num_bytes = num_bytes;
+    lane->launches[launch].num_chunks = num_chunks;
+    lane->num_launches++, lane->count += num_chunks;
+    job->outstanding[rail] += num_chunks, job->last[rail] = lane->path.last_events[launch];
+    int error = lane->path.buffer ? issue_relayed(mover, job, lane, launch, num_bytes)
+                                  : issue_direct(mover, job, &lane->path, launch, num_bytes);
+    lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots;
     job->num_issued += num_bytes;
     if (lane->path.buffer) job->num_borrowed += num_bytes;
     if (job->num_issued == job->num_bytes) job->state = ISSUED;
@@ -256,14 +282,14 @@ static int issue(Mover *mover, Job *job, int rail) {
 static void complete(Mover *mover, int rail) {
     Lane *lane = &mover->lanes[rail];
     volatile uint64_t *cell = cell_of(mover, mover->row, rail);
-    Job *job = lane->slots[lane->head].job;
-    int64_t num_bytes = lane->slots[lane->head].num_bytes;
-    lane->head = (int)((lane->head + 1) % lane->path.num_slots), lane->count--;
-    if (lane->path.buffer) cell[BORROWED]--;
-    cell[COMPLETED]++;
+    Job *job = lane->launches[lane->head].job;
+    int64_t num_bytes = lane->launches[lane->head].num_bytes, num_chunks = lane->launches[lane->head].num_chunks;
+    lane->head = (int)((lane->head + 1) % lane->path.num_slots), lane->num_launches--, lane->count -= num_chunks;
+    if (lane->path.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
+    cell[COMPLETED] += (uint64_t)num_chunks;
     cell[TX_BYTES] += (uint64_t)num_bytes;
     cell[LAST_TX] = (uint64_t)(now_ns(mover) - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
-    job->outstanding[rail]--;
+    job->outstanding[rail] -= num_chunks;
     job->num_done += num_bytes;
     if (job->num_done == job->num_bytes) job->state = DONE;
 }
@@ -275,7 +301,7 @@ static void fail(Mover *mover, int error) {
             if (job->state < DONE) job->state = FAILED, job->error = error;
     for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them, nobody can tell */
         if (mover->lanes[rail].path.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
-        mover->lanes[rail].count = 0;
+        mover->lanes[rail].count = mover->lanes[rail].num_launches = 0;
     }
 }
 
@@ -283,7 +309,7 @@ static int poll_lanes(Mover *mover) {
     int progress = 0;
     for (int rail = 0; rail < MAX_RAILS; rail++) {
         Lane *lane = &mover->lanes[rail];
-        while (lane->count) {
+        while (lane->num_launches) {
             int answer = mover->driver.query(lane->path.last_events[lane->head]);
             if (answer == NOT_READY) break;
             if (answer) return fail(mover, answer), 1;
@@ -314,9 +340,9 @@ static int pump(Mover *mover, int direction) {
             job->state = STARTED, progress = 1;
         }
         while (job->state == STARTED) {
-            int rail = choose(mover, direction);
+            int num_lanes = 0, rail = choose(mover, direction, &num_lanes);
             if (rail == WAIT) return progress;
-            int error = issue(mover, job, rail);
+            int error = issue(mover, job, rail, num_lanes);
             if (error) return fail(mover, error), 1;
             progress = 1;
         }
@@ -340,8 +366,8 @@ int fusco_step(Mover *mover) {
 
 static void *run(void *argument) {
     Mover *mover = argument;
-    /* A chunk takes 20 us a MB; look a few times while one is under way. A sleep costs some us more than it says. */
-    struct timespec pause = {0, (long)(mover->options.chunk_bytes / 500)}, rest = {0, 40000};
+    /* A launch takes 20 us a MB; look a few times while one is under way. A sleep costs some us more than it says. */
+    struct timespec pause = {0, (long)(mover->options.batch * mover->options.chunk_bytes / 500)}, rest = {0, 40000};
     if (pause.tv_nsec > 10000) pause.tv_nsec = 10000;
     prctl(PR_SET_TIMERSLACK, 1UL);
     int64_t last = now_ns(mover);
@@ -402,7 +428,7 @@ void fusco_free(Mover *mover) {
 void fusco_open_lane(Mover *mover, int64_t rail, const Path *path) {
     enter(mover);
     Lane *lane = &mover->lanes[rail];
-    lane->path = *path, lane->head = lane->count = 0, lane->is_there = lane->is_open = 1;
+    lane->path = *path, lane->count = lane->next_slot = 0, lane->head = lane->num_launches = 0, lane->is_open = 1;
     pthread_mutex_unlock(&mover->lock);
 }
 

@@ -12,7 +12,7 @@ from fusco.rails.board import Board
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 
-MAX_SLOTS = 32  # chunks of a lane that may be under way
+MAX_SLOTS = 64  # chunks of a lane that may be under way
 QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
 TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
 SOURCE = Path(__file__).with_name("mover.c")
@@ -23,17 +23,17 @@ class Options(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("chunk_bytes", "direct_first", "direct_depth", "borrowed_per_rail")),
-        *((name, ctypes.c_int64) for name in ("hold_ns", "rest_ns")),
+        *((name, ctypes.c_int64) for name in ("batch", "hold_ns", "rest_ns")),
         ("kernel", ctypes.c_void_p),
-        ("num_blocks", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_blocks", "relays_by_kernel", "own_link_by_kernel")),
     )
 
     @classmethod
-    def of(cls, limits: Limits, kernel: int = 0, num_blocks: int = 0) -> Options:
-        """Return the options that limits say; ``kernel`` copies instead of copy engines."""
+    def of(cls, limits: Limits) -> Options:
+        """Return the options that limits say, with copy engines."""
         rest_s = max(0.0, limits.hold_s - limits.release_s)
-        counts = (limits.chunk_bytes, limits.direct_first, limits.direct_depth, limits.borrowed_per_rail)
-        return cls(*counts, int(1e9 * limits.hold_s), int(1e9 * rest_s), kernel, num_blocks)
+        counts = (limits.chunk_bytes, limits.direct_first, limits.direct_depth, limits.borrowed_per_rail, limits.batch)
+        return cls(*counts, int(1e9 * limits.hold_s), int(1e9 * rest_s))
 
 
 class LanePath(ctypes.Structure):
@@ -57,7 +57,7 @@ class Job(ctypes.Structure):
         ("device", ctypes.c_uint64),
         *((name, ctypes.c_int64) for name in ("num_bytes", "num_issued", "num_done", "num_borrowed")),
         ("start", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("state", "direction", "error", "num_rails_used")),
+        *((name, ctypes.c_int32) for name in ("state", "direction", "error", "unused")),
         ("outstanding", ctypes.c_int64 * MAX_RAILS),
         ("last", ctypes.c_void_p * MAX_RAILS),
     )

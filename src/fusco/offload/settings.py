@@ -15,7 +15,10 @@ from fusco.offload.mover import MAX_SLOTS
 from fusco.rails.limits import Limits
 
 #: Bounds of chunks on PCIe links.
-LINK_LIMITS = Limits(chunk_bytes=2 << 20, direct_first=2, direct_depth=4, borrowed_per_rail=4)
+LINK_LIMITS = Limits(chunk_bytes=512 << 10, direct_first=16, direct_depth=24, borrowed_per_rail=16, batch=8)
+
+
+_WAYS = ("copy-engines", "threads", "nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +26,15 @@ class OffloadSettings:
     """Settings of a copier.
 
     Attributes:
-        limits: bounds of the scheduler, as of ``fusco.rails``; those of batches and connections have no meaning here.
+        limits: bounds of the scheduler, as of ``fusco.rails``; ``batch`` is the chunks that one
+            launch copies at most. Those of connections have no meaning here.
         budget: memory that may be taken on other GPUs.
         relays: the GPUs whose links may be taken, as CUDA numbers them; ``None``: all that NVLink connects, those after
             this one first, as many as the budget allows.
-        uses_own_link: whether copies take the GPU's own link; without it they take relays only, for measurements.
-        copies_with: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
-            ``"threads"`` by a kernel (D1), which then moves what takes the own link, too (D3 instead of D4).
+        relays_by: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
+            ``"threads"`` by a kernel (D1).
+        own_link_by: what moves chunks that take the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``,
+            so that only relays are used. The last two are for measurements.
         min_bytes: copies of less take the own link as one ``cudaMemcpyAsync``.
         timeout_s: the limit of every wait.
 
@@ -40,15 +45,16 @@ class OffloadSettings:
     limits: Limits = LINK_LIMITS
     budget: RelayBudget = field(default_factory=RelayBudget)
     relays: tuple[int, ...] | None = None
-    uses_own_link: bool = True
-    copies_with: Literal["copy-engines", "threads"] = "copy-engines"
+    relays_by: Literal["copy-engines", "threads"] = "copy-engines"
+    own_link_by: Literal["copy-engines", "threads", "nothing"] = "copy-engines"
     min_bytes: int = 16 << 20
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_integer("min_bytes", self.min_bytes, least=0)
-        if self.copies_with not in ("copy-engines", "threads"):
-            raise ValueError(f"copies_with must be 'copy-engines' or 'threads', got {self.copies_with!r}")
+        for name, ways in (("relays_by", _WAYS[:2]), ("own_link_by", _WAYS)):
+            if (value := getattr(self, name)) not in ways:
+                raise ValueError(f"{name} must be one of {', '.join(ways)}, got {value!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
         if max(self.limits.direct_depth, self.limits.borrowed_per_rail) > MAX_SLOTS:
@@ -85,4 +91,4 @@ def this_machine() -> Machine:
 def _current_stream(device: int) -> int:
     import torch  # noqa: PLC0415  fusco.offload alone does not load it
 
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(torch._C._cuda_getCurrentRawStream(device))  # noqa: SLF001  a fortieth of the public way's time

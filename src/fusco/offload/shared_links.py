@@ -111,11 +111,14 @@ class SharedLinks:
     def _new_mover(self, driver: CudaDriver, context: int, settings: OffloadSettings) -> Mover:
         resources = Resources(driver)
         self._ending.callback(resources.close)
-        kernel = resources.copy_kernel(context) if settings.copies_with == "threads" else 0
-        options = Options.of(settings.limits, kernel, _NUM_BLOCKS)
+        options = Options.of(settings.limits)
+        if "threads" in (settings.relays_by, settings.own_link_by):
+            options.kernel, options.num_blocks = resources.copy_kernel(context), _NUM_BLOCKS
+            options.relays_by_kernel = settings.relays_by == "threads"
+            options.own_link_by_kernel = settings.own_link_by == "threads"
         mover = Mover(driver.table(), options, self._board, self._row.row, 0b11 << 2 * self._link)
         self._ending.callback(mover.close)
-        if settings.uses_own_link:
+        if settings.own_link_by != "nothing":
             for direction in (TO_HOST, FROM_HOST):
                 path = direct_path(resources, context, settings.limits.direct_depth)
                 mover.open_lane(2 * self._link + direction, path)
