@@ -34,6 +34,9 @@ class CopierOfCopy(Protocol):
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream."""
 
+    def reap(self) -> None:
+        """Let go of what finished copies keep."""
+
     def in_context(self) -> AbstractContextManager[None]:
         """Make the GPU's context current for a while: the default stream is that of the current one."""
 
@@ -102,6 +105,7 @@ class PlainCopy(Copy):
                     f"waits for its stream or for the PCIe link"
                 )
             time.sleep(_LOOK_S)
+        self._copier.reap()
 
     @property
     def is_done(self) -> bool:
@@ -135,6 +139,7 @@ class ChunkedCopy(Copy):
         if not self._was_done:
             self._reach(DONE, timeout_s)
             self._was_done = True
+        self._copier.reap()
 
     @property
     def is_done(self) -> bool:

@@ -32,9 +32,10 @@ class OffloadSettings:
         relays: the GPUs whose links may be taken, as CUDA numbers them; ``None``: all that NVLink connects, those after
             this one first, as many as the budget allows.
         relays_by: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
-            ``"threads"`` by a kernel (D1).
-        own_link_by: what moves chunks that take the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``,
-            so that only relays are used. The last two are for measurements.
+            ``"threads"`` by a kernel (D1). ``"nothing"``: no link is borrowed, but this GPU's is lent to others while
+            its copies do not need it.
+        own_link_by: what moves chunks over the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``: they
+            take relays only. The last two are for measurements.
         min_bytes: copies of less take the own link as one ``cudaMemcpyAsync``.
         timeout_s: the limit of every wait.
 
@@ -45,16 +46,18 @@ class OffloadSettings:
     limits: Limits = LINK_LIMITS
     budget: RelayBudget = field(default_factory=RelayBudget)
     relays: tuple[int, ...] | None = None
-    relays_by: Literal["copy-engines", "threads"] = "copy-engines"
+    relays_by: Literal["copy-engines", "threads", "nothing"] = "copy-engines"
     own_link_by: Literal["copy-engines", "threads", "nothing"] = "copy-engines"
     min_bytes: int = 16 << 20
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_integer("min_bytes", self.min_bytes, least=0)
-        for name, ways in (("relays_by", _WAYS[:2]), ("own_link_by", _WAYS)):
-            if (value := getattr(self, name)) not in ways:
-                raise ValueError(f"{name} must be one of {', '.join(ways)}, got {value!r}")
+        for name in ("relays_by", "own_link_by"):
+            if (value := getattr(self, name)) not in _WAYS:
+                raise ValueError(f"{name} must be one of {', '.join(_WAYS)}, got {value!r}")
+        if self.relays_by == self.own_link_by == "nothing":
+            raise ValueError("relays_by and own_link_by must not both be 'nothing'")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
         if max(self.limits.direct_depth, self.limits.borrowed_per_rail) > MAX_SLOTS:

@@ -54,8 +54,9 @@ class SharedLinks:
             self.rail_names = self._register(machine, links, settings)
             self.mover = self._new_mover(machine.driver, context, settings)
             host = RelayHost(machine.driver, context, links, settings.limits, settings.budget, self.mover)
-            self.relays = [Relay(host, peer, link) for peer, link in to_link.items()]
-            self._open_first()
+            if settings.relays_by != "nothing":
+                self.relays = [Relay(host, peer, link) for peer, link in to_link.items()]
+                self._open_first()
             if machine.has_threads:
                 self.mover.start()
                 self._keeper.daemon = True
@@ -69,7 +70,8 @@ class SharedLinks:
         """Why only the GPU's own link may be taken now; empty if others may."""
         if any(relay.is_open for relay in self.relays):
             return ""
-        return "; ".join(f"GPU {relay.device} is no relay: {relay.reason}" for relay in self.relays)
+        reasons = [f"GPU {relay.device} is no relay: {relay.reason}" for relay in self.relays]
+        return "; ".join(reasons) or "the settings borrow no link"
 
     def announce(self, direction: int) -> None:
         """Say that the GPU uses its own link, without the mover."""

@@ -366,3 +366,39 @@ def test_with_a_thread(tmp_path):
             assert copy.borrowed_bytes
     assert gpus.faults == []
     assert not gpus.buffers
+
+
+def test_a_gpu_that_only_lends_its_link(tmp_path):
+    host = Host(tmp_path)
+    host.open(0)
+    lender = host.open(1, relays_by="nothing")
+    assert lender.reason == "the settings borrow no link"
+    copies = [host.start(0, 256 * MB), host.start(1, 256 * MB)]
+    assert 256 * MB / host.finish(*copies) >= 0.95 * PCIE  # 8 MB were borrowed before it began
+    assert copies[1].borrowed_bytes == 0
+    assert 1002 not in host.gpus.contexts
+    host.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"relays_by": "magic"}, "relays_by must be one of copy-engines, threads, nothing, got 'magic'"),
+        ({"relays_by": "nothing", "own_link_by": "nothing"}, "must not both be 'nothing'"),
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        ({"limits": Limits(borrowed_per_rail=100)}, "must be at most 64, got 4, 100"),
+        ({"min_bytes": -1}, "min_bytes must"),
+    ],
+)
+def test_settings_that_cannot_be(wrong, error):
+    with pytest.raises(ValueError, match=error):
+        OffloadSettings(**wrong)
+
+
+def test_relays_that_cannot_be(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"relays of GPU 0 must be other GPUs among the 2 of this process, got \[0, 2\]"
+    ):
+        Host(tmp_path).open(0, relays=(0, 1, 2))
+    with pytest.raises(ValueError, match="high_bytes must be at least low_bytes"):
+        RelayBudget(high_bytes=MB)
