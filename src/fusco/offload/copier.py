@@ -168,6 +168,6 @@ class Copier:
         try:
             return SharedLinks(self._machine, self.device, self._context, self.settings), ""
         except (OSError, FuscoError) as error:
-            reason = str(error)
+            reason = " ".join(str(error).split())  # one line, also of what a compiler says
         announce(f"{self.name}: copies to and from host memory take its own PCIe link only: {reason}")
         return None, reason
