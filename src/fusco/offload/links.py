@@ -33,7 +33,7 @@ class Links(Protocol):
         """The speed of each PCIe link; 0 if unknown."""
 
     def index_of(self, bus_id: str) -> int:
-        """Return the index of a GPU; ``ValueError`` if it is not there."""
+        """Return the index of a GPU; ``NvmlError`` if it is not there."""
 
     def has_nvlink(self, link: int, peer: int) -> bool:
         """Return whether two GPUs are connected by NVLink."""
@@ -81,9 +81,11 @@ class NvmlLinks:
         self.bits_per_s = tuple(map(self._bits_per_s, self._handles))
 
     def index_of(self, bus_id: str) -> int:
-        """Return the index of a GPU; ``ValueError`` if it is not there."""
-        domain, bus, device = bus_id.split(".", maxsplit=1)[0].split(":")
-        return self._places.index((int(domain, 16), int(bus, 16), int(device, 16)))
+        """Return the index of a GPU; ``NvmlError`` if NVML does not know it."""
+        domain, bus, device = (int(part, 16) for part in bus_id.split(".", maxsplit=1)[0].split(":"))
+        if (domain, bus, device) not in self._places:
+            raise NvmlError(f"NVML does not know the GPU at {bus_id}")
+        return self._places.index((domain, bus, device))
 
     def has_nvlink(self, link: int, peer: int) -> bool:
         """Return whether two GPUs are connected by NVLink."""
