@@ -56,7 +56,7 @@ class BoardRow:
         fields[cell + LAST_TX] = monotonic_ns()
 
     def complete(self, rail: int, num_bytes: int) -> None:
-        """Count a chunk of ``num_bytes`` that the peer has acknowledged; 0 bytes if it was lost with its rail."""
+        """Count a chunk of ``num_bytes`` that has left the network; 0 bytes if it was lost with its rail."""
         cell, fields = self._cells[rail], self._fields
         fields[cell + COMPLETED] += 1
         fields[cell + TX_BYTES] += num_bytes
