@@ -178,17 +178,20 @@ def check_fp8(group: dist.ProcessGroup) -> None:
 
 
 def check_static_rows(group: dist.ProcessGroup) -> None:
-    """``non_blocking``: as many rows as asked for, and counts that stay on the device."""
+    """``non_blocking``: as many rows as asked for, counts that stay on the device, and a flag of what was dropped."""
     rank, buffer = group.rank(), open_hybrid(group, group.size())
     (case,) = cases(group.size(), ["balanced"])
     law, ids = law_of(case, 4), case.topk_idx(rank)
     x = [values((case.num_tokens(r), HIDDEN), torch.float32, "x", r) for r in law.ranks]
-    rows, *_ = buffer.dispatch_with_permute(
-        hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=200, non_blocking=True
-    )
-    assert len(rows) == 200
-    expected = law.rows(rank, x)
-    assert_same_bits(rows[: len(expected)], expected, "rows")
+    expected, num_needed = law.rows(rank, x), len(law.slots(rank))
+    for num_rows in (200, num_needed, num_needed // 8 * 4):
+        rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=num_rows, non_blocking=True
+        )
+        assert len(rows) == num_rows
+        assert_same_bits(rows[:num_needed], expected[:num_rows], "rows")
+        assert int(counts.sum()) == min(num_rows, num_needed)
+        assert (handle[-1].tolist(), handle[-1].dtype) == ([int(num_rows < num_needed)], torch.int32)
 
 
 def check_deep_ep(group: dist.ProcessGroup) -> None:

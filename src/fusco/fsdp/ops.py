@@ -41,6 +41,7 @@ class _Held:
         self.verbs = Verbs(
             lambda x, handle: comm.dispatch_again(x, handle, launch=launch)[0],
             lambda y, handle: comm.combine(y, handle, launch=launch),
+            lambda ys, handle: comm.combine_all(ys, handle, launch=launch),
         )
 
 
