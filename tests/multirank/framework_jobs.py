@@ -114,7 +114,10 @@ def relative(values: list[torch.Tensor], references: list[torch.Tensor]) -> list
 def megatron_layer(
     group: dist.ProcessGroup, device: str, dtype: torch.dtype, backend: str, recompute: bool = False
 ) -> list[float]:
-    """Two steps of Megatron's ``MoELayer``, the second with more tokens; errors of outputs and gradients."""
+    """Two steps of Megatron's ``MoELayer``, the second with more tokens; errors of outputs and gradients.
+
+    ``backend`` is one of the flex dispatcher, or ``"spec"`` for the layer that fusco's spec has.
+    """
     with frameworks_on(device):
         layer = _make_megatron_layer(group, backend, dtype).to(device)
         errors = []
@@ -142,8 +145,11 @@ def _make_megatron_layer(group: dist.ProcessGroup, backend: str, dtype: torch.dt
     from megatron.core.transformer.moe import fused_a2a, moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    from fusco.integrations.megatron import FuscoMoELayer, with_fusco
 
     assert fused_a2a.HAVE_DEEP_EP
     assert fused_a2a.HAVE_HYBRIDEP
@@ -166,11 +172,15 @@ def _make_megatron_layer(group: dist.ProcessGroup, backend: str, dtype: torch.dt
         bf16=dtype == torch.bfloat16,
         gradient_accumulation_fusion=False,
         moe_router_pre_softmax=True,
-        moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend=backend,
+        **({} if backend == "spec" else {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}),
     )
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear)), layer_number=1)
+    submodules = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear))
+    spec = ModuleSpec(module=MoELayer, submodules=submodules)
+    if backend == "spec":
+        spec = with_fusco(TransformerLayerSubmodules(mlp=spec)).mlp
+        assert spec.module is FuscoMoELayer
+    layer = build_module(spec, config, layer_number=1)
     num_local = NUM_EXPERTS // group.size()
     with torch.no_grad():
         layer.router.weight.copy_(router_weights())
