@@ -1,4 +1,4 @@
-"""Functions on ranks: adapters of vLLM and SGLang, between the calls that these make, against dense experts."""
+"""Functions on ranks: adapters of vLLM, SGLang and VeOmni, between the calls that these make, against dense experts."""
 
 # ruff: noqa: PLC0415  adapters import what ``frozen`` installs
 
@@ -8,6 +8,7 @@ import os
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from frozen_frameworks import (
@@ -174,3 +175,59 @@ def sglang_layer(group: dist.ProcessGroup) -> list[float]:
 
         assert make_dispatcher(lambda *_: "SGLang's own", config, object()) == "SGLang's own"
     return errors
+
+
+def veomni_layer(group: dist.ProcessGroup) -> list[float]:
+    """Errors of outputs and gradients, by each of the two ways that models call experts."""
+    rank, num_experts, inner, errors = group.rank(), NUM_LOCAL * group.size(), 48, []
+    random = torch.Generator().manual_seed(9)
+    up, down = (
+        torch.randn(num_experts, *shape, generator=random) / 8 for shape in ((2 * inner, HIDDEN), (HIDDEN, inner))
+    )
+    mine = slice(rank * NUM_LOCAL, (rank + 1) * NUM_LOCAL)
+    with frozen(group):
+        from veomni.ops.kernel_registry import KERNEL_REGISTRY
+        from veomni.ops.kernels import moe
+
+        from fusco.integrations import veomni
+
+        veomni.register()
+        veomni.register()
+        moe.apply_veomni_fused_moe_patch("fusco")
+        module = SimpleNamespace(num_experts=num_experts, gate_up_proj=up[mine], down_proj=down[mine])
+
+        def by_pointer(module, x, ids, weights) -> torch.Tensor:
+            gates, factors = module.gate_up_proj.chunk(2, dim=1)
+            return moe._fused_moe_forward(num_experts, weights, ids, x, gates, factors, module.down_proj)
+
+        inputs = [layer_input(r, num_experts, 5 + 30 * r) for r in range(group.size())]
+        for call in (KERNEL_REGISTRY.resolve("moe_experts", "standard", "fusco"), by_pointer):
+            leaves = [up[mine].clone(), down[mine].clone(), inputs[rank][0].clone(), inputs[rank][2].clone()]
+            module.gate_up_proj, module.down_proj, x, weights = (leaf.requires_grad_() for leaf in leaves)
+            out = call(module, x[None], inputs[rank][1], weights)
+            out.square().sum().backward()
+            all_up, all_down = up.clone().requires_grad_(), down.clone().requires_grad_()
+            for r, (x_of_rank, ids, w) in enumerate(inputs):
+                dense_x, dense_w = x_of_rank.clone().requires_grad_(), w.clone().requires_grad_()
+                expected = dense_swiglu(dense_x, ids, dense_w, all_up, all_down)
+                expected.square().sum().backward()
+                if r == rank:
+                    pairs = [(out[0], expected), (x.grad, dense_x.grad), (weights.grad, dense_w.grad)]
+            pairs += [(module.gate_up_proj.grad, all_up.grad[mine]), (module.down_proj.grad, all_down.grad[mine])]
+            errors += [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+        with pytest.raises(ValueError, match="quack"):
+            moe.apply_veomni_fused_moe_patch("quack")
+    return errors
+
+
+def dense_swiglu(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """All experts on one rank."""
+    out = torch.zeros_like(x)
+    for number in range(len(up)):
+        token, k = (ids == number).nonzero(as_tuple=True)
+        gate, factor = (x[token] @ up[number].T).chunk(2, dim=-1)
+        rows = (torch.nn.functional.silu(gate) * factor) @ down[number].T
+        out = out.index_add(0, token, rows * weights[token, k][:, None])
+    return out

@@ -1,6 +1,7 @@
-"""Parts of vLLM 0.33.0 and SGLang 0.5.23 that adapters use, for machines without them: names, signatures, registries.
+"""Parts of vLLM 0.33.0, SGLang 0.5.23 and VeOmni 0.1.12 that adapters use, for machines without them.
 
-Signatures are facts of those versions. What runs here does what the frameworks do between the calls of an adapter.
+Names, signatures and registries are facts of those versions. What runs here does what the frameworks do between the
+calls of an adapter.
 """
 
 from __future__ import annotations
@@ -198,7 +199,36 @@ class HookRegistry:
         cls.hooks[target].append((hook_type, hook))
 
 
+class KernelSpec(NamedTuple):
+    """``veomni.ops.kernel_registry``."""
+
+    name: str
+    op_name: str
+    variant: str
+    factory: Any
+    hardware: Any
+    description: str = ""
+
+
+class KernelRegistry:
+    def __init__(self) -> None:
+        self.specs: dict[tuple[str, str, str], KernelSpec] = {}
+
+    def register(self, spec: KernelSpec, force=False) -> None:
+        key = (spec.op_name, spec.variant, spec.name)
+        assert force or key not in self.specs, "Duplicate kernel registration"
+        self.specs[key] = spec
+
+    def resolve(self, op_name: str, variant: str, impl_name: str) -> Any:
+        return self.specs[op_name, variant, impl_name].factory()
+
+
+def apply_veomni_fused_moe_patch(fused_moe_kernel: str = "triton") -> None:
+    raise ValueError(f"Invalid fused_moe_kernel: {fused_moe_kernel!r}")
+
+
 def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, Any]]:
+    veomni_state = SimpleNamespace(ep_group=group)
     parallel = SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
     backend = SimpleNamespace(is_deepep_v2=lambda: a2a_backend == "deepep_v2")
     return {
@@ -223,6 +253,13 @@ def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, 
         "sglang.srt.layers.quantization.unquant": {"UnquantizedFusedMoEMethod": SGLangUnquantizedMethod},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.runtime_context": {"get_parallel": lambda: parallel},
+        "veomni.distributed.parallel_state": {"get_parallel_state": lambda: veomni_state},
+        "veomni.ops.kernel_registry": {
+            "KERNEL_REGISTRY": KernelRegistry(),
+            "KernelSpec": KernelSpec,
+            "HardwareRequirement": lambda device_type: device_type,
+        },
+        "veomni.ops.kernels.moe": {"apply_veomni_fused_moe_patch": apply_veomni_fused_moe_patch},
     }
 
 
@@ -247,6 +284,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
 
 
 def _forget_adapters() -> None:
-    for name in ("vllm", "sglang"):
+    for name in ("vllm", "sglang", "veomni"):
         sys.modules.pop(f"fusco.integrations.{name}", None)
         vars(fusco.integrations).pop(name, None)

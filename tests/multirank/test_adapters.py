@@ -1,4 +1,4 @@
-"""Adapters of vLLM 0.33.0 and SGLang 0.5.23, by signatures of those versions: the frameworks are too large here."""
+"""Adapters of vLLM 0.33.0, SGLang 0.5.23 and VeOmni 0.1.12, by the signatures of those versions."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def test_vllm_gets_a_sentence_for_what_is_not_supported(world):
 def test_sglangs_dispatcher_computes_dense_experts(world):
     for errors in world.run(jobs.sglang_layer, 2):
         assert max(errors) < 1e-6
+
+
+def test_veomnis_experts_compute_dense_ones_with_gradients(world):
+    for errors in world.run(jobs.veomni_layer, 2):
+        assert len(errors) == 10
+        assert max(errors) < 2e-6

@@ -32,8 +32,8 @@ class SentRows:
 
     def combine(self, rows: torch.Tensor, *, is_weighted: bool, launch: Launch | None = None) -> torch.Tensor:
         """Return rows (num_rows, hidden) to their tokens, with the weights of the dispatch or as they are."""
-        weights = "topk" if is_weighted else None
-        return self.comm.combine(rows, self.dispatched.handle, weights=weights, launch=launch)
+        handle = self.dispatched.handle
+        return self.comm.combine(rows, handle, weights="topk" if is_weighted else None, launch=launch)
 
 
 class ExpertRows:
@@ -58,9 +58,10 @@ class ExpertRows:
         topk_weights: torch.Tensor,
         *,
         expert_alignment: int = 1,
+        with_weights: bool = True,
         launch: Launch | None = None,
     ) -> SentRows:
-        """Send tokens to their experts; a collective. The weights of rows come, too. See ``Communicator.dispatch``."""
+        """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
 
         def dispatch(comm: Communicator, _: Need) -> SentRows:
             sent = comm.dispatch(
@@ -68,7 +69,7 @@ class ExpertRows:
                 topk_idx,
                 topk_weights,
                 expert_alignment=expert_alignment,
-                with_weights=True,
+                with_weights=with_weights,
                 launch=launch,
             )
             return SentRows(comm, sent)
