@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
-from fusco.core.config import Launch
+from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
 from fusco.integrations.growth import GrowingCommunicator, Need
 
@@ -55,10 +55,11 @@ class ExpertRows:
         self,
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_weights: torch.Tensor | None,
         *,
         expert_alignment: int = 1,
         with_weights: bool = True,
+        static: StaticRows | None = None,
         launch: Launch | None = None,
     ) -> SentRows:
         """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
@@ -70,6 +71,7 @@ class ExpertRows:
                 topk_weights,
                 expert_alignment=expert_alignment,
                 with_weights=with_weights,
+                static=static,
                 launch=launch,
             )
             return SentRows(comm, sent)
