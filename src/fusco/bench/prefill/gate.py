@@ -20,21 +20,13 @@ _CHUNK = 256  # tokens whose logits are compared at once
 
 @dataclass
 class Deviation:
-    """How far a variant is from the reference, over all tokens of a rank.
+    """How far a variant is from the reference, over all tokens of a rank."""
 
-    Attributes:
-        layer: the largest error of a token's output in any layer, relative to the norm of the reference.
-        logits: the largest error of a token's logits.
-        typical_logits: the median of these errors.
-        num_same_tokens: tokens whose most probable next token is the same.
-        num_inexact: layers in which the outputs of fusco's variants differ in a bit, and passes repeated that do.
-    """
-
-    layer: float = 0.0
-    logits: float = 0.0
-    typical_logits: float = 0.0
-    num_same_tokens: int = 0
-    num_inexact: int = 0
+    layer: float = 0.0  # the largest error of a token's output in any layer, relative to the norm of the reference
+    logits: float = 0.0  # the largest error of a token's logits
+    typical_logits: float = 0.0  # the median of these errors
+    num_same_tokens: int = 0  # tokens whose most probable next token is the same
+    num_inexact: int = 0  # layers in which the outputs of fusco's variants differ in a bit, and passes repeated that do
 
     def failures(self, dtype: str) -> list[str]:
         """Describe what is beyond its limit; empty if nothing is."""

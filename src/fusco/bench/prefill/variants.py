@@ -82,19 +82,12 @@ def deep_ep_version() -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to move tokens.
+    """One way to move tokens."""
 
-    Attributes:
-        name: of ``VARIANTS``.
-        layers: in place of each layer's experts: hidden states, ids and weights to weighted sums.
-        clock: of its dispatches and combines.
-        dispatcher: ``None`` for transformers.
-    """
-
-    name: str
-    layers: Sequence[Layer]
-    clock: SectionClock
-    dispatcher: Dispatcher | None
+    name: str  # of ``VARIANTS``
+    layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
+    clock: SectionClock  # of its dispatches and combines
+    dispatcher: Dispatcher | None  # ``None`` for transformers
 
     def set_static_rows(self, num_rows: int) -> None:
         """Set the rows of static outputs, where the variant has them."""
