@@ -165,6 +165,27 @@ def _nccl() -> _Outcome:
     return ("in this torch", "") if dist.is_nccl_available() else ("not in this torch", "a torch built for CUDA")
 
 
+def _rails() -> _Outcome:
+    from fusco.core.errors import CompileError
+    from fusco.rails.nccl import nccl_version, plugin_path, why_not_nccl
+    from fusco.rails.rail import discover_rails
+
+    version = nccl_version()
+    if why_not := why_not_nccl(version):
+        return why_not, "a torch with such an NCCL"
+    try:
+        plugin_path()
+    except CompileError as error:
+        return str(error), "a C compiler, such as gcc, and its headers"
+    try:
+        names = ", ".join(rail.interface for rail in discover_rails())
+    except ValueError as error:
+        return f"the plugin compiles, but {error}", "network interfaces between hosts"
+    if not version:
+        return f"the plugin compiles; this torch has no NCCL to load it; rails {names}", "a torch built for CUDA"
+    return f"the plugin compiles; NCCL {'.'.join(map(str, version))} loads it; rails {names}", ""
+
+
 # Names of the checks, and the state of one that finds something to do or that cannot run.
 _CHECKS: tuple[tuple[str, Callable[[], _Outcome], _State, _State], ...] = (
     ("machine", _machine, "missing", "missing"),
@@ -181,6 +202,7 @@ _CHECKS: tuple[tuple[str, Callable[[], _Outcome], _State, _State], ...] = (
     ("cuda.core (compiles CUDA kernels)", _cuda_core, "optional", "optional"),
     ("CUDA kernels", _cuda_kernels, "optional", "optional"),
     ("NCCL (between nodes on CUDA)", _nccl, "optional", "optional"),
+    ("NCCL over rails (fusco.rails.nccl_plugin)", _rails, "optional", "optional"),
 )
 
 

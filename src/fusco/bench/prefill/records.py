@@ -13,6 +13,7 @@ from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.prefill.batches import describe
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.prefill.variants import deep_ep_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         num_iterations=len(measured.ttft_ms),
         peak_memory_gib=round(peak_memory_bytes / 2**30, 2),
         job=asdict(job),
-        versions=versions("transformers"),
+        versions=versions("transformers") | ({"deep_ep": deep_ep_version()} if variant == "deep_ep" else {}),
         hardware=hardware(job.device),
         commit=commit(),
     )
