@@ -11,6 +11,7 @@ from comparison import assert_same_bits
 from fusco import PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
+from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from generator import Case, any_bits, values
 from law import Law
@@ -119,6 +120,8 @@ def check_hybrid_backward(buffer: HybridEPBuffer, law: Law, case: Case, handle: 
 def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     """Return whether the check fails on this rank for a buffer with a fault; a rank that fails leaves the others."""
     buffer = open_hybrid(group, group.size())
+    if tamper.startswith("version 1"):
+        return finds_a_fault_of_version_1(group, tamper)
     dispatch, combine = buffer.dispatch_with_permute, buffer.combine_with_unpermute
 
     def faulty_dispatch(**arguments: object) -> tuple:
@@ -145,6 +148,72 @@ def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     finally:
         buffer.abort()
     return False
+
+
+def finds_a_fault_of_version_1(group: dist.ProcessGroup, tamper: str) -> bool:
+    """As ``finds_a_fault``."""
+    buffer = Buffer(group)
+    dispatch, combine = buffer.dispatch, buffer.combine
+
+    def faulty_dispatch(*given: object, **arguments: object) -> tuple:
+        rows, *rest = dispatch(*given, **arguments)
+        if len(rows) > 2 and tamper.endswith("drop a token"):
+            rows[1] = 0
+        return rows, *rest
+
+    def faulty_combine(*given: object, **arguments: object) -> tuple:
+        sums, weights, event = combine(*given, **arguments)
+        return sums, torch.zeros_like(weights) if tamper.endswith("forget weights") else weights, event
+
+    buffer.dispatch, buffer.combine = faulty_dispatch, faulty_combine
+    try:
+        check_deep_ep_buffer(group, buffer)
+    except AssertionError:
+        return True
+    except PeerFailureError:
+        return False
+    finally:
+        buffer.destroy()
+    return False
+
+
+def check_rank_rows(group: dist.ProcessGroup, ranks_per_node: int) -> None:
+    """HybridEP's dispatch without permutation: one row for each token and rank, between nodes as well."""
+    rank, buffer = group.rank(), open_hybrid(group, ranks_per_node)
+    for case in cases(group.size(), KINDS[:3]):
+        ids, weights = case.topk_idx(rank), case.topk_weights(rank)
+        x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in range(group.size())]
+        rows, of_node, _, handle = buffer.dispatch(
+            x[rank], topk_idx=ids, topk_weights=weights, num_of_experts=case.num_experts
+        )
+        arrived = [
+            (src, token)
+            for src in range(group.size())
+            for token, experts in enumerate(case.topk_idx(src).tolist())
+            if any(expert // NUM_LOCAL == rank for expert in experts if expert >= 0)
+        ]
+        assert_same_bits(rows, torch.stack([x[src][token] for src, token in arrived]) if arrived else rows, "rows")
+        assert int(handle[3]) == len(arrived)
+        assert handle[4].sum(1).tolist() == [
+            int((case.topk_idx(src)[token] // NUM_LOCAL == rank).sum()) for src, token in arrived
+        ]
+        out, of_tokens = buffer.combine(rows, of_node, handle)
+        num_copies = Buffer(group).get_dispatch_layout(ids, case.num_experts)[3].sum(1, keepdim=True)
+        torch.testing.assert_close(out, x[rank] * num_copies, rtol=1e-5, atol=1e-5)
+        expected = indices_to_map(ids, weights, len(ids), case.num_experts)[1]
+        torch.testing.assert_close(of_tokens, expected, rtol=0, atol=0)
+
+
+def leave_open(group: dist.ProcessGroup) -> None:
+    """Use buffers that nothing closes, as frameworks do, and let the process end."""
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64)
+    hybrid, elastic = open_hybrid(group, group.size()), ElasticBuffer(group)
+    hybrid.dispatch_with_permute(hidden=x, topk_idx=ids)
+    elastic.dispatch(x, topk_idx=ids, num_experts=group.size(), do_expand=True)
+    _LEFT_OPEN.extend([hybrid, elastic])
+
+
+_LEFT_OPEN: list[object] = []
 
 
 def check_replay(group: dist.ProcessGroup) -> None:
@@ -178,23 +247,32 @@ def check_fp8(group: dist.ProcessGroup) -> None:
 
 
 def check_static_rows(group: dist.ProcessGroup) -> None:
-    """``non_blocking``: as many rows as asked for, and counts that stay on the device."""
+    """``non_blocking``: as many rows as asked for, counts that stay on the device, and a flag of what was dropped."""
     rank, buffer = group.rank(), open_hybrid(group, group.size())
     (case,) = cases(group.size(), ["balanced"])
     law, ids = law_of(case, 4), case.topk_idx(rank)
     x = [values((case.num_tokens(r), HIDDEN), torch.float32, "x", r) for r in law.ranks]
-    rows, *_ = buffer.dispatch_with_permute(
-        hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=200, non_blocking=True
-    )
-    assert len(rows) == 200
-    expected = law.rows(rank, x)
-    assert_same_bits(rows[: len(expected)], expected, "rows")
+    expected, num_needed = law.rows(rank, x), len(law.slots(rank))
+    for num_rows in (200, num_needed, num_needed // 8 * 4):
+        rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=num_rows, non_blocking=True
+        )
+        assert len(rows) == num_rows
+        assert_same_bits(rows[:num_needed], expected[:num_rows], "rows")
+        assert int(counts.sum()) == min(num_rows, num_needed)
+        assert (handle[-1].tolist(), handle[-1].dtype) == ([int(num_rows < num_needed)], torch.int32)
 
 
 def check_deep_ep(group: dist.ProcessGroup) -> None:
     """Layout, dispatch, combine, cached dispatch and fixed numbers of rows, as Megatron and vLLM call them."""
-    rank, size = group.rank(), group.size()
     buffer = Buffer(group, 1 << 20, 0, low_latency_mode=False, num_qps_per_rank=1, explicitly_destroy=True)
+    check_deep_ep_buffer(group, buffer)
+    buffer.destroy()
+
+
+def check_deep_ep_buffer(group: dist.ProcessGroup, buffer: Buffer) -> None:
+    """Compare everything that a buffer returns with the specification."""
+    rank, size = group.rank(), group.size()
     for case in cases(size):
         ids, weights = case.topk_idx(rank), case.topk_weights(rank)
         x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in range(size)]
@@ -229,7 +307,6 @@ def check_deep_ep(group: dist.ProcessGroup) -> None:
         assert_same_bits(again, expected * 2, "a cached dispatch")
         assert rest[:4] == [None, None, [], None]
     check_worst_case(buffer, case, x[rank], layout)
-    buffer.destroy()
 
 
 def check_deep_ep_way_back(
@@ -258,6 +335,97 @@ def check_worst_case(buffer: Buffer, case: Case, x: torch.Tensor, layout: dict[s
     assert_same_bits(rows[: len(exact)], exact, "rows")
     assert_same_bits(worst_idx[: len(exact)], idx, "indices")
     assert (worst_idx[len(exact) :] == -1).all()
+
+
+def check_elastic(group: dist.ProcessGroup) -> None:
+    """Expanded dispatch, cached dispatch, combine, and fixed numbers of rows, as SGLang and vLLM call them."""
+    rank, size = group.rank(), group.size()
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=HIDDEN, num_topk=NUM_TOPK, explicitly_destroy=True)
+    for case in cases(size):
+        law, ids, weights = law_of(case, 8), case.topk_idx(rank), case.topk_weights(rank)
+        x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in law.ranks]
+        scales = [values((case.num_tokens(r), HIDDEN // 128), torch.float32, case.seed, "s", r) for r in law.ranks]
+        stats = torch.ones(NUM_LOCAL, dtype=torch.int32)
+        (rows, row_scales), none, row_weights, handle, event = buffer.dispatch(
+            (x[rank], scales[rank].T.contiguous().T),
+            topk_idx=ids,
+            topk_weights=weights,
+            cumulative_local_expert_recv_stats=stats,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=case.max_tokens,
+            expert_alignment=8,
+            num_sms=24,
+            do_cpu_sync=True,
+            do_expand=True,
+        )
+        assert none is None
+        assert event.event is None
+        assert_same_bits(rows, law.rows(rank, x), "rows")
+        assert_same_bits(row_scales, law.rows(rank, scales), "scales")
+        assert_same_bits(row_weights, law.row_weights(rank, case.world_topk_weights()), "weights")
+        sizes, blocks = law.counts(rank), [-(-count // 8) * 8 for count in law.counts(rank)]
+        assert handle.num_recv_tokens_per_expert_list == blocks
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == sizes
+        assert stats.tolist() == [1 + count for count in sizes]
+        ends = [sum(blocks[:local]) + count for local, count in enumerate(sizes)]
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+        assert handle.num_expanded_tokens == sum(blocks)
+        check_elastic_way_back(buffer, law, case, handle)
+        again, _, other_weights, same, _ = buffer.dispatch(x[rank] * 2, topk_weights=weights * 2, handle=handle)
+        assert same is handle
+        assert_same_bits(again, law.rows(rank, [2 * each for each in x]), "a cached dispatch")
+        assert_same_bits(other_weights, 2 * row_weights, "weights of a cached dispatch")
+        static, _, _, handle, _ = buffer.dispatch(
+            x[rank],
+            topk_idx=ids,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=case.max_tokens,
+            do_cpu_sync=False,
+            do_expand=True,
+        )
+        assert handle.num_recv_tokens_per_expert_list == []
+        assert len(static) == size * case.max_tokens * min(NUM_TOPK, NUM_LOCAL)
+        expected = law_of(case).rows(rank, x)
+        assert_same_bits(static[: len(expected)], expected, "rows without a wait")
+    buffer.destroy()
+
+
+def check_elastic_way_back(buffer: ElasticBuffer, law: Law, case: Case, handle: EPHandle) -> None:
+    """Sums of rows, with a bias, and a value of each row for its token and expert."""
+    rank, ids = buffer.rank_idx, case.topk_idx(buffer.rank_idx)
+    y = [values((len(law.slots(r)), HIDDEN), torch.float32, case.seed, "y", r) for r in law.ranks]
+    numbers = [values((len(law.slots(r)),), torch.float32, case.seed, "numbers", r) for r in law.ranks]
+    bias = torch.ones(len(ids), HIDDEN)
+    out, of_tokens, _ = buffer.combine(y[rank], handle=handle, topk_weights=numbers[rank], bias=(bias, bias))
+    torch.testing.assert_close(out.double() - 2, law.sums(rank, y, None, law.ranks).exact, rtol=1e-5, atol=1e-5)
+    expected = torch.zeros(ids.shape)
+    for owner in law.ranks:
+        for pair, number in zip(law.slots(owner), numbers[owner], strict=True):
+            if pair and pair.src == rank:
+                expected[pair.token, pair.k] = number
+    torch.testing.assert_close(of_tokens, expected, rtol=0, atol=0)
+
+
+def elastic_refusals(group: dist.ProcessGroup) -> list[str]:
+    """Texts of errors."""
+    buffer, texts = ElasticBuffer(group), []
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int64)
+    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True)
+    for call in (
+        lambda: ElasticBuffer(group, num_cpu_bytes=1),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4),
+        lambda: buffer.dispatch(x, do_expand=True),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, use_tma_aligned_col_major_sf=True),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, do_cpu_sync=False),
+        lambda: buffer.combine(x, handle=None),
+        lambda: buffer.pp_send(x, 0),
+        lambda: handle.num_recv_tokens,
+    ):
+        try:
+            call()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
@@ -297,7 +465,8 @@ def run_hybrid_ep(group: dist.ProcessGroup) -> None:
     """One layer with identity for experts, on tensors that name their device."""
     ids = torch.tensor([[0, NUM_LOCAL * group.size() - 1]], device="cpu")
     x = torch.full((1, HIDDEN), float(group.rank()), dtype=torch.float32, device="cpu")
-    for buffer, call in ((open_hybrid(group, group.size()), _through_hybrid_ep), (Buffer(group), _through_deep_ep)):
+    made = (open_hybrid(group, group.size()), Buffer(group), ElasticBuffer(group))
+    for buffer, call in zip(made, (_through_hybrid_ep, _through_deep_ep, _through_elastic), strict=True):
         torch.testing.assert_close(call(buffer, x, ids), 2 * x)
 
 
@@ -314,6 +483,15 @@ def _through_deep_ep(buffer: Buffer, x: torch.Tensor, ids: torch.Tensor) -> torc
         x, topk_idx=ids, topk_weights=weights, is_token_in_rank=is_in, num_tokens_per_expert=per_expert
     )
     return buffer.combine(rows, handle, row_weights)[0]
+
+
+def _through_elastic(buffer: ElasticBuffer, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    weights = torch.ones(ids.shape, dtype=torch.float32, device="cpu")
+    num_experts = NUM_LOCAL * buffer.num_ranks
+    rows, _, _, handle, _ = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=weights, num_experts=num_experts, do_expand=True
+    )
+    return buffer.combine(rows, handle)[0]
 
 
 def killed_in_a_layer(group: dist.ProcessGroup) -> str:

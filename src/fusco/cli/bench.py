@@ -9,6 +9,7 @@ import typer
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
+from fusco.cli.bench_offload import offload
 from fusco.cli.bench_prefill import prefill
 from fusco.cli.bench_rails import rails
 from fusco.cli.bench_schedule import schedule
@@ -23,11 +24,7 @@ app.command()(schedule)
 app.command()(host)
 app.command()(prefill)
 app.command()(rails)
-
-
-@app.callback()
-def _bench() -> None:
-    """Verify, then measure."""
+app.command()(offload)
 
 
 @app.command()

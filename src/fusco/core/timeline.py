@@ -111,14 +111,7 @@ class NoTimeline:
         """Do nothing."""
         return self._NOTHING
 
-    def timed(
-        self,
-        lane: str,  # noqa: ARG002
-        name: str,  # noqa: ARG002
-        stream: Any,  # noqa: ARG002
-        function: Callable[..., _Result],
-        *args: Any,
-    ) -> _Result:
+    def timed(self, _lane: str, _name: str, _stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function and return its result; a third of the time of a span that does nothing."""
         return function(*args)
 
@@ -131,10 +124,8 @@ def write_chrome_trace(
 ) -> None:
     """Write the spans of all ranks in Chrome's trace format: a process for each rank, a thread for each lane.
 
-    Args:
-        path: of the JSON file.
-        rank_to_spans: the ``Timeline.spans`` of each rank. Lanes are drawn in order of first appearance.
-        about: further information for the reader of the file.
+    ``rank_to_spans`` has the ``Timeline.spans`` of each rank; lanes are drawn in order of first appearance. ``about``
+    is further information for the reader of the file.
 
     Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """

@@ -15,19 +15,14 @@ from fusco.cuda.kernels.plan import PlannedRows
 
 @dataclass(kw_only=True)
 class DevicePlan(PlannedRows):
-    """See ``fusco.engine.base.Plan``.
+    """See ``fusco.engine.base.Plan``."""
 
-    Attributes:
-        rank: the rank that the plan is for.
-        placement: the experts of each rank.
-        num_slots: rows of the expert-major output; set once the plan is made if they are exact.
-        stream: handle of the stream that it was made on; 0 if that is not known.
-    """
-
-    rank: int
-    placement: ExpertPlacement
-    num_slots: int
-    stream: int = 0
+    rank: int  # the rank that the plan is for
+    placement: ExpertPlacement  # the experts of each rank
+    num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
+    # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
+    reported_counts: bytes | None = None
+    stream: int = 0  # handle of the stream that it was made on; 0 if that is not known
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -43,6 +38,13 @@ class DevicePlan(PlannedRows):
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.num_rows_of(self.rank)
+
+    @property
+    def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
+        """See ``fusco.engine.base.Plan``."""
+        if self.reported_counts is None:
+            return None
+        return torch.tensor(memoryview(self.reported_counts).cast("i").tolist(), dtype=torch.int64, device="cpu")
 
     @property
     def addresses(self) -> RowAddresses:

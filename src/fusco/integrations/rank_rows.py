@@ -23,25 +23,16 @@ _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
 @dataclass(frozen=True)
 class RankRouting:
-    """A routing that was dispatched, with what came of other ranks' routing.
+    """A routing that was dispatched, with what came of other ranks' routing."""
 
-    Attributes:
-        comm: the communicator that owns ``handle``.
-        handle: of its dispatch.
-        rank: this rank.
-        words: int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights.
-        topk_idx: of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given.
-        num_experts: of all ranks together.
-        num_rows: rows that arrived, int64 (1,); fewer than those of ``words`` if these are static.
-    """
-
-    comm: Communicator
-    handle: Handle
-    rank: int
-    words: torch.Tensor
+    comm: Communicator  # the communicator that owns ``handle``
+    handle: Handle  # of its dispatch
+    rank: int  # this rank
+    words: torch.Tensor  # int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights
+    # of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given
     topk_idx: torch.Tensor | None
-    num_experts: int
-    num_rows: torch.Tensor
+    num_experts: int  # of all ranks together
+    num_rows: torch.Tensor  # rows that arrived, int64 (1,); fewer than those of ``words`` if these are static
 
     @property
     def is_row(self) -> torch.Tensor:
@@ -143,23 +134,28 @@ def dispatch_again(
     return routing.comm.dispatch_again([each.contiguous() for each in payloads], routing.handle, launch=launch)
 
 
-def combine(rows: torch.Tensor, routing: RankRouting, launch: Launch | None = None) -> torch.Tensor:
-    """Add up the rows of each token, one from each rank: (num_tokens, hidden)."""
-    return routing.comm.combine(rows.contiguous(), routing.handle, weights=None, launch=launch)
+def combine(
+    parts: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Add up the rows of each token, one from each rank, in each of several tensors: (num_tokens, hidden)."""
+    return routing.comm.combine_all([part.contiguous() for part in parts], routing.handle, launch=launch)
 
 
-def combine_dense(local_values: torch.Tensor, routing: RankRouting, launch: Launch | None = None) -> torch.Tensor:
-    """Return values of rows and local experts (num_rows, num_local_experts) to tokens: float32 (num_tokens, experts).
+def combine_dense(
+    rows: torch.Tensor, local_values: torch.Tensor, routing: RankRouting, launch: Launch | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the rows of each token, and values of rows and local experts (num_rows, num_local_experts).
 
-    Values of experts that a row was not sent for are ignored.
+    Returns (num_tokens, hidden), and float32 (num_tokens, num_experts). Values of experts that a row was not sent for
+    are ignored.
     """
     assert routing.topk_idx is not None
     idx = routing.local_idx()
     values = local_values.float().gather(1, idx.clamp(min=0)) * (idx >= 0)
-    of_tokens = combine(values, routing, launch)
+    sums, of_tokens = combine((rows, values), routing, launch)
     places = torch.where(routing.topk_idx < 0, routing.num_experts, routing.topk_idx)
     dense = of_tokens.new_zeros(len(of_tokens), routing.num_experts + 1)
-    return dense.scatter_(1, places, of_tokens)[:, :-1]
+    return sums, dense.scatter_(1, places, of_tokens)[:, :-1]
 
 
 def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:

@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
+from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Settings
 from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
-from fusco.train.observer import SECTIONS, ObservingDispatcher, SectionTimer
+from fusco.train.observer import SECTIONS, ObservingDispatcher
 from fusco.train.records import Run, StepRecord
 from fusco.train.text import load_text, make_batch
 
@@ -29,13 +30,8 @@ _MAX_GRAD_NORM = 1.0
 def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:
     """Train one rank's part of a job; a collective of all ranks of the default group.
 
-    Args:
-        job: the same on all ranks.
-        report: called after every step.
-        keeps_routing: whether to gather the routing of the last step on rank 0.
-
-    Returns:
-        One run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
+    ``report`` is called after every step; ``keeps_routing`` gathers the routing of the last step on rank 0. Returns one
+    run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
     """
     text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
     runs = []
@@ -101,7 +97,7 @@ def _run(
             loss=mean_loss,
             gradient_norm=float(norm),
             step_s=time.perf_counter() - start,
-            section_to_s=observer.timer.take_s(),
+            section_to_s=observer.timer.take_s(SECTIONS),
             expert_imbalance=_imbalance(job, observer),
         )
         steps.append(_record(job, name, index, measured))
