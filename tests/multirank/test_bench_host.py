@@ -17,4 +17,4 @@ def test_pairs_are_timed_by_step(world, num_ranks):
         assert set(record.step_us) == {*STEPS, REST}
         assert sum(record.step_us.values()) > 0.5 * record.pair_us
         launched = [step for step, us in record.step_us.items() if us]
-        assert {"validate", "records", "plan", "scatter", "sum", "launch 3 kernels"} <= set(launched)
+        assert set(launched) == set(record.step_us)

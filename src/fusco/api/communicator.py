@@ -16,6 +16,7 @@ from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precompu
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
+from fusco.api.repeats import Repeats
 from fusco.api.validation import DispatchOptions
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.keeping import leak
@@ -115,6 +116,7 @@ class Communicator:
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
+        self._repeats = Repeats(parts.session, parts.validator)
         self._is_closed = False
         num_experts, device = parts.validator.placement.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
@@ -184,7 +186,7 @@ class Communicator:
         options = DispatchOptions(
             expert_alignment=expert_alignment, with_weights=with_weights, static=static, launch=launch
         )
-        output = run_collective(
+        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, options) or run_collective(
             self._session,
             self._engine,
             "dispatch",
@@ -558,12 +560,17 @@ class Communicator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
     ) -> torch.Tensor:
         """``combine`` without gradients."""
-        return run_collective(
-            self._session,
-            self._engine,
-            "combine",
-            lambda: self._validator.validate_combine(y, handle, weights, launch),
-            self._engine.prepare_combine,
+        out = self._repeats.combine(y, handle, weights, launch)
+        return (
+            out
+            if out is not None
+            else run_collective(
+                self._session,
+                self._engine,
+                "combine",
+                lambda: self._validator.validate_combine(y, handle, weights, launch),
+                self._engine.prepare_combine,
+            )
         )
 
     def _with_gradients(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from fusco.api.handle import Handle
-from fusco.api.known_inputs import KnownInputs
+from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
@@ -65,6 +65,9 @@ class Validator:
     wire_dtype: torch.dtype | None
     device: torch.device
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False, compare=False)
+    _known_rows: KnownInputs = field(
+        default_factory=lambda: KnownInputs(has_any_rows=True), init=False, repr=False, compare=False
+    )
 
     def validate_dispatch(
         self,
@@ -77,8 +80,7 @@ class Validator:
         alignment, static, launch = options.expert_alignment, options.static, options.launch
         if static is not None or self._is_capturing:
             self.require_static(static)
-        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-        terms = ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(options.with_weights))
+        tensors, terms = _terms_of_dispatch(payloads, topk_idx, topk_weights, options)
         known = self._known.find(tensors, *terms)
         if known is None:
             check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
@@ -103,11 +105,22 @@ class Validator:
             with_weights=options.with_weights,
             static=static,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
             self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
         return request
+
+    def known_dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        options: DispatchOptions,
+    ) -> KnownInput | None:
+        """Return what is known of the arguments of ``dispatch``; ``static`` and ``launch`` are not compared."""
+        tensors, terms = _terms_of_dispatch(payloads, topk_idx, topk_weights, options)
+        return self._known.find(tensors, *terms)
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -123,7 +136,7 @@ class Validator:
             plan=handle.plan,
             handle=handle.number,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
             self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, *terms)
@@ -133,11 +146,8 @@ class Validator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        self.require_handle(handle)
-        self.require_combine_weights(weights)
+        known = self.known_combine(y, handle, weights)
         topk_weights = None if weights is None else handle.topk_weights
-        terms = ("combine", 1, handle.num_rows, topk_weights is None, wants_grad(topk_weights))
-        known = self._known.find((y,), *terms)
         if known is None:
             self.require_expert_rows(y, handle)
         request: CombineRequest[Any] = CombineRequest(
@@ -146,11 +156,19 @@ class Validator:
             topk_weights=topk_weights,
             handle=handle.number,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
-            self._known.add(CollectiveFingerprint("combine", request.fields), (y,), *terms)
+            fingerprint = CollectiveFingerprint("combine", request.fields)
+            self._known_rows.add(fingerprint, (y,), *_terms_of_combine(topk_weights))
         return request
+
+    def known_combine(self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None) -> KnownInput | None:
+        """Return what is known of the arguments of ``combine``; raise if the handle or ``weights`` are invalid."""
+        self.require_handle(handle)
+        self.require_combine_weights(weights)
+        known = self._known_rows.find((y,), *_terms_of_combine(None if weights is None else handle.topk_weights))
+        return known if known is not None and y.shape[0] == handle.num_rows else None
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
         """Validate the arguments of ``shuffle``."""
@@ -372,6 +390,23 @@ class Validator:
                 f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
                 f"{self.capacity.max_bytes_per_token}"
             )
+
+
+def _terms_of_dispatch(
+    payloads: Sequence[torch.Tensor],
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    options: DispatchOptions,
+) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
+    """Return the tensors and the other terms by which the input of a dispatch is known."""
+    tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+    alignment = options.expert_alignment
+    return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(options.with_weights))
+
+
+def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the terms, besides rows, by which the input of a combine is known."""
+    return "combine", topk_weights is None, wants_grad(topk_weights)
 
 
 def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:

@@ -19,30 +19,24 @@ from fusco.api.validation import Validator
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.null_device import null_communicator, null_device
 from fusco.control.session import Session
+from fusco.core.access import Access
 from fusco.core.config import Capacity, StaticRows
-from fusco.cuda.engine import CudaEngine
-from fusco.cuda.intranode import IntranodeShuffle
-from fusco.cuda.kernels.library import Kernel
-from fusco.cuda.own_rows import OwnRows
-from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.stream_order import StreamOrder
+from fusco.cuda.kernels.plan import PlanMemory
+from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
+from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
 
 VARIANTS = ("exact", "static")
 _NUM_ROUNDS = 7  # the median one counts
 _TIMEOUT_S = 20.0
 
-# Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
+# Steps of repeated calls in the order of a table, and the functions whose time each has, without that of other steps
+# inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
-    "validate": ((Validator, "validate_dispatch"), (Validator, "validate_combine")),
-    "begin and end": ((Session, "begin"), (Session, "leave")),
-    "records": ((Session, "agree"),),
-    "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
-    "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
-    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
-    "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
-    "scatter": ((OwnRows, "scatter"),),
-    "sum": ((IntranodeShuffle, "combine"),),
-    "launch 3 kernels": ((Kernel, "launch"),),
+    "validate": ((Validator, "known_dispatch"), (Validator, "known_combine")),
+    "enter and leave": ((Access, "enter"), (Access, "leave"), (Session, "leave")),
+    "agree": ((Session, "repeat"),),
+    "allocate": ((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (PlanMemory, "take")),
+    "launch 3 kernels, wait for the plan": ((RepeatedLaunches, "launch"),),
 }
 REST = "rest"
 
@@ -61,17 +55,10 @@ class HostRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRecord:
+class HostRecord(HostRun):
     """Times of one variant on the slowest rank, in us a pair, and of each step of a dispatch and a combine."""
 
     variant: str
-    device: str
-    num_ranks: int
-    num_tokens: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    num_calls: int
     pair_us: float
     dispatch_us: float
     combine_us: float

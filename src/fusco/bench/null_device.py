@@ -99,8 +99,7 @@ def _null_launch(num_ranks: int) -> Any:
     def launch(_config: int, function: int, parameters: int, _extra: int) -> int:
         if function:
             arguments: int = load_acquire_at(parameters)
-            aligned = ticket_at // 8 * 8
-            ticket = (load_acquire_at(arguments + aligned) >> (8 * (ticket_at - aligned))) & 0xFFFFFFFF
+            ticket = load_acquire_at(arguments + ticket_at)
             if ticket:
                 store_release_at(load_acquire_at(arguments + report_at), ticket | function << 32)
         return 0

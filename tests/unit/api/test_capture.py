@@ -44,7 +44,7 @@ class Scene:
 
     def __init__(self, topology: Topology) -> None:
         self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
-        self.session = mock.Mock(sequence_number=1)
+        self.session = mock.Mock(sequence_number=1, has_published=False)
         self.session.access = Access("a communicator")
         self.session.begin.side_effect = lambda _: Call(1, CallProfile())
         self.engine = mock.Mock(topology=topology)

@@ -18,6 +18,7 @@ struct Report {
     i32 bad_src, bad_token, bad_k, bad_id;  // the first invalid expert id; bad_src is -1 if none
     u32 bad_ticket;                         // of the plan that found it
     i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all fit
+    u32 begun;                              // ticket of the latest plan that the device has come to
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -35,6 +36,7 @@ struct PlanArgs {
     u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
     i32* run_counts;           // [block][expert]: scratch
     Report* report;
+    u64 ticket;  // below 2^32; 0: the host does not wait for the report
     i32 first_row[NUM_SOURCES + 1];
     i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
     i32 published[NUM_NODES];     // the sources whose routing this rank publishes
@@ -42,7 +44,6 @@ struct PlanArgs {
     i32 num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
-    u32 ticket;  // 0: the host does not wait for the report
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
@@ -179,6 +180,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
     const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
     const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
+    if (args.ticket && blockIdx.x == 0 && threadIdx.x == 0)
+        *reinterpret_cast<volatile u32*>(&args.report->begun) = static_cast<u32>(args.ticket);
     if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
 
@@ -322,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
                 const RowPlace place = place_of(args, pair / NUM_TOPK);
                 report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
                 report->bad_id = pooled_id_of(pooled_pair_of(pair));
-                report->bad_ticket = args.ticket;
+                report->bad_ticket = static_cast<u32>(args.ticket);
                 __threadfence_system();
                 report->bad_src = place.src;
                 comm.state[FIRST_BAD_PAIR] = 0;
@@ -335,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             report->num_slots = needed;
             if (args.ticket) {
                 __threadfence_system();
-                *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
+                *reinterpret_cast<volatile u32*>(&report->ticket) = static_cast<u32>(args.ticket);
             }
             comm.state[PLAN_EPOCH] = epoch;
         }
