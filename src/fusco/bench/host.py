@@ -17,8 +17,9 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.validation import Validator
 from fusco.bench.environment import commit, hardware, versions
-from fusco.bench.null_device import null_communicator, null_device
+from fusco.bench.null_device import NullLibrary, null_communicator, null_device
 from fusco.control.session import Session
+from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, StaticRows
 from fusco.cuda.kernels.plan import PlanMemory
@@ -154,7 +155,8 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
     if run.device == "cuda":
         return Communicator(group, num_experts=run.num_experts, device="cuda", **sizes)
     num_slots = run.num_tokens * run.num_topk
-    return null_communicator(group, run.num_experts, Capacity(**sizes), num_slots, _TIMEOUT_S)
+    library = NullLibrary(run.num_ranks, num_slots)
+    return null_communicator(StoreGather(group, _TIMEOUT_S), run.num_experts, Capacity(**sizes), library)
 
 
 def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:

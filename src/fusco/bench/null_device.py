@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numba
 import torch
-import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
@@ -71,8 +70,11 @@ class _NullKernel(Kernel):
         self._shared_bytes = 1 << 30  # never asks the driver for more
 
 
-class _NullLibrary:
-    """Library of kernels that do nothing, except that a plan reports at once that it needs ``num_slots`` rows."""
+class NullLibrary:
+    """Library of kernels that do nothing, except that a plan reports at once that it needs ``num_slots`` rows.
+
+    Rows are undefined.
+    """
 
     device, num_sms, max_shared_bytes = _CPU, 132, 200 << 10
 
@@ -165,15 +167,13 @@ def _map(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _nam
 
 
 def null_communicator(
-    group: dist.ProcessGroup, num_experts: int, capacity: Capacity, num_slots: int, timeout_s: float
+    store_gather: StoreGather, num_experts: int, capacity: Capacity, library: NullLibrary
 ) -> Communicator:
-    """Return a communicator of all ranks of a group as one node, within ``null_device``.
+    """Return a communicator of all ranks as one node, within ``null_device``.
 
-    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver. A plan always needs
-    ``num_slots`` rows, and rows are undefined.
+    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver.
     """
-    store_gather = StoreGather(group, timeout_s)
-    num_ranks = store_gather.world_size
+    num_ranks, timeout_s = store_gather.world_size, store_gather.timeout_s
     topology, placement = (
         Topology.of_equal_nodes(num_ranks, num_ranks),
         ExpertPlacement.of(num_experts, None, num_ranks),
@@ -181,8 +181,7 @@ def null_communicator(
     config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=1 << 12))
     peer_info = PeerInfo(["this machine"] * num_ranks, [], "127.0.0.1")
     connections = connect(store_gather, SegmentSizes.of_control(topology), peer_info, SPIN_S)
-    library: Any = _NullLibrary(num_ranks, num_slots)
-    engine = CudaEngine(connections, config, placement, library)
+    engine = CudaEngine(connections, config, placement, cast("Any", library))
     session = Session(store_gather.rank, connections, Access("a benchmark's communicator"), on_broken=engine.abort)
     validator = _NullDeviceValidator(
         rank=store_gather.rank,

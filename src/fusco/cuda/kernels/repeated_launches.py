@@ -31,7 +31,7 @@ class Field(NamedTuple):
     name: str
     value: int
     plus: int = 0
-    index: int = 0  # in a field that is an array
+    entry: int = 0  # of a field that is an array
 
 
 @compiled(nogil=True)
@@ -42,7 +42,7 @@ def _launch(words: Any, values: Any) -> int:
         store_release_at(words[at], values[words[at + 1]] + words[at + 2])
         at += _FIELD_WORDS
     for kernel in range((len(words) - at) // _KERNEL_WORDS):
-        error = call_at(words[_LAUNCH], words[at], words[at + 1], words[at + 2], 0)
+        error: int = call_at(words[_LAUNCH], words[at], words[at + 1], words[at + 2], 0)
         if error:
             return INVALID_ID - (error << 8 | (kernel + 1))
         at += _KERNEL_WORDS
@@ -53,7 +53,7 @@ def _launch(words: Any, values: Any) -> int:
 def _wait(words: Any, ticket: int) -> int:
     report, polls = words[_REPORT], 0
     while True:
-        seen = load_acquire_at(report)
+        seen: int = load_acquire_at(report)
         if seen & _LOW_HALF == ticket:
             is_valid = load_acquire_at(report + _REPORT_OF_ID) & _LOW_HALF == _LOW_HALF  # -1
             return seen >> 32 if is_valid else INVALID_ID
@@ -78,7 +78,7 @@ class RepeatedLaunches:
         self._names = [prepared.kernel.name for prepared, _ in launches]
         self._kernels = [prepared.bound_to(stream) for prepared, _ in launches]
         fields = [
-            (bound.address_of(field.name, field.index), field.value, field.plus)
+            (bound.address_of(field.name, field.entry), field.value, field.plus)
             for bound, (_, of_kernel) in zip(self._kernels, launches, strict=True)
             for field in of_kernel
         ]

@@ -78,8 +78,8 @@ def scatter_fields(shape: PlanShape, memory: int, rows: Sequence[int], outputs: 
     """
     made = ("row_to_slots", "token_to_ranks", "block_to_first_slot", "num_rows_per_expert")
     return [
-        *(Field("rows", value, index=payload) for payload, value in enumerate(rows)),
-        *(Field("outputs", value, index=payload) for payload, value in enumerate(outputs)),
+        *(Field("rows", value, entry=payload) for payload, value in enumerate(rows)),
+        *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
         *(Field(name, memory, shape.offsets[name]) for name in made),
     ]
 
