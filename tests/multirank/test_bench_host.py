@@ -15,6 +15,5 @@ def test_pairs_are_timed_by_step(world, num_ranks):
     for record in (exact, static):
         assert record.pair_us >= record.dispatch_us > record.combine_us * 0.2 > 0
         assert set(record.step_us) == {*STEPS, REST}
-        assert sum(record.step_us.values()) > 0.5 * record.pair_us
         launched = [step for step, us in record.step_us.items() if us]
         assert set(launched) == set(record.step_us)

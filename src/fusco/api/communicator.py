@@ -183,14 +183,12 @@ class Communicator:
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads = _as_list(x)
-        options = DispatchOptions(
-            expert_alignment=expert_alignment, with_weights=with_weights, static=static, launch=launch
-        )
-        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, options) or run_collective(
+        options = (expert_alignment, with_weights, static, launch)
+        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, *options) or run_collective(
             self._session,
             self._engine,
             "dispatch",
-            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, options),
+            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, DispatchOptions(*options)),
             self._engine.prepare_dispatch,
         )
         plan, rows, weights = output.plan, output.rows, output.weights

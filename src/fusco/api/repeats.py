@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
 from fusco.api.handle import Handle
-from fusco.api.validation import DispatchOptions, Validator
+from fusco.api.validation import Validator
 from fusco.control.session import Session
 from fusco.core.movable import why_nothing_moves_here
-from fusco.engine.base import DispatchOutput, LateRejection
-
-_Result = TypeVar("_Result")
+from fusco.engine.base import DispatchOutput
 
 
 class Repeats:
@@ -33,24 +31,33 @@ class Repeats:
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: DispatchOptions,
+        *options: Any,
     ) -> DispatchOutput[Any] | None:
-        """Return what ``Engine.prepare_dispatch`` does when it is run."""
-        known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, options)
-        if known is None or known.repeated is None:
+        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` are those of ``DispatchOptions``."""
+        alignment, with_weights, static, launch = options
+        known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
+        if known is None or (repeated := known.repeated) is None:
             return None
-        repeated = known.repeated
-        access = self._session.access
-        access.enter("dispatch", is_for_owner=True)
+        session = self._session
+        session.access.enter("dispatch", is_for_owner=True)
         try:
-            if why_nothing_moves_here():
+            if why_nothing_moves_here() or (outputs := repeated.outputs(payloads, static, launch)) is None:
                 return None
-            outputs = repeated.outputs(payloads, options.static, options.launch)
-            if outputs is None:
-                return None
-            return self._make("dispatch", repeated, 0, lambda: repeated.run(payloads, topk_idx, topk_weights, outputs))
+            begin = perf_counter()
+            try:
+                if not session.repeat("dispatch", repeated.record, 0):
+                    return None
+                agreed = perf_counter()
+                output, rejection = repeated.run(payloads, topk_idx, topk_weights, outputs)
+            except BaseException as error:
+                session.leave("dispatch", error)
+                raise
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
         finally:
-            access.leave()
+            session.access.leave()
+        if rejection:
+            raise rejection
+        return output  # type: ignore[no-any-return]
 
     def combine(
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Any
@@ -60,44 +67,23 @@ class Repeats:
             known = self._validator.known_combine(y, handle, weights)
         except (TypeError, ValueError):
             return None
-        if known is None or known.repeated is None:
+        if known is None or (repeated := known.repeated) is None:
             return None
-        repeated = known.repeated
-        access = self._session.access
-        access.enter("combine", is_for_owner=True)
+        session = self._session
+        session.access.enter("combine", is_for_owner=True)
         try:
-            if why_nothing_moves_here():
+            if why_nothing_moves_here() or (out := repeated.output(y, handle.plan, launch)) is None:
                 return None
-            out: torch.Tensor | None = repeated.output(y, handle.plan, launch)
-            if out is None:
-                return None
-
-            def run() -> torch.Tensor:
-                repeated.run(y, handle.plan, out)
-                return out
-
-            return self._make("combine", repeated, handle.number, run)
-        finally:
-            access.leave()
-
-    def _make(self, operation: str, repeated: Any, handle: int, run: Callable[[], _Result]) -> _Result | None:
-        session, begin = self._session, perf_counter()
-        rejection: Exception | None = None
-        result: _Result | None = None
-        try:
-            if not session.repeat(operation, repeated.record, handle):
-                return None
-            agreed = perf_counter()
+            begin = perf_counter()
             try:
-                result = run()
-            except LateRejection as late:
-                rejection = late.error
-        except BaseException as error:
-            session.leave(operation, error)
-            raise
-        session.leave(operation)
-        profile = session.profile
-        profile.planning_s, profile.wire_s, profile.num_sms = agreed - begin, perf_counter() - agreed, repeated.num_sms
-        if rejection:
-            raise rejection
-        return result
+                if not session.repeat("combine", repeated.record, handle.number):
+                    return None
+                agreed = perf_counter()
+                repeated.run(y, handle.plan, out)
+            except BaseException as error:
+                session.leave("combine", error)
+                raise
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
+        finally:
+            session.access.leave()
+        return out  # type: ignore[no-any-return]

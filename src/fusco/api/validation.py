@@ -39,7 +39,7 @@ _DEFAULT_LAUNCH = Launch()
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DispatchOptions:
     """Options of a dispatch; see ``Communicator.dispatch``."""
 
@@ -80,8 +80,7 @@ class Validator:
         alignment, static, launch = options.expert_alignment, options.static, options.launch
         if static is not None or self._is_capturing:
             self.require_static(static)
-        tensors, terms = _terms_of_dispatch(payloads, topk_idx, topk_weights, options)
-        known = self._known.find(tensors, *terms)
+        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, options.with_weights)
         if known is None:
             check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
             if options.with_weights and topk_weights is None:
@@ -108,6 +107,8 @@ class Validator:
             known=known,
         )
         if known is None:
+            tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, options.with_weights)
             self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
         return request
 
@@ -116,11 +117,12 @@ class Validator:
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: DispatchOptions,
+        alignment: int,
+        with_weights: object,
     ) -> KnownInput | None:
-        """Return what is known of the arguments of ``dispatch``; ``static`` and ``launch`` are not compared."""
-        tensors, terms = _terms_of_dispatch(payloads, topk_idx, topk_weights, options)
-        return self._known.find(tensors, *terms)
+        """Return what is known of these arguments of ``dispatch``; the others are not compared."""
+        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+        return self._known.find(tensors, *_terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights))
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -392,16 +394,9 @@ class Validator:
             )
 
 
-def _terms_of_dispatch(
-    payloads: Sequence[torch.Tensor],
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    options: DispatchOptions,
-) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
-    """Return the tensors and the other terms by which the input of a dispatch is known."""
-    tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-    alignment = options.expert_alignment
-    return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(options.with_weights))
+def _terms_of_dispatch(num_tensors: int, num_payloads: int, alignment: int, with_weights: object) -> tuple[object, ...]:
+    """Return the terms, besides tensors, by which the input of a dispatch is known."""
+    return "dispatch", num_tensors, num_payloads, type(alignment), alignment, bool(with_weights)
 
 
 def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:

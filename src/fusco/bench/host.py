@@ -34,7 +34,7 @@ _TIMEOUT_S = 20.0
 # inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     "validate": ((Validator, "known_dispatch"), (Validator, "known_combine")),
-    "enter and leave": ((Access, "enter"), (Access, "leave"), (Session, "leave")),
+    "enter and leave": ((Access, "enter"), (Access, "leave"), (Session, "leave_repeated")),
     "agree": ((Session, "repeat"),),
     "allocate": ((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (PlanMemory, "take")),
     "launch 3 kernels, wait for the plan": ((RepeatedLaunches, "launch"),),

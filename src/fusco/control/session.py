@@ -58,18 +58,30 @@ class Session:
         Return False if something is not as it was before: ``begin`` and ``agree`` must follow, with the same input.
         If the record has been published already, they go on from there. ``leave`` must follow in any case.
         """
-        number = self.sequence_number + 1
-        if self.broken or (outcome := record.publish(number, handle)) <= PEERS_NOT_DONE:
+        if self.broken:
             return False
-        self.sequence_number, self._name = number, f"{operation} #{number}"
-        self.profile = CallProfile(self._name)
-        self._watchdog.begin(number, self._name)
+        number = self.sequence_number + 1
+        name, outcome = f"{operation} #{number}", record.publish(number, handle)
+        if outcome == PEERS_NOT_DONE:
+            self._watchdog.begin(number, name)
+            self._exchange.wait_for_peers_done(number)
+            outcome = record.publish(number, handle)
+        if outcome <= PEERS_NOT_DONE:
+            return False
+        self.sequence_number, self._name, self.profile = number, name, CallProfile(name)
+        self._watchdog.begin(number, name)
         self._exchange.count_as_written(record.text)
         if outcome == RECORDS_MISSING:
             self._exchange.wait_for_records(number)
             outcome = record.compare(number)
         self._is_published = outcome != ALL_EQUAL
         return not self._is_published
+
+    def leave_repeated(self, planning_s: float, wire_s: float, num_sms: int) -> None:
+        """Leave a collective in which ``repeat`` returned True, and complete its profile."""
+        profile = self.profile
+        profile.planning_s, profile.wire_s, profile.num_sms = planning_s, wire_s, num_sms
+        self._watchdog.end()
 
     @property
     def has_published(self) -> bool:

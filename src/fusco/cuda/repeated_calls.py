@@ -27,7 +27,7 @@ from fusco.cuda.kernels.scatter_rows import scatter_fields
 from fusco.cuda.own_rows import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
-from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall, LateRejection
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
 
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
 _LOW_HALF, _HIGH_HALF = 0xFFFFFFFF, -1 << 32
@@ -93,12 +93,9 @@ class RepeatedCalls:
             return None
         if request.topk_weights is not None and request.topk_weights.dtype != tensors[-1].dtype:
             return None  # the weights that travel are a copy
-        num_slots = plan.num_slots
+        num_slots: int | None = plan.num_slots
         if not request.static:
-            bound = affordable_bound_of(plan, request, tuple(map(row_bytes, request.payloads)))
-            if bound is None:
-                return None
-            num_slots = bound
+            num_slots = affordable_bound_of(plan, request, tuple(map(row_bytes, request.payloads)))
         return RepeatedDispatch(self, request, plan, launched, num_slots)
 
     def _can_repeat(self, launch: Launch, plan: DevicePlan, tensors: Sequence[torch.Tensor]) -> bool:
@@ -154,25 +151,29 @@ class RepeatedDispatch(_Repeated):
         request: DispatchRequest,
         plan: DevicePlan,
         launched: Sequence[PreparedLaunch],
-        num_slots: int,
+        num_slots: int | None,
     ) -> None:
-        """Prepare the dispatch that has just made a plan; its output has ``num_slots`` rows before it is narrowed."""
+        """Prepare the dispatch that has just made a plan.
+
+        Its output has ``num_slots`` rows before it is narrowed; with ``None`` it is made once the size is known.
+        """
         assert request.known is not None
         counts = [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
         super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched[1].grid)
         self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
         self._row_shapes = [payload.shape[1:] for payload in request.payloads]
-        self._has_weights, shape = request.topk_weights is not None, plan.tables.shape
+        shape = plan.tables.shape
         self._memory = PlanMemory(shape, calls.context.arena.device)
-        self._of_plan: dict[str, Any] = {
-            **{name: getattr(plan, name) for name in ("rank", "placement", "first_row", "held", "num_topk", "stream")}
-        }
-        memory, ids, weights, first = 1, 2, 3, 4  # indices of values, after the ticket
+        same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
+        self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
+        # Indices of values, after the ticket.
+        memory, num, ids, weights, first = range(1, 6)
         rows = range(first, first + len(request.payloads))
         outputs = range(rows.stop, rows.stop + len(rows))
-        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs)]
-        report = calls.context.arena.report_address
-        self._launches = RepeatedLaunches(list(zip(launched, fields, strict=True)), plan.stream, report)
+        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num)]
+        launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
+        together = [launches] if num_slots is not None else [launches[:1], launches[1:]]
+        self._launches = [RepeatedLaunches(each, outputs.stop, plan.stream, report) for each in together]
 
     def outputs(
         self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
@@ -184,9 +185,12 @@ class RepeatedDispatch(_Repeated):
             if payload.data_ptr() % _ALIGNMENT:
                 return None
         try:
-            return [p.new_empty(self._num_slots, *shape) for p, shape in zip(payloads, self._row_shapes, strict=True)]
+            return [] if self._num_slots is None else self._new_outputs(payloads, self._num_slots)
         except torch.cuda.OutOfMemoryError:
             return None
+
+    def _new_outputs(self, payloads: Sequence[torch.Tensor], num_slots: int) -> list[torch.Tensor]:
+        return [p.new_empty(num_slots, *shape) for p, shape in zip(payloads, self._row_shapes, strict=True)]
 
     def run(
         self,
@@ -194,27 +198,28 @@ class RepeatedDispatch(_Repeated):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         outputs: list[torch.Tensor],
-    ) -> DispatchOutput[DevicePlan]:
-        """Launch it, once all ranks agree, into these outputs; wait for their size unless they are static."""
-        number = self._planner.next_ticket()
-        tables = self._memory.take()
-        outcome = self._launches.launch(
-            0 if self._static else number,
-            tables.address,
-            topk_idx.data_ptr(),
-            topk_weights.data_ptr() if topk_weights is not None else 0,
-            *[payload.data_ptr() for payload in payloads],
-            *[output.data_ptr() for output in outputs],
-        )
-        plan = DevicePlan(num_slots=self._num_slots, tables=tables, **self._of_plan)
+    ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
+        """Launch it, once all ranks agree, into these outputs; wait for their size unless they are static.
+
+        Returns the output, and the error of an invalid id.
+        """
+        number, tables = self._planner.next_ticket(), self._memory.take()
+        inputs = (topk_idx.data_ptr(), 0 if topk_weights is None else topk_weights.data_ptr())
+        rows = [payload.data_ptr() for payload in payloads]
+        places = [output.data_ptr() for output in outputs] or rows  # no outputs yet: the plan uses no rows
+        num_slots, ticket = self._num_slots, 0 if self._static else number
+        outcome = self._launches[0].launch(ticket, tables.address, num_slots or 0, *inputs, *rows, *places)
+        plan = DevicePlan(num_slots=num_slots if self._static else outcome, tables=tables, **self._of_plan)
         if self._static:
-            return DispatchOutput(plan, outputs)
-        plan.num_slots = outcome
+            return DispatchOutput(plan, outputs), None
         if outcome < 0:
             self._planner.size_exactly(plan)
-            if rejection := self._planner.rejection_of(topk_idx):
-                raise LateRejection(rejection)
-        return DispatchOutput(plan, narrowed(outputs, plan.num_slots))
+        if num_slots is None:
+            outputs = self._new_outputs(payloads, plan.num_slots)
+            places = [output.data_ptr() for output in outputs]
+            self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
+        rejection = self._planner.rejection_of(topk_idx) if outcome < 0 else None
+        return DispatchOutput(plan, narrowed(outputs, plan.num_slots)), rejection
 
 
 class RepeatedCombine(_Repeated):
@@ -230,7 +235,7 @@ class RepeatedCombine(_Repeated):
         self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
         memory, rows, out = 1, 2, 3  # indices of values, after the ticket
         fields = combine_fields(plan.tables.shape, memory, rows, out, is_weighted=request.is_weighted)
-        self._launches = RepeatedLaunches([(launched, fields)], plan.stream, 0)
+        self._launches = RepeatedLaunches([(launched, fields)], 4, plan.stream, 0)
 
     def output(self, y: torch.Tensor, plan: DevicePlan, launch: Launch | None) -> torch.Tensor | None:
         """Return memory for the sums; ``None`` if the call is another one."""

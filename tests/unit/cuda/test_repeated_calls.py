@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -173,7 +174,19 @@ def pair(comm, step, *, has_weights=True, has_scales=False, dtype=torch.float32,
     return sent, comm.combine(sent.rows * 2, sent.handle)
 
 
+@pytest.fixture
+def no_bound(request):
+    """Without an output of the maximum size, if the test asks for that."""
+    with ExitStack() as stack:
+        if request.param:
+            for name in ("intranode", "repeated_calls"):
+                stack.enter_context(mock.patch(f"fusco.cuda.{name}.affordable_bound_of", return_value=None))
+        yield
+
+
+@pytest.mark.parametrize("no_bound", [False, True], indirect=True)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_bound")
 def test_repeated_calls_return_what_others_do(case, repeats):
     def program(comm, other, _library):
         for step in range(6):

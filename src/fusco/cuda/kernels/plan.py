@@ -110,12 +110,16 @@ class PlanTensors:
         shape: sizes and offsets.
         memory: int64; has this plan's tensors, and perhaps those of others.
         address: of the first.
+        num_rows_per_expert: see ``PlannedRows``.
     """
 
-    def __init__(self, shape: PlanShape, memory: torch.Tensor, first: int = 0) -> None:
-        """Place the tensors behind the first elements of the memory."""
+    def __init__(
+        self, shape: PlanShape, memory: torch.Tensor, first: int = 0, counts: torch.Tensor | None = None
+    ) -> None:
+        """Place the tensors behind the first elements of the memory; ``counts`` are ``num_rows_per_expert``."""
         self.shape, self.memory, self._first = shape, memory, first
         self.address: int = memory.data_ptr() + 8 * first
+        self.num_rows_per_expert = memory[first : first + shape.num_local_experts] if counts is None else counts
 
     @classmethod
     def of(cls, shape: PlanShape, device: torch.device) -> PlanTensors:
@@ -137,11 +141,6 @@ class PlanTensors:
     def weight_bytes(self) -> int:
         """Bytes of a weight; 0 without weights."""
         return self.shape.weight_bytes
-
-    @cached_property
-    def num_rows_per_expert(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
-        return self.memory[self._first : self._first + self.shape.num_local_experts]
 
     @cached_property
     def row_to_slots(self) -> torch.Tensor:
@@ -188,12 +187,10 @@ class PlanMemory:
     def _allocate(self) -> list[PlanTensors]:
         size, num_local = self._shape.offsets["end"] // 8, self._shape.num_local_experts
         number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 8 * size)))
-        memory = torch.empty(number * size, dtype=torch.int64, device=self._device)
-        made = [PlanTensors(self._shape, memory, i * size) for i in range(number)]
-        # Callers of dispatch get the counts, and a slice of memory takes as long as half a launch.
-        for tables, counts in zip(made, memory.split([num_local, size - num_local] * number)[::2], strict=True):
-            vars(tables)["num_rows_per_expert"] = counts
-        return made
+        memory = torch.empty(number, size, dtype=torch.int64, device=self._device)
+        # Callers of dispatch get the counts, and a slice of memory takes as long as half a launch: all at once.
+        all_counts, memory = memory[:, :num_local].unbind(), memory.view(-1)
+        return [PlanTensors(self._shape, memory, i * size, counts) for i, counts in enumerate(all_counts)]
 
 
 @dataclass(kw_only=True)

@@ -67,15 +67,17 @@ def _wait(words: Any, ticket: int) -> int:
 class RepeatedLaunches:
     """Launches on one stream with arguments of their own, of which every call sets the same fields."""
 
-    def __init__(self, launches: Sequence[tuple[PreparedLaunch, Sequence[Field]]], stream: int, report: int) -> None:
+    def __init__(
+        self, launches: Sequence[tuple[PreparedLaunch, Sequence[Field]]], num_values: int, stream: int, report: int
+    ) -> None:
         """Copy the arguments of kernels to launch one after the other.
 
         Args:
             launches: kernels with all arguments, and the fields that change.
+            num_values: values that ``launch`` takes; not all of them need be in a field.
             stream: the handle of the stream.
             report: the address of a ``Report``.
         """
-        self._names = [prepared.kernel.name for prepared, _ in launches]
         self._kernels = [prepared.bound_to(stream) for prepared, _ in launches]
         fields = [
             (bound.address_of(field.name, field.entry), field.value, field.plus)
@@ -86,7 +88,6 @@ class RepeatedLaunches:
         words += [word for field in fields for word in field]
         words += [word for bound in self._kernels for word in bound.call]
         self._words = np.array(words, dtype=np.int64)
-        num_values = 1 + max(field.value for _, of_kernel in launches for field in of_kernel)
         self._values = np.zeros(num_values, dtype=np.int64)
         self._pack = partial(struct.Struct(f"{num_values}q").pack_into, self._values.data, 0)
 

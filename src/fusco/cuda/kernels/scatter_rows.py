@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from fusco.cuda.kernels.abi import I32, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
+from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -25,8 +25,9 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         *((name, POINTER * num_payloads) for name in ("rows", "outputs")),
         ("received", U64 * num_payloads * num_ranks),
         *((name, POINTER) for name in made),
+        ("num_slots", I64),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "num_slots", "longest", "parts", "num_senders")),
+        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders")),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -71,7 +72,9 @@ def scatter_rows(
     return prepared
 
 
-def scatter_fields(shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int]) -> list[Field]:
+def scatter_fields(
+    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int
+) -> list[Field]:
     """Return the fields that change if a dispatch within a node is repeated, by the indices of their values.
 
     ``memory`` is the address of the plan's tensors; rows and outputs have an entry for each payload.
@@ -81,6 +84,7 @@ def scatter_fields(shape: PlanShape, memory: int, rows: Sequence[int], outputs: 
         *(Field("rows", value, entry=payload) for payload, value in enumerate(rows)),
         *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
         *(Field(name, memory, shape.offsets[name]) for name in made),
+        Field("num_slots", num_slots),
     ]
 
 
