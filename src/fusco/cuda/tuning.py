@@ -39,6 +39,7 @@ FSDP_SMS = 32
 # --- Blocks ---
 
 PLAN_THREADS, PLAN_PAIRS_PER_BLOCK = 512, 1024  # 4c3fc1a; source not recorded
+PLAN_PAIRS_OF_ONE_BLOCK = 2048  # as many as it keeps in registers; no grid barrier is needed then
 PLAN_FORWARDING_THREADS = 1024  # one block per node; source not recorded
 GATHER_THREADS = 512  # source not recorded
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded

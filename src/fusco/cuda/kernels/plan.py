@@ -16,7 +16,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
-from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
+from fusco.cuda.tuning import PLAN_PAIRS_OF_ONE_BLOCK, PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
 _MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
@@ -341,6 +341,7 @@ def _prepare(
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
     num_pairs = plan.first_row[-1] * num_topk
-    grid = max(1, min(launcher.sms(terms.num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK)))
+    num_blocks = 1 if num_pairs <= PLAN_PAIRS_OF_ONE_BLOCK else -(-num_pairs // PLAN_PAIRS_PER_BLOCK)
+    grid = min(launcher.sms(terms.num_sms), num_blocks)
     shared_bytes = plan_shared_bytes(tables.num_local_experts)
     return launcher.prepare(key, constants, arguments, grid=grid, num_threads=PLAN_THREADS, shared_bytes=shared_bytes)
