@@ -22,22 +22,43 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, StaticRows
+from fusco.core.topology import Topology
+from fusco.cuda.engine import CudaEngine
+from fusco.cuda.internode import InternodeShuffle
+from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
+from fusco.cuda.network import Network
+from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from fusco.cuda.stream_order import StreamOrder
 
 VARIANTS = ("exact", "static")
 _NUM_ROUNDS = 7  # the median one counts
 _TIMEOUT_S = 20.0
 
-# Steps of repeated calls in the order of a table, and the functions whose time each has, without that of other steps
-# inside.
+# Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
-    "validate": ((Validator, "known_dispatch"), (Validator, "known_combine")),
-    "enter and leave": ((Access, "enter"), (Access, "leave"), (Session, "leave_repeated")),
-    "agree": ((Session, "repeat"),),
+    "validate": ((Validator, "known_dispatch"), (Validator, "known_combine"), (Validator, "validate_dispatch")),
+    "enter and leave": (
+        *((Access, name) for name in ("enter", "leave")),
+        *((Session, name) for name in ("begin", "leave", "leave_repeated")),
+    ),
+    "records": ((Session, "repeat"), (Session, "agree")),
     "allocate": ((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (PlanMemory, "take")),
-    "launch 3 kernels, wait for the plan": ((RepeatedLaunches, "launch"),),
+    "launch again, wait for the plan": ((RepeatedLaunches, "launch"),),
+    # Between nodes, where nothing is prepared.
+    "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
+    "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
+    "plan": ((DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
+    "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
+    "scatter": ((OwnRows, "scatter"),),
+    "rows for each node": ((InternodeShuffle, "prepare_dispatch"),),
+    "dispatch between nodes": ((InternodeShuffle, "_dispatch"),),
+    "sums between nodes": ((InternodeShuffle, "combine"),),
+    "network": ((Network, "exchange"),),
+    "launch kernels": ((Kernel, "launch"),),
 }
 REST = "rest"
 
@@ -48,6 +69,7 @@ class HostRun:
 
     device: str
     num_ranks: int
+    ranks_per_node: int
     num_tokens: int
     hidden: int
     num_experts: int
@@ -153,10 +175,13 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
         "max_bytes_per_token": 2 * run.hidden,
     }
     if run.device == "cuda":
-        return Communicator(group, num_experts=run.num_experts, device="cuda", **sizes)
+        return Communicator(
+            group, num_experts=run.num_experts, device="cuda", ranks_per_node=run.ranks_per_node, **sizes
+        )
     num_slots = run.num_tokens * run.num_topk
-    library = NullLibrary(run.num_ranks, num_slots)
-    return null_communicator(StoreGather(group, _TIMEOUT_S), run.num_experts, Capacity(**sizes), library)
+    topology = Topology.of_equal_nodes(run.num_ranks, run.ranks_per_node)
+    library = NullLibrary(topology, num_slots, run.num_topk)
+    return null_communicator(StoreGather(group, _TIMEOUT_S), topology, run.num_experts, Capacity(**sizes), library)
 
 
 def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:

@@ -10,8 +10,9 @@ import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import RowOverflowError, SharedMemoryError
+from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
 from fusco.core.profile import Call
+from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
@@ -27,9 +28,11 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
+from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
+from fusco.cpu.transport import Transport
 from fusco.engine.agreed_groups import agreed_groups
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -45,10 +48,11 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
-from fusco.engine.tasks import run_tasks
+from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.rails.rail import configured_rails
 from fusco.schedule.cost import CPU_LINKS
 
 # How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
@@ -67,11 +71,14 @@ class CpuEngine:
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
             resources.callback(self._memory.close)
-            self._transport = _connect_over_tcp(config.topology, connections)
+            self._transport = _connect_nodes(config.topology, connections)
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
-            self._send_slots = list(self._private[: config.settings.ring_depth])
+            # Over rails a slot is in use until the peer has acknowledged it. In dispatch and combine the receive slots
+            # are free, except the last, for sums.
+            num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
+            self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
 
@@ -152,15 +159,14 @@ class CpuEngine:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
             forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
-            run_tasks(
+            self._run(
                 [
                     SendRows(plan, memory, self._send_ring(), bytes_per_token, call.profile),
                     self._receive_rows(
                         {src: plan.num_rows_from(src) for src in forwarded}, bytes_per_token, bytes_per_token, call
                     ),
                     ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
-                ],
-                self._watchdog,
+                ]
             )
         return outputs
 
@@ -190,7 +196,7 @@ class CpuEngine:
                 rows_per_chunk=rows_per_chunk,
                 profile=call.profile,
             )
-            run_tasks([ProducePartialSums(self._memory, terms, chunks), fold, returned], self._watchdog)
+            self._run([ProducePartialSums(self._memory, terms, chunks), fold, returned])
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -199,7 +205,7 @@ class CpuEngine:
         def run(counts: Sequence[Sequence[int]]) -> None:
             check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
             with call.profile.spend("wire"):
-                run_tasks(self._streams().tasks(request.send, request.receive), self._watchdog)
+                self._run(self._streams().tasks(request.send, request.receive))
 
         return Pending(sizes.pack(), run)
 
@@ -211,7 +217,7 @@ class CpuEngine:
                 spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
                 memories = [*request.memories, *spare]
                 tasks = make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
-                run_tasks(tasks, self._watchdog)
+                self._run(tasks)
             return request
 
         return Pending(sizes_of(request).pack(), run)
@@ -219,12 +225,12 @@ class CpuEngine:
     def gather_send(self, segments: Segments, dst: int) -> None:
         streams = self._streams()
         with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
-            run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
+            self._run(streams.tasks({dst: segments}, {}))
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         streams = self._streams()
         with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
-            run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
+            self._run(streams.tasks({}, {src: segments}))
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
         """Rows are always copied, since peers cannot read the caller's memory."""
@@ -257,6 +263,14 @@ class CpuEngine:
         self._resources.close()
         self._recycler.close()
 
+    def _run(self, tasks: Sequence[Task]) -> None:
+        """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
+        run_tasks(tasks, self._watchdog)
+        if not self._transport.is_flushed:
+            self._watchdog.wait_until(
+                lambda: self._transport.is_flushed, lambda: Stall("acknowledging", (), "all written", "not all")
+            )
+
     def _send_ring(self) -> SendRing:
         return SendRing(self._transport, self._send_slots)
 
@@ -277,17 +291,22 @@ def warm_up(config: EngineConfig) -> None:
         warm_up_stages()
 
 
-def _connect_over_tcp(topology: Topology, connections: Connections) -> TcpTransport:
+def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
+    """Connect to the ranks of other nodes, over the rails of this host if ``FUSCO_RAILS`` names any."""
     store_gather, watchdog = connections.store_gather, connections.watchdog
     local_node = topology.rank_to_node[store_gather.rank]
     peers = [rank for rank, node in enumerate(topology.rank_to_node) if node != local_node]
+    has_rails = bool(peers and rail_names())
+
+    def connect() -> Transport:
+        secret, wait_until = connections.secret, watchdog.wait_until
+        if has_rails:
+            neighbours = topology.node_to_ranks[local_node]
+            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
+        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+
     watchdog.begin(0, "Communicator")
-    transport = connecting(
-        lambda: TcpTransport(store_gather, peers, connections.listen_on, connections.secret, watchdog.wait_until),
-        "over TCP",
-        tuple(peers),
-        watchdog,
-    )
+    transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
     watchdog.add_network_probe(lambda: transport.failure)
     if peers:
         watchdog.add_poll(transport.poll)

@@ -209,11 +209,10 @@ class RepeatedDispatch(_Repeated):
         places = [output.data_ptr() for output in outputs] or rows  # no outputs yet: the plan uses no rows
         num_slots, ticket = self._num_slots, 0 if self._static else number
         outcome = self._launches[0].launch(ticket, tables.address, num_slots or 0, *inputs, *rows, *places)
-        plan = DevicePlan(num_slots=num_slots if self._static else outcome, tables=tables, **self._of_plan)
+        plan = DevicePlan(num_slots=num_slots or 0, tables=tables, **self._of_plan)
         if self._static:
             return DispatchOutput(plan, outputs), None
-        if outcome < 0:
-            self._planner.size_exactly(plan)
+        self._planner.size_exactly(plan)
         if num_slots is None:
             outputs = self._new_outputs(payloads, plan.num_slots)
             places = [output.data_ptr() for output in outputs]

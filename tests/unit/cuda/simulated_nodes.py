@@ -107,7 +107,7 @@ class SimulatedNccl:
 
 
 class SimulatedNetwork:
-    """Stands in for ``Network``."""
+    """Replaces ``Network``."""
 
     def __init__(self, nccl: SimulatedNccl, rank: int, stream: Stream) -> None:
         self.stream = stream
@@ -122,7 +122,7 @@ class SimulatedNetwork:
 
 
 class SimulatedSession:
-    """Stands in for ``Session``."""
+    """Replaces ``Session``."""
 
     has_published = False
 
@@ -172,7 +172,7 @@ class Roll:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Stands in for PyTorch's handle of symmetric memory."""
+    """Replaces PyTorch's handle of symmetric memory."""
 
     memories: Sequence[torch.Tensor]
 

@@ -47,7 +47,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def as_many_blocks_as_for_many_tokens(monkeypatch):
     monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 8)
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_OF_ONE_BLOCK", 8)
 
 
 class Emulated:
@@ -123,7 +122,7 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ragged with holes", "skewed"])
 def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(kind, folder, monkeypatch):
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_OF_ONE_BLOCK", 1 << 20)
+    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 1 << 20)
     monkeypatch.setattr(plan_kernel, "PLAN_THREADS", 32)
     for order in range(2):
         play(Scene(num_nodes=1, ranks_per_node=4, kind=kind, seed=order), folder, order)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from simulated_kernels import NodeWords, SimulatedKernel
 
-from fusco import Capacity, MismatchError, PeerFailureError, RejectedInputError, RowOverflowError, StaticRows
+from fusco import Capacity, MismatchError, PeerFailureError, RejectedInputError, RowOverflowError, StaticRows, Topology
 from fusco.bench.null_device import NullLibrary, null_communicator, null_device
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
@@ -25,6 +25,7 @@ from store_gathers import on_ranks
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS, HIDDEN = 2, 6, 2, 8, 16
 CAPACITY = Capacity(num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, max_bytes_per_token=80)
+TOPOLOGY = Topology.of_equal_nodes(NUM_RANKS, NUM_RANKS)
 LIMIT_S = 20.0
 
 
@@ -108,7 +109,7 @@ class Node:
             comms = []
             for number, library in enumerate(libraries, 1):
                 store_gather.store = dist.PrefixStore(str(number), store)
-                comms.append(null_communicator(store_gather, NUM_EXPERTS, CAPACITY, library))
+                comms.append(null_communicator(store_gather, TOPOLOGY, NUM_EXPERTS, CAPACITY, library))
             comms[1]._repeats = mock.Mock(dispatch=lambda *_: None, combine=lambda *_: None)
             try:
                 return program(*comms, libraries[0])
@@ -149,9 +150,12 @@ def inputs(rank, step, num_tokens=MAX_TOKENS, dtype=torch.float32):
 def same(one, other) -> bool:
     sent, out = one
     expected, sums = other
-    tensors = [*sent.payloads, sent.num_rows_per_expert, out]
-    others = [*expected.payloads, expected.num_rows_per_expert, sums]
-    return all(map(torch.equal, tensors, others))
+    tensors = [*sent.payloads, sent.num_rows_per_expert, sent.num_rows_needed, out]
+    others = [*expected.payloads, expected.num_rows_per_expert, expected.num_rows_needed, sums]
+    on_host = sent.num_rows_per_expert_on_host
+    is_exact = on_host is not None and torch.equal(on_host, sent.num_rows_per_expert)
+    has_host_counts = expected.num_rows_per_expert_on_host is not None
+    return all(map(torch.equal, tensors, others)) and is_exact == has_host_counts
 
 
 CASES = {

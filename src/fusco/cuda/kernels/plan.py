@@ -16,7 +16,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
-from fusco.cuda.tuning import PLAN_PAIRS_OF_ONE_BLOCK, PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
+from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
 _MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
@@ -44,6 +44,7 @@ class PlanTables:
         num_local_experts: experts of this rank.
         run_counts: int32 (num_sms * num_local_experts,), scratch.
         report: the address of a ``Report``.
+        reported_counts: int32 (num_local_experts,) in host memory: rows of each local expert, part of a report.
     """
 
     expert_to_local: torch.Tensor
@@ -52,6 +53,7 @@ class PlanTables:
     num_local_experts: int
     run_counts: torch.Tensor
     report: int
+    reported_counts: torch.Tensor
 
 
 class PlanTerms(NamedTuple):
@@ -88,7 +90,7 @@ class PlanShape:
             "num_rows_per_expert": 8 * self.num_local_experts,
             "weights": num_pairs * (self.weight_dtype.itemsize if self.weight_dtype else 0),
             "row_to_slots": 4 * num_pairs,
-            "block_to_first_slot": 4 * (self.num_local_experts + 1),
+            "block_to_first_slot": 4 * (self.num_local_experts + 2),
             "token_to_ranks": 4 * self.num_held_rows,
         }
         offsets, end = {}, 0
@@ -158,7 +160,12 @@ class PlanTensors:
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 1,))
+        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[:-1]
+
+    @cached_property
+    def num_rows_needed(self) -> torch.Tensor:
+        """See ``PlannedRows``."""
+        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[-1:]
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
@@ -235,6 +242,11 @@ class PlannedRows:
         """First slot of each local expert's block, then the end of the last: int32 (num_local_experts + 1,)."""
         return self.tables.block_to_first_slot
 
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        """Slots that all rows need, padding included, even if there are fewer: int32 (1,)."""
+        return self.tables.num_rows_needed
+
 
 @cache
 def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
@@ -245,7 +257,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
     fields = [
         ("comm", comm_type(num_ranks)),
         *((name, POINTER * num_nodes) for name in ("topk_idx", "topk_weights")),
-        *((name, POINTER) for name in (*tables, *made, "run_counts", "report")),
+        *((name, POINTER) for name in (*tables, *made, "run_counts", "reported_counts", "report")),
         ("ticket", U64),
         ("first_row", I32 * (num_sources + 1)),
         ("publishers", I32 * num_sources),
@@ -323,6 +335,7 @@ def _prepare(
         expert_to_rank=tables.expert_to_rank.data_ptr(),
         run_counts=tables.run_counts.data_ptr(),
         report=tables.report,
+        reported_counts=tables.reported_counts.data_ptr(),
         first_row=plan.first_row,
         publishers=tables.publishers,
         published=tuple(routing.source for routing in published),
@@ -341,7 +354,6 @@ def _prepare(
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
     num_pairs = plan.first_row[-1] * num_topk
-    num_blocks = 1 if num_pairs <= PLAN_PAIRS_OF_ONE_BLOCK else -(-num_pairs // PLAN_PAIRS_PER_BLOCK)
-    grid = min(launcher.sms(terms.num_sms), num_blocks)
+    grid = max(1, min(launcher.sms(terms.num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK)))
     shared_bytes = plan_shared_bytes(tables.num_local_experts)
     return launcher.prepare(key, constants, arguments, grid=grid, num_threads=PLAN_THREADS, shared_bytes=shared_bytes)

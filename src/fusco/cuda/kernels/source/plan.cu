@@ -32,9 +32,10 @@ struct PlanArgs {
     i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
     u8* row_weights;           // [row][k]
     i64* num_rows_per_expert;
-    i32* block_to_first_slot;  // [num_local_experts + 1]
+    i32* block_to_first_slot;  // [num_local_experts + 2]: behind the end of the last block, the slots that all rows need
     u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
     i32* run_counts;           // [block][expert]: scratch
+    i32* reported_counts;      // [num_local_experts] in host memory: num_rows_per_expert, if the host waits for the report
     Report* report;
     u64 ticket;  // below 2^32; 0: the host does not wait for the report
     i32 first_row[NUM_SOURCES + 1];
@@ -176,6 +177,7 @@ __device__ __noinline__ void forget_rows(const PlanArgs& args, i32 first_row, i3
     if (blockIdx.x == 0)
         for (i32 expert = threadIdx.x; expert < args.num_local_experts; expert += NUM_THREADS)
             args.num_rows_per_expert[expert] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.block_to_first_slot[args.num_local_experts + 1] = 0;
 }
 
 // Report the slots that are needed, and the first invalid id, which `id_of` returns for a pair; one thread.
@@ -198,8 +200,10 @@ template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs
         __threadfence_system();
         report->overflow_needed = needed;
     }
-    // Ticket and size are one word, so the host needs no fence between them.
-    if (args.ticket) *reinterpret_cast<volatile u64*>(report) = args.ticket | static_cast<u64>(needed) << 32;
+    if (args.ticket) {
+        __threadfence_system();
+        *reinterpret_cast<volatile u64*>(report) = args.ticket | static_cast<u64>(needed) << 32;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
@@ -321,9 +325,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
 
     // Step 4: the first block reports the size, for which the host waits, and closes the epoch, which all blocks read before
     // the grid barrier.
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        report_plan(args, first_slot[num_experts], [&](i32 pair) { return pooled_id_of(pooled_pair_of(pair)); });
-        comm.state[PLAN_EPOCH] = epoch;
+    if (blockIdx.x == 0) {
+        for (i32 expert = threadIdx.x; args.ticket && expert < num_experts; expert += NUM_THREADS)
+            args.reported_counts[expert] = num_all[expert];
+        __syncthreads();  // the fence before the ticket is for the counts of all threads, too
+        if (threadIdx.x == 0) {
+            report_plan(args, first_slot[num_experts], [&](i32 pair) { return pooled_id_of(pooled_pair_of(pair)); });
+            comm.state[PLAN_EPOCH] = epoch;
+        }
     }
 
     // Step 5: assign a slot to every pair. Lanes with the same expert take consecutive slots.
@@ -372,5 +381,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             const i32 first = min(first_slot[expert], args.max_slots);
             args.block_to_first_slot[expert] = first;
             if (expert < num_experts) args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
+            else args.block_to_first_slot[num_experts + 1] = first_slot[num_experts];
         }
 }
