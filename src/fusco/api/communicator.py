@@ -409,28 +409,6 @@ class Communicator:
             with self._session.point_to_point(f"scatter_recv from rank {src}"):
                 self._engine.scatter_recv(segments, src)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in memory that all ranks of the node have mapped.
-
-        A collective: all ranks pass the same dtype and the same shape, that of the rank with the largest one. The
-        memory lives until the communicator is closed. On the CPU it is plain memory. ``dispatch`` is as fast from any
-        other memory.
-
-        Args:
-            shape: of the tensor, at most 6 dimensions.
-            dtype: of the tensor.
-
-        Raises:
-            SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
-        """
-        return run_collective(
-            self._session,
-            self._engine,
-            "empty",
-            lambda: self._validator.validate_empty(shape, dtype),
-            self._engine.prepare_empty,
-        )
-
     def wait(self) -> None:
         """Make the current CUDA stream wait for all calls launched so far; not a collective.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from fusco.api.handle import Handle
 from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Capacity, Launch, StaticRows
-from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
+from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes, wants_grad
@@ -26,7 +25,6 @@ from fusco.engine.base import (
     CombineAllRequest,
     CombineRequest,
     DispatchRequest,
-    EmptyRequest,
     RedispatchRequest,
     ShuffleRequest,
 )
@@ -235,11 +233,6 @@ class Validator:
             requires_grad=wants_grad(input_),
         )
 
-    def validate_empty(self, shape: Sequence[int], dtype: torch.dtype) -> EmptyRequest:
-        """Validate the arguments of ``empty``."""
-        self.require_not_capturing("empty")
-        return EmptyRequest(shape=self.require_shape(shape, dtype), dtype=dtype)
-
     def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
         """Validate the arguments of ``gather_send`` and ``scatter_recv``: ``rank`` is the other rank."""
         require_movable_tensors(verb)
@@ -333,20 +326,6 @@ class Validator:
             raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
-
-    def require_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        """Raise unless ``shape`` and ``dtype`` are valid for a new tensor; return the shape."""
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
-            raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
-        if len(shape) > _MAX_DIMS:
-            raise ValueError(f"a shape has at most {_MAX_DIMS} dimensions, got {len(shape)}")
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-            raise ValueError(f"the sizes of a shape must be integers >= 0, got {tuple(shape)}")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT64:
-            raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
-        return tuple(shape)
 
     def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
         """Raise unless ``payloads`` map ranks of the group to segments."""

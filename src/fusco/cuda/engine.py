@@ -48,7 +48,6 @@ from fusco.engine.base import (
     CombineRequest,
     DispatchOutput,
     DispatchRequest,
-    EmptyRequest,
     Pending,
     RedispatchRequest,
     ShuffleRequest,
@@ -280,15 +279,6 @@ class CudaEngine:
             streams = self._streams(stream)
             with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
                 run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
-
-    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        memory = allocate_visible(request.num_bytes, self._device)
-
-        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
-            self._arena.share(memory)
-            return memory[: request.num_bytes].view(request.dtype).view(request.shape)
-
-        return Pending((), run)
 
     def wait(self) -> None:
         self._order.wait()

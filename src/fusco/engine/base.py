@@ -291,24 +291,6 @@ class AllToAllRequest(Request):
         }
 
 
-@dataclass(kw_only=True)
-class EmptyRequest(Request):
-    """Allocation of memory that peers can read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the allocation."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def fields(self) -> Fields:
-        """See ``Request``."""
-        return {"shape": str(self.shape), "dtype": str(self.dtype)}
-
-
 @dataclass
 class Pending(Generic[ResultT]):
     """Collective that one rank has prepared.
@@ -370,9 +352,6 @@ class Engine(Protocol[PlanT]):
 
         The result is the request with its output filled.
         """
-
-    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:
-        """Allocate memory from which rows are sent without a copy; ``SharedMemoryError`` if there is not enough."""
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Send segments to one rank, which calls ``scatter_recv``; not a collective."""
