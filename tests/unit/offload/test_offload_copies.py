@@ -40,15 +40,17 @@ class Host:
     def start(self, device, num_bytes, direction=TO_HOST):
         return self.copiers[device].copy(direction, (device + 1) << 40, 1 << 50, num_bytes)
 
-    def _step_all(self):
-        """Step each copier, in order, and return whether anything was done."""
-        return sum(copier.links.mover.step() for copier in self.copiers.values() if copier.links)
+    def work(self):
+        """Let the copiers do what they can do now."""
+        while sum(copier.links.mover.step() for copier in self.copiers.values() if copier.links):
+            pass
+        assert self.gpus.faults == []
 
     def step(self):
-        while self._step_all():
-            pass
+        """Go on to the end of the next copy on a link."""
+        self.work()
         self.gpus.advance()
-        assert self.gpus.faults == []
+        self.work()
 
     def finish(self, *copies):
         """Return the seconds until all copies are done."""
