@@ -49,6 +49,7 @@ TOPICS: dict[str, dict[str, str]] = {
     "fusco.rails": {
         "Endpoints and messages": "Endpoint Channel Request Address",
         "Rails of a host": "Rail discover_rails",
+        "NCCL": "nccl_plugin",
         "Scheduling": "POLICIES Policy Limits",
     },
     "fusco.schedule": {

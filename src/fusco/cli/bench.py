@@ -27,11 +27,6 @@ app.command()(rails)
 app.command()(offload)
 
 
-@app.callback()
-def _bench() -> None:
-    """Verify, then measure."""
-
-
 @app.command()
 def balancers(
     draws: Annotated[int, typer.Option(min=1, help="Draws of loads for each shape.")] = 1000,

@@ -31,7 +31,8 @@ def rails(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policies. Default: direct, spray, fuselink-paper, fuselink.")
+        list[str] | None,
+        typer.Option(help="Policies, or nccl: the plugin. Default: direct, spray, fuselink-paper, fuselink."),
     ] = None,
     num_rails: Annotated[int, typer.Option("--rails", min=2, max=16, help="Rails of each host.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of a rail, such as 2gbit.")] = "2gbit",
@@ -49,6 +50,7 @@ def rails(
     namespaces of this machine, which the processors of this machine must be able to feed: 4 rails of 2gbit need one.
     """
     from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.rails.crew import VARIANTS
     from fusco.bench.rails.suite import BENCHMARKS, RailsSuite
     from fusco.rails import POLICIES
 
@@ -60,7 +62,7 @@ def rails(
         offload(json=json)
         return
     names = options.choose_names(only, list(BENCHMARKS), "only")
-    policies = options.choose_names(policy, list(reversed(POLICIES)), "policy")
+    policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
     records: list[RailsRecord] = []
     with console.status("starting") as status:

@@ -99,10 +99,11 @@ class Board:
         self.fields = memoryview(self._map).cast("Q")
 
     def close(self) -> None:
-        """Unmap the board; without registered workers, remove its file."""
+        """Unmap the board; without registered workers that live, remove its file."""
         if self._fd < 0:
             return
         with self._locked():
+            self._reset_dead()
             if not self.workers():
                 self.path.unlink(missing_ok=True)
         self.fields.release()
