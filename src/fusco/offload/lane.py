@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from fusco.offload.driver import CudaDriver
-from fusco.offload.mover import FROM_HOST, NUM_STREAMS, TO_HOST, LanePath
+from fusco.offload.mover import FROM_HOST, TO_HOST, LanePath
 
 
 class Resources:
@@ -21,9 +21,9 @@ class Resources:
         self._ending.callback(self._driver.release, device)
         return context
 
-    def streams(self, context: int) -> list[int]:
-        """Make the streams of a lane."""
-        return [self._make(context, self._driver.new_stream, self._driver.free_stream) for _ in range(NUM_STREAMS)]
+    def stream(self, context: int) -> int:
+        """Make a stream."""
+        return self._make(context, self._driver.new_stream, self._driver.free_stream)
 
     def events(self, context: int, count: int) -> list[int]:
         """Make events."""
@@ -58,8 +58,7 @@ class Resources:
 
 def direct_path(resources: Resources, context: int, depth: int) -> LanePath:
     """Return the lane of a GPU's own link, with ``depth`` chunks under way at most."""
-    path = LanePath(num_slots=depth, last_context=context)
-    path.last_streams[:] = resources.streams(context)
+    path = LanePath(num_slots=depth, last_context=context, last_stream=resources.stream(context))
     path.last_events[:depth] = resources.events(context, depth)
     return path
 
@@ -75,9 +74,10 @@ def relayed_path(
         buffer=resources.buffer(relay, depth * chunk_bytes),
         num_slots=depth,
         first_context=first,
+        first_stream=resources.stream(first),
         last_context=last,
+        last_stream=resources.stream(last),
     )
-    path.first_streams[:], path.last_streams[:] = resources.streams(first), resources.streams(last)
     path.first_events[:depth] = resources.events(first, depth)
     path.last_events[:depth] = resources.events(last, depth)
     return path

@@ -18,7 +18,7 @@
 #include <time.h>
 
 enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
-enum { NUM_STREAMS = 2, ALONE_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
+enum { ALONE_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
 /* Fields of the board, in units of 64 bits. */
 enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
 enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
@@ -45,8 +45,7 @@ typedef struct {
 typedef struct {
     uint64_t buffer;   /* relay buffers, one for each slot; 0: this GPU's own link */
     int64_t num_slots; /* chunks that may be under way */
-    void *first_context, *last_context;
-    void *first_streams[NUM_STREAMS], *last_streams[NUM_STREAMS]; /* launches take turns: one begins as another ends */
+    void *first_context, *first_stream, *last_context, *last_stream;
     void *first_events[MAX_SLOTS], *last_events[MAX_SLOTS];
 } Path;
 
@@ -57,15 +56,15 @@ typedef struct Job {
     int64_t num_bytes, num_issued, num_done, num_borrowed;
     void *start; /* event: what must be done before the copy begins */
     int32_t state, direction, error, unused;
-    int64_t outstanding[MAX_RAILS];       /* by rail, chunks */
-    void *last[MAX_RAILS][NUM_STREAMS];   /* by rail and stream, the event of the last launch */
+    int64_t outstanding[MAX_RAILS]; /* by rail, chunks */
+    void *last[MAX_RAILS];          /* by rail, the event of the last launch */
 } Job;
 
 typedef struct {
     int is_open; /* without, it is drained */
     Path path;
     int64_t count, next_slot;                                                /* chunks under way; where the next begins */
-    int head, num_launches, next_stream;                                                  /* launches under way, each of some chunks */
+    int head, num_launches;                                                  /* launches under way, each of some chunks */
     struct { Job *job; int64_t num_bytes, num_chunks; } launches[MAX_SLOTS]; /* a ring, with events of the same index */
 } Lane;
 
@@ -217,7 +216,7 @@ static int over_pcie(Mover *mover, const Job *job, uint64_t device, int64_t num_
 
 static int issue_direct(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
     const Path *path = &lane->path;
-    void *stream = path->last_streams[lane->next_stream];
+    void *stream = path->last_stream;
     uint64_t device = job->device + job->num_issued, host = (uint64_t)(uintptr_t)(job->host + job->num_issued);
     int error = in_context(mover, path->last_context);
     if (!error && mover->options.own_link_by_kernel)
@@ -230,7 +229,7 @@ static int issue_direct(Mover *mover, const Job *job, const Lane *lane, int laun
 static int issue_relayed(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
     const Driver *driver = &mover->driver;
     const Path *path = &lane->path;
-    void *first = path->first_streams[lane->next_stream], *last = path->last_streams[lane->next_stream];
+    void *first = path->first_stream, *last = path->last_stream;
     uint64_t buffer = path->buffer + (uint64_t)(lane->next_slot * mover->options.chunk_bytes);
     uint64_t device = job->device + job->num_issued;
     int error = in_context(mover, path->first_context);
@@ -282,10 +281,10 @@ static int issue(Mover *mover, Job *job, int rail, int num_lanes) {
     lane->launches[launch].job = job, lane->launches[launch].num_bytes = num_bytes;
     lane->launches[launch].num_chunks = num_chunks;
     lane->num_launches++, lane->count += num_chunks;
-    job->outstanding[rail] += num_chunks, job->last[rail][lane->next_stream] = lane->path.last_events[launch];
+    job->outstanding[rail] += num_chunks, job->last[rail] = lane->path.last_events[launch];
     int error = lane->path.buffer ? issue_relayed(mover, job, lane, launch, num_bytes)
                                   : issue_direct(mover, job, lane, launch, num_bytes);
-    lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots, lane->next_stream ^= 1;
+    lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots;
     job->num_issued += num_bytes;
     if (lane->path.buffer) job->num_borrowed += num_bytes;
     if (job->num_issued == job->num_bytes) __atomic_store_n(&job->state, ISSUED, __ATOMIC_RELEASE);
@@ -480,13 +479,12 @@ int fusco_wait(Mover *mover, const Job *job, int state, int64_t timeout_ns) {
     return reached;
 }
 
-/* Have a stream wait for an issued job: for the last launch on each stream. */
+/* Have a stream wait for an issued job: for the last launch on each lane, which is in order. */
 int fusco_order(Mover *mover, const Job *job, void *stream) {
     int error = 0;
     enter(mover);
     for (int rail = 0; rail < MAX_RAILS && !error; rail++)
-        for (int i = 0; i < NUM_STREAMS && job->outstanding[rail] && !error; i++)
-            if (job->last[rail][i]) error = mover->driver.wait(stream, job->last[rail][i], 0);
+        if (job->outstanding[rail]) error = mover->driver.wait(stream, job->last[rail], 0);
     pthread_mutex_unlock(&mover->lock);
     return error;
 }

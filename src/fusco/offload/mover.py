@@ -13,7 +13,6 @@ from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 
 MAX_SLOTS = 64  # chunks of a lane that may be under way
-NUM_STREAMS = 2  # of a lane, which launches take in turns
 QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
 TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
 SOURCE = Path(__file__).with_name("mover.c")
@@ -43,8 +42,7 @@ class LanePath(ctypes.Structure):
     _fields_ = (
         ("buffer", ctypes.c_uint64),
         ("num_slots", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("first_context", "last_context")),
-        *((name, ctypes.c_void_p * NUM_STREAMS) for name in ("first_streams", "last_streams")),
+        *((name, ctypes.c_void_p) for name in ("first_context", "first_stream", "last_context", "last_stream")),
         ("first_events", ctypes.c_void_p * MAX_SLOTS),
         ("last_events", ctypes.c_void_p * MAX_SLOTS),
     )
@@ -61,7 +59,7 @@ class Job(ctypes.Structure):
         ("start", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("state", "direction", "error", "unused")),
         ("outstanding", ctypes.c_int64 * MAX_RAILS),
-        ("last", ctypes.c_void_p * NUM_STREAMS * MAX_RAILS),
+        ("last", ctypes.c_void_p * MAX_RAILS),
     )
 
 
