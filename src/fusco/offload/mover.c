@@ -166,6 +166,10 @@ static int take(Mover *mover, int rail) {
     return 0;
 }
 
+/* With no other link to share with, launches are long: the end of one is noticed some us later. A batch of one chunk is
+ * for measurements, and stays so. */
+static int is_alone(const Mover *mover, int num_lanes) { return num_lanes == 1 && mover->options.batch > 1; }
+
 /* Choose a rail; `num_lanes` is set to the number of those that this copy can have now. */
 static int choose(Mover *mover, int direction, int *num_lanes) {
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
@@ -181,7 +185,7 @@ static int choose(Mover *mover, int direction, int *num_lanes) {
     }
     *num_lanes = __builtin_popcount((mover->direct & usable) | idle);
     int own = __builtin_ctz(mover->direct) + direction;
-    if (*num_lanes == 1 && mover->lanes[own].is_open && mover->lanes[own].num_launches < 2) return own; /* long launches */
+    if (is_alone(mover, *num_lanes) && mover->lanes[own].is_open && mover->lanes[own].num_launches < 2) return own;
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
@@ -252,7 +256,7 @@ static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_lanes) {
     const Lane *lane = &mover->lanes[rail];
     int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
     int64_t most = left / (2 * num_lanes), batch = 1;
-    if (num_lanes == 1 && !lane->path.buffer) {
+    if (is_alone(mover, num_lanes) && !lane->path.buffer) {
         most = ALONE_BYTES / options->chunk_bytes;
         return most > left ? left : most ? most : 1;
     }
