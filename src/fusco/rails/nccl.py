@@ -96,7 +96,7 @@ def nccl_version() -> tuple[int, ...] | None:
     import torch  # noqa: PLC0415  loads for seconds
 
     try:
-        return tuple(torch.cuda.nccl.version())
+        return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError):  # a torch without CUDA
         return None
 
