@@ -38,23 +38,14 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class OffloadRecord:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        benchmark: its name.
-        case: what is copied, in words.
-        variant: what copies it: ``cudaMemcpyAsync``, or a name of ``VARIANTS``.
-        num_bytes: bytes of a copy.
-        chunk_bytes: bytes of what one launch copies; 0: all of it.
-        results: measured values by name, with units. GB/s are 1e9 bytes.
-    """
-
-    benchmark: str
-    case: str
-    variant: str
-    num_bytes: int
-    chunk_bytes: int
-    results: dict[str, float]
+    benchmark: str  # its name
+    case: str  # what is copied, in words
+    variant: str  # what copies it: ``cudaMemcpyAsync``, or a name of ``VARIANTS``
+    num_bytes: int  # bytes of a copy
+    chunk_bytes: int  # bytes of what one launch copies; 0: all of it
+    results: dict[str, float]  # measured values by name, with units. GB/s are 1e9 bytes.
     versions: dict[str, str] = field(default_factory=environment.versions)
     hardware: dict[str, str | int | float] = field(default_factory=lambda: environment.hardware("cuda"))
     commit: str = field(default_factory=environment.commit)

@@ -29,19 +29,12 @@ _TOPK_STEP = 4  # the number of experts per token that a map allows for is round
 
 @dataclass(frozen=True)
 class _Sent:
-    """A routing that was dispatched: element 0 of the handle that callers pass back.
+    """A routing that was dispatched: element 0 of the handle that callers pass back."""
 
-    Attributes:
-        comm: the communicator that owns ``handle``.
-        handle: of its dispatch.
-        topk_idx: int64 (num_tokens, num_topk).
-        counts: rows of each local expert with padding, int64 (num_local_experts,).
-    """
-
-    comm: Communicator
-    handle: Handle
-    topk_idx: torch.Tensor
-    counts: torch.Tensor
+    comm: Communicator  # the communicator that owns ``handle``
+    handle: Handle  # of its dispatch
+    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
+    counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
 
 
 class HybridEPBuffer:
