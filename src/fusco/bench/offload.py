@@ -16,13 +16,14 @@ from fusco.bench.offload_peer import Owner
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
+from fusco.offload.mover import MAX_SLOTS
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.limits import Limits
 
 MB = 1 << 20
 SIZES = tuple(size * MB for size in (1, 16, 64, 256, 1024))
 CHUNKS = (512 << 10, 2 * MB, 8 * MB)
-_OUTSTANDING_BYTES = 8 * MB  # borrowed on a link at most, whatever the size of chunks
+_OUTSTANDING_BYTES = 16 * MB  # borrowed on a link at most, whatever the size of chunks
 _NUM_REPEATS = 5
 _DIRECTIONS = {"to host": copy_to_host, "from host": copy_from_host}
 #: What moves chunks over the GPU's own link and over others, by name (FuseLink, Figure 6).
@@ -103,8 +104,8 @@ def _seconds(start: Callable[[], object]) -> float:
 
 
 def with_chunks(settings: OffloadSettings, launch_bytes: int) -> OffloadSettings:
-    """Return settings with launches of exactly that size, and as many as keep 8 MB on a link, at least two."""
-    depth = max(2, _OUTSTANDING_BYTES // launch_bytes)
+    """Return settings with launches of exactly that size, and as many as keep 16 MB on a link, at most 32."""
+    depth = max(2, min(MAX_SLOTS // 2, _OUTSTANDING_BYTES // launch_bytes))
     limits = Limits(
         chunk_bytes=launch_bytes, direct_first=depth, direct_depth=2 * depth, borrowed_per_rail=depth, batch=1
     )
