@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fusco.bench.explain import balance_of
 from fusco.core.topology import Topology
-from fusco.planner.balancer import BALANCERS, Traffic
+from fusco.planner.balancer import BALANCERS
+from fusco.planner.traffic import Traffic
 
 _BIMODAL = 0.2
 _ROWS_AT_FULL_LOAD = 1 << 20  # fine enough that rounding to whole rows does not show
@@ -17,13 +19,19 @@ _ROWS_AT_FULL_LOAD = 1 << 20  # fine enough that rounding to whole rows does not
 
 @dataclass(frozen=True)
 class BalancerRecord:
-    """Medians over draws. Ratios are largest over mean, so 1.0 is perfect. The time includes the call from Python."""
+    """Medians over draws. The time includes the call from Python.
+
+    Ratios are the busiest rank's rows over the bound, so 1.0 is perfect: what it sends, what it receives, the larger of
+    both. ``moved_share`` are the rows that lanes move within nodes, of all.
+    """
 
     balancer: str
     nodes: int
     ranks_per_node: int
-    group_load_ratio: float
+    send_ratio: float
     receive_ratio: float
+    busiest_ratio: float
+    moved_share: float
     microseconds: float
 
 
@@ -49,10 +57,13 @@ def compare_balancers(shapes: Sequence[tuple[int, int]], num_draws: int, seed: i
             measured = []
             for traffic in traffics:
                 start = time.perf_counter()
-                groups = balance(traffic)
+                chosen = balance(traffic)
                 seconds = time.perf_counter() - start
-                loads, received = traffic.group_loads(groups), traffic.received_rows(groups)
-                measured.append((loads.max() / loads.mean(), received.max() / received.mean(), seconds * 1e6))
+                lanes = traffic.lanes_of(chosen)
+                left = balance_of(traffic, lanes)
+                moved_share = lanes.num_moved / traffic.num_rows.sum()
+                ratios = (left.send_ratio, left.receive_ratio, max(left.send_ratio, left.receive_ratio))
+                measured.append((*ratios, moved_share, seconds * 1e6))
             medians = np.median(measured, axis=0)
             records.append(BalancerRecord(name, num_nodes, ranks_per_node, *(round(float(m), 3) for m in medians)))
     return records

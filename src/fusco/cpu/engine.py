@@ -11,6 +11,7 @@ import torch
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
 from fusco.core.errors import RowOverflowError, SharedMemoryError
+from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
@@ -30,7 +31,7 @@ from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
-from fusco.engine.agreed_groups import agreed_groups
+from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
@@ -46,9 +47,9 @@ from fusco.engine.base import (
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import run_tasks
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.planner.traffic import Traffic
 from fusco.schedule.cost import CPU_LINKS
 
 # How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
@@ -114,7 +115,7 @@ class CpuEngine:
     ) -> CpuPlan:
         num_tokens_to_node = [list(of_rank.num_rows_to_node) for of_rank in counts]
         traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
-        groups = agreed_groups(call, request.balancer, traffic)
+        lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
         is_staged = self._settings.slice_order == "staged"
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
@@ -124,7 +125,7 @@ class CpuEngine:
         return make_plan(
             rank=self._rank,
             placement=request.placement,
-            groups=groups,
+            lanes=lanes,
             forwarding=forwarding,
             routing=routing,
             expert_alignment=request.expert_alignment,
@@ -137,7 +138,7 @@ class CpuEngine:
         sizes = list(map(row_bytes, payloads))
         bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
         with call.profile.spend("staging"):
-            rows = memory.pool(memory.local, memory.node, (num_tokens, bytes_per_token), torch.uint8)
+            rows = memory.own_rows((num_tokens, bytes_per_token))
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
                 rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, call.sequence_number)
@@ -151,13 +152,11 @@ class CpuEngine:
             if plan.distribution.has_padding:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
-            forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
+            received = plan.rank_lanes.received
             run_tasks(
                 [
-                    SendRows(plan, memory, self._send_ring(), bytes_per_token, call.profile),
-                    self._receive_rows(
-                        {src: plan.num_rows_from(src) for src in forwarded}, bytes_per_token, bytes_per_token, call
-                    ),
+                    SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
+                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, bytes_per_token, call),
                     ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
                 ],
                 self._watchdog,
@@ -171,24 +170,21 @@ class CpuEngine:
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
             rows_per_chunk = self._layout.rows_per_slot(terms.sum_bytes)
-            chunks = cut_chunks(self._memory.ranks, plan.src_to_holder, plan.routing.src_to_first_row, rows_per_chunk)
-            to_nodes = {
-                forwarder: len(plan.forwarding.node_to_tokens[node]) for node, forwarder in plan.forwarders.destinations
-            }
-            returned = self._receive_rows(to_nodes, terms.hidden * wire_dtype.itemsize, terms.sum_bytes, call)
+            chunks = cut_chunks(plan.held_rows, len(self._memory.ranks), rows_per_chunk)
+            carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
+            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, terms.sum_bytes, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
                 memory=self._memory,
                 terms=terms,
                 chunks=chunks,
-                returned=returned,
                 send_ring=self._send_ring(),
                 scratch=self._private[-1],
                 out=out,
                 wire_dtype=wire_dtype,
                 rows_per_chunk=rows_per_chunk,
-                profile=call.profile,
+                call=call,
             )
             run_tasks([ProducePartialSums(self._memory, terms, chunks), fold, returned], self._watchdog)
         return out
@@ -261,10 +257,11 @@ class CpuEngine:
         return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
-        self, src_to_rows: dict[int, int], row_bytes: int, slot_row_bytes: int, call: Call
+        self, peer: IntArray, num_rows: IntArray, row_bytes: int, slot_row_bytes: int, call: Call
     ) -> ReceiveRows:
         rows_per_slice, number = self._layout.rows_per_slot(slot_row_bytes), call.sequence_number
-        return ReceiveRows(self._memory, self._transport, number, src_to_rows, row_bytes, rows_per_slice)
+        runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
+        return ReceiveRows(self._memory, self._transport, number, runs, row_bytes, rows_per_slice)
 
     def _streams(self) -> CpuSegmentChannels:
         return CpuSegmentChannels(self._memory, self._transport, self._private)

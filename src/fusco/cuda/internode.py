@@ -41,12 +41,12 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
 from fusco.cuda.tuning import INTERNODE_SMS
-from fusco.engine.agreed_groups import agreed_groups
+from fusco.engine.agreed_lanes import agreed_groups
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Send
 from fusco.planner.routing import Routing, describe_invalid_id
+from fusco.planner.traffic import Traffic
 
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 

@@ -455,5 +455,5 @@ def test_balancers_that_disagree_are_found_before_anything_travels():
     errors = Disagreeing(scene).run(order=1)
     assert set(errors) == {
         "ranks disagree in dispatch: the balancer's result is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) "
-        "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+        "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups or lanes"
     }

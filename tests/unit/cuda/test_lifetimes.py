@@ -18,9 +18,9 @@ from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
+from fusco.planner.traffic import Traffic
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
 NUM_ROWS = tuple(tuple(0 if node == rank // 2 else 2 for node in range(3)) for rank in range(6))
