@@ -22,15 +22,12 @@ class InternodePeaks:
 
     All ranks send and receive as much at the same time, so each figure holds in both directions at once. Zeros
     with one node.
-
-    Attributes:
-        paired_gbs: a ring over nodes: each rank sends to the rank of the same local rank on the next node, and
-            receives from the one on the node before; on two nodes they are the same rank.
-        spread_gbs: each rank exchanges equal parts with every rank of all other nodes.
     """
 
+    # a ring over nodes: each rank sends to the rank of the same local rank on the next node, and receives from the one
+    # on the node before; on two nodes they are the same rank
     paired_gbs: float = 0.0
-    spread_gbs: float = 0.0
+    spread_gbs: float = 0.0  # each rank exchanges equal parts with every rank of all other nodes
 
     @property
     def best_gbs(self) -> float:

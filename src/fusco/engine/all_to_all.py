@@ -43,19 +43,12 @@ def plan_all_to_all(
 
 
 class MemorySpan(NamedTuple):
-    """Contiguous bytes in one memory of a rank.
+    """Contiguous bytes in one memory of a rank."""
 
-    Attributes:
-        memory: index of the memory, as in ``fusco.schedule.rank_schedule``.
-        offset: first byte in the memory.
-        num_bytes: size.
-        region: region of the memory, -1 for none.
-    """
-
-    memory: int
-    offset: int
-    num_bytes: int
-    region: int
+    memory: int  # index of the memory, as in ``fusco.schedule.rank_schedule``
+    offset: int  # first byte in the memory
+    num_bytes: int  # size
+    region: int  # region of the memory, -1 for none
 
     @property
     def end(self) -> int:
@@ -65,17 +58,11 @@ class MemorySpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlowSlice:
-    """Message of a flow: at most one slice of it.
+    """Message of a flow: at most one slice of it."""
 
-    Attributes:
-        peer: the other rank.
-        num_bytes: total size of all spans.
-        spans: source or target of the bytes on this rank, in order.
-    """
-
-    peer: int
-    num_bytes: int
-    spans: list[MemorySpan]
+    peer: int  # the other rank
+    num_bytes: int  # total size of all spans
+    spans: list[MemorySpan]  # source or target of the bytes on this rank, in order
 
 
 def cut_flow(flow: Flow, slice_bytes: int) -> Iterator[FlowSlice]:

@@ -173,16 +173,11 @@ class _Files:
 
 @dataclass
 class _Source:
-    """The tensors in files that a parameter is made from, by the pattern that their names match, and the converter.
+    """The tensors in files that a parameter is made from, by the pattern that their names match, and the converter."""
 
-    Attributes:
-        name: of the parameter or buffer, the first one if there are several.
-        converter: of transformers; ``None`` if the tensor needs no conversion.
-        pattern_to_keys: for each pattern of the converter the names in the files, in order of experts.
-    """
-
-    name: str
-    converter: Any
+    name: str  # of the parameter or buffer, the first one if there are several
+    converter: Any  # of transformers; ``None`` if the tensor needs no conversion
+    # for each pattern of the converter the names in the files, in order of experts
     pattern_to_keys: dict[str, list[str]] = field(default_factory=dict)
 
     def names(self) -> set[str]:

@@ -50,27 +50,16 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``.
-
-    Attributes:
-        job: its configuration.
-        first_loss: of the first step.
-        last_loss: mean of the last ten steps.
-        max_loss_difference: the largest difference between the losses of a step of this run and of the first run.
-        num_parameters: of the whole model.
-        num_warm_ups: steps that medians exclude.
-        peak_memory_gib: peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU.
-        total_s: of all steps.
-    """
+    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``."""
 
     kind: str = "run"
     dispatcher: str
-    job: dict[str, Any]
-    num_parameters: int
-    first_loss: float
-    last_loss: float
-    max_loss_difference: float
-    num_warm_ups: int
+    job: dict[str, Any]  # its configuration
+    num_parameters: int  # of the whole model
+    first_loss: float  # of the first step
+    last_loss: float  # mean of the last ten steps
+    max_loss_difference: float  # the largest difference between the losses of a step of this run and of the first run
+    num_warm_ups: int  # steps that medians exclude
     step_ms: float
     tokens_per_s: int
     dispatch_ms: float
@@ -80,8 +69,8 @@ class RunRecord:
     shuffle_share: float
     first_expert_imbalance: float
     last_expert_imbalance: float
-    peak_memory_gib: float
-    total_s: float
+    peak_memory_gib: float  # peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU
+    total_s: float  # of all steps
     versions: dict[str, str]
     hardware: dict[str, str | int | float]
     commit: str

@@ -37,7 +37,7 @@ class NodeWords:
 
 
 class SimulatedLibrary:
-    """Stands in for ``Library``."""
+    """Replaces ``Library``."""
 
     def __init__(self, machine: Machine, words: NodeWords) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), 132, 227 << 10
@@ -53,7 +53,7 @@ def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
 
 
 class SimulatedKernel:
-    """Stands in for ``Kernel``."""
+    """Replaces ``Kernel``."""
 
     def __init__(self, machine: Machine, words: NodeWords, name: str, constants: Mapping[str, Any]) -> None:
         self._machine, self._words, self._name, self._constants = machine, words, name, constants

@@ -23,7 +23,7 @@ _LIMIT_S = 30.0
 
 
 class Network:
-    """Stands in for ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
+    """Replaces ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
 
     Both ends of a message must have it in the same round, and all come to their rounds in order: NCCL would wait for
     ever otherwise.
