@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
@@ -17,11 +18,12 @@ from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import make_tasks
+from fusco.cpu.all_to_all import ByteMemory, make_tasks
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
+from fusco.cpu.kernels.copy_segments import SegmentMemory
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -32,7 +34,7 @@ from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.engine.all_to_all import plan_all_to_all, sizes_of
+from fusco.engine.all_to_all import are_lanes_worth_it, plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -46,11 +48,12 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
-from fusco.engine.tasks import run_tasks
+from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
-from fusco.schedule.cost import CPU_LINKS
+from fusco.schedule.cost import CPU_LINKS, schedule_for
+from fusco.schedule.rank_schedule import RankSchedule, make_rank_schedule
 
 # How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
 # on 2 cores and 64 tokens a pair took 0.6 ms instead of 1.0, with 16 ranks 16 instead of 18 (docs/performance/cpu.md).
@@ -193,21 +196,42 @@ class CpuEngine:
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
-            check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
+            all_sizes = list(map(StreamSizes.unpack, counts))
+            check_sizes(all_sizes, "shuffle")
+            rank_bytes = np.array([of_rank.send for of_rank in all_sizes], np.int64)
+            if are_lanes_worth_it(rank_bytes, self._topology, self._layout.slot_bytes):
+                self._shuffle_by_schedule(request, rank_bytes, call)
+                return
             with call.profile.spend("wire"):
                 run_tasks(self._streams().tasks(request.send, request.receive), self._watchdog)
 
         return Pending(sizes.pack(), run)
+
+    def _shuffle_by_schedule(self, request: ShuffleRequest, rank_bytes: IntArray, call: Call) -> None:
+        """Shuffle as an all-to-all whose input and output are segments; those for this rank itself need no schedule."""
+        own = [{self._rank: part[self._rank]} if self._rank in part else {} for part in (request.send, request.receive)]
+        with call.profile.spend("planning"):
+            np.fill_diagonal(rank_bytes, 0)
+            rank_schedule = make_rank_schedule(schedule_for(rank_bytes, self._topology, CPU_LINKS, None), self._rank)
+        with call.profile.spend("wire"):
+            parts = (
+                SegmentMemory([part[rank] for rank in sorted(part) if rank != self._rank])
+                for part in (request.send, request.receive)
+            )
+            tasks = self._schedule_tasks(rank_schedule, list(parts), call)
+            run_tasks([*tasks, *self._streams().tasks(*own)], self._watchdog)
+
+    def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
+        """Make the tasks of a schedule; ``ends`` are its input and output."""
+        memories = [*ends, *(self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)]
+        return make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
             with call.profile.spend("wire"):
-                spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
-                memories = [*request.memories, *spare]
-                tasks = make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
-                run_tasks(tasks, self._watchdog)
+                run_tasks(self._schedule_tasks(rank_schedule, request.memories, call), self._watchdog)
             return request
 
         return Pending(sizes_of(request).pack(), run)
