@@ -78,6 +78,7 @@ def test_segments_as_one_memory():
             found.fill_(255)
             memory.read(first, end - first, found.data_ptr())
             assert found.tolist() == [7, 8, 3, 4, 5, 6, 101, 102][first:end] + [255] * (8 - end + first)
-    memory.write(1, 6, torch.arange(50, 56, dtype=torch.uint8).data_ptr())
+    new = torch.arange(50, 56, dtype=torch.uint8)
+    memory.write(1, 6, new.data_ptr())
     assert base.tolist() == [0, 1, 2, 51, 52, 53, 54, 7, 50, 9]
     assert other.tolist() == [100, 55, 102, 103]
