@@ -35,3 +35,11 @@ class ExchangeMatrix(str, Enum):
     RANDOM = "random"
     ZIPF = "zipf"
     TRACE = "trace"  # tokens of captured routing, one copy for each expert, as in an all-to-all of a MoE layer
+
+
+class Loads(str, Enum):
+    """Tokens of each rank in a draw of ``fusco bench balancers``."""
+
+    BIMODAL = "bimodal"  # Beta(0.2, 0.2) of the same number
+    ONE_PROMPT = "one-prompt"  # a prompt of the Azure trace, at most 8192 tokens
+    RAGGED = "ragged"  # as many prompts as fit into 8192 tokens
