@@ -50,10 +50,10 @@ class Setup:
 
     def balancer_of(self, group: dist.ProcessGroup) -> fusco.Balancer:
         """Return the balancer."""
-        if self.balancer == "scattered" and self.device == "cpu":
+        if self.balancer == "scattered":
             num_nodes = dist.get_world_size(group) // (self.ranks_per_node or 1)
             return ScatteredLanes(self.max_tokens * (num_nodes - 1))
-        return fusco.BALANCERS["lanes" if self.balancer == "scattered" else self.balancer]
+        return fusco.BALANCERS[self.balancer]
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
         """A routing within the capacity; by default of one to ``num_topk`` experts per token."""

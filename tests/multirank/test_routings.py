@@ -28,8 +28,7 @@ def setup_of(ranks_per_node, balancer="lanes", slice_bytes=MEDIUM, ring_depth=4,
 def test_every_kind_of_routing_with_every_balancer_slice_and_ring_size(world, world_of, num_nodes, ranks_per_node):
     num_ranks = num_nodes * ranks_per_node
     setups = [setup_of(ranks_per_node, balancer, TINY, 2) for balancer in BALANCERS]
-    if world_of == "cpu":
-        setups += [setup_of(ranks_per_node, "scattered", slice_bytes, 2) for slice_bytes in (TINY, MEDIUM)]
+    setups += [setup_of(ranks_per_node, "scattered", slice_bytes, 2) for slice_bytes in (TINY, MEDIUM)]
     setups += [setup_of(ranks_per_node, ring_depth=7), setup_of(ranks_per_node, slice_bytes=HUGE)]
     staged = dataclasses.replace(setups[0].settings, slice_order="staged")
     setups.append(dataclasses.replace(setups[0], settings=staged))

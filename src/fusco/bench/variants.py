@@ -290,8 +290,8 @@ def balancer_of(variant: str, balancer: str, device: str) -> str:
         return "none"
     if variant == "no-balancer" or has_fixed_messages(variant, device):
         return "static"
-    has_no_lanes = variant == "no-engine" or device == "cuda"  # which send rows from the rank that has them
-    return _WITHOUT_LANES if variant == "no-lanes" or (has_no_lanes and balancer == "lanes") else balancer
+    is_without = variant == "no-lanes" or (variant == "no-engine" and balancer == "lanes")  # every rank sends its rows
+    return _WITHOUT_LANES if is_without else balancer
 
 
 def choose_variants(

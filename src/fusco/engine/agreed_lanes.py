@@ -8,8 +8,7 @@ from fusco.core.errors import MismatchError
 from fusco.core.groups import Groups
 from fusco.core.lanes import Lanes
 from fusco.core.profile import Call
-from fusco.planner.balancer import Balancer, balance_send_and_receive, is_builtin
-from fusco.planner.lanes import balance_lanes
+from fusco.planner.balancer import Balancer, is_builtin
 from fusco.planner.traffic import Traffic
 
 _MAX_CHARS = 48  # longest text of groups in an error, since the text of a record is short
@@ -25,28 +24,6 @@ def agreed_lanes(call: Call, balancer: Balancer, traffic: Traffic, max_rows: int
 
     ``ValueError`` if a rank would send or receive more than ``max_rows``, for which it has memory.
     """
-    lanes = traffic.lanes_of(_agreed(call, balancer, traffic))
-    for verb, rows in (("sends", lanes.sent_rows), ("receives", lanes.received_rows)):
-        if (most := int(rows.max())) > max_rows:
-            raise ValueError(
-                f"by the balancer's lanes rank {int(rows.argmax())} {verb} {most} rows between nodes, but it has "
-                f"memory for {max_rows}, max_tokens_per_rank for each other node"
-            )
-    return lanes
-
-
-def agreed_groups(call: Call, balancer: Balancer, traffic: Traffic) -> Groups:
-    """Compute groups as ``agreed_lanes`` does, for an engine without lanes: ``send-and-receive`` replaces ``lanes``.
-
-    ``TypeError`` on all ranks if a user-defined balancer returns lanes.
-    """
-    chosen = _agreed(call, balance_send_and_receive if balancer is balance_lanes else balancer, traffic)
-    if isinstance(chosen, Lanes):
-        raise TypeError("on CUDA a balancer must return Groups, got Lanes")
-    return chosen
-
-
-def _agreed(call: Call, balancer: Balancer, traffic: Traffic) -> Groups | Lanes:
     chosen, topology = balancer(traffic), traffic.topology
     needs_check = topology.num_nodes > 1 and topology.ranks_per_node > 1
     if needs_check and not is_builtin(balancer):
@@ -56,7 +33,14 @@ def _agreed(call: Call, balancer: Balancer, traffic: Traffic) -> Groups | Lanes:
             raise MismatchError(
                 f"{error}. A balancer must be pure, and the same on all ranks: equal traffic, equal groups or lanes"
             ) from None
-    return chosen
+    lanes = traffic.lanes_of(chosen)
+    for verb, rows in (("sends", lanes.sent_rows), ("receives", lanes.received_rows)):
+        if (most := int(rows.max())) > max_rows:
+            raise ValueError(
+                f"by the balancer's lanes rank {int(rows.argmax())} {verb} {most} rows between nodes, but it has "
+                f"memory for {max_rows}, max_tokens_per_rank for each other node"
+            )
+    return lanes
 
 
 def _fingerprint(chosen: Groups | Lanes) -> str:
