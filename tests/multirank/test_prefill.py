@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ pytest.importorskip("transformers", reason="fusco bench prefill needs transforme
 
 from prefill_jobs import WRONG, prefill_moved_wrongly
 
+import fusco
 from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.cli.main import app
 from fusco.core.requirements import installed, is_recent
@@ -21,6 +24,16 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 SIZES = ["--tokens", "32", "--iterations", "2", "--batches", "2,skewed", "--routing", "trace"]
 
 
+@pytest.fixture
+def deep_ep(monkeypatch):
+    """Let this process and its ranks find fusco's module of that name."""
+    monkeypatch.syspath_prepend(str(Path(fusco.__file__).parent / "integrations" / "path"))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("deep_ep")
 def test_all_variants_agree_and_each_has_its_record(tmp_path):
     out = tmp_path / "prefill.jsonl"
     done = CliRunner().invoke(app, ["bench", "prefill", *SIZES, "--json", str(out)])
@@ -30,7 +43,7 @@ def test_all_variants_agree_and_each_has_its_record(tmp_path):
     records = [line for line in lines if line["kind"] == "prefill"]
     assert {line["variant"]: line["reason"] for line in skipped}["fusco-32"]
     own = ["transformers"] if is_recent(installed("transformers"), "5.23") else []
-    wanted = ["fusco", "fusco-static", "torch", *own]
+    wanted = ["fusco", "fusco-static", "torch", "baseline", *own, "deep_ep"]
     assert [record["variant"] for record in records] == [*wanted, *wanted]
     assert [record["batch"] for record in records[:: len(wanted)]] == ["2 x 16", "skewed: 32, 4"]
     for record in records:
@@ -42,6 +55,7 @@ def test_all_variants_agree_and_each_has_its_record(tmp_path):
         assert record["logits_error"] < 1e-5
         assert record["same_next_tokens"] == 1.0
         assert record["imbalance"] > 1.0
+        assert ("fusco" in record["versions"].get("deep_ep", "")) == (record["variant"] == "deep_ep")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -30,6 +30,7 @@ from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import Balancer, checked_balancer, describe_balancer
+from fusco.rails.rail import configured_rails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class CommunicatorConfig:
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, least=1)
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
+        configured_rails()  # raises for interfaces that are not there
         return CheckedConfig(placement, capacity, check_device(self.device))
 
     def fields(self, placement: ExpertPlacement, device: torch.device) -> Fields:
@@ -76,6 +78,7 @@ class CommunicatorConfig:
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
             "balancer": describe_balancer(self.balancer),
             "device": device.type,
+            **({"num_rails": len(configured_rails())} if device.type == "cpu" else {}),
         }
 
 

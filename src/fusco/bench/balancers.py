@@ -49,7 +49,7 @@ class BalancerRecord:
 
 
 def compare_balancers(
-    shapes: Sequence[tuple[int, int]], num_draws: int, seed: int = 0, loads: Loads = Loads.BIMODAL
+    shapes: Sequence[tuple[int, int]], num_draws: int, seed: int = 0, loads: Loads = "bimodal"
 ) -> list[BalancerRecord]:
     """Run every balancer on the same draws.
 
@@ -57,19 +57,19 @@ def compare_balancers(
         shapes: pairs of nodes and ranks per node.
         num_draws: draws for each shape.
         seed: of the draws.
-        loads: what ranks send; see ``Loads``.
+        loads: what ranks send.
     """
     records = []
     for shape in shapes:
         topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])
-        draw = _bimodal if loads is Loads.BIMODAL else _prefills
+        draw = _bimodal if loads == "bimodal" else _prefills
         traffics = draw(topology, num_draws, seed, loads)
         before = _measure("send-and-receive", traffics)[:, 2]
         for name in BALANCERS:
             measured = _measure(name, traffics)
             gains = before / measured[:, 2]
             figures = (*np.median(measured, axis=0), np.median(gains), np.quantile(gains, 0.99))
-            records.append(BalancerRecord(loads.value, name, *shape, *(round(float(m), 3) for m in figures)))
+            records.append(BalancerRecord(loads, name, *shape, *(round(float(m), 3) for m in figures)))
     return records
 
 
@@ -107,7 +107,7 @@ def _prefills(topology: Topology, num_draws: int, seed: int, loads: Loads) -> li
         counts, before = [], layers[draw % _NUM_LAYERS]
         for _ in range(topology.world_size):
             num_tokens, next_one = lengths[next_one % len(lengths)], next_one + 1
-            while loads is Loads.RAGGED and num_tokens + lengths[next_one % len(lengths)] <= _MAX_TOKENS:
+            while loads == "ragged" and num_tokens + lengths[next_one % len(lengths)] <= _MAX_TOKENS:
                 num_tokens, next_one = num_tokens + lengths[next_one % len(lengths)], next_one + 1
             first = int(random.integers(len(before) - 1))
             whole, rest = divmod(first + num_tokens, len(before) - 1)

@@ -60,12 +60,7 @@ def measure_between_nodes(
 ) -> InternodePeaks:
     """Measure between nodes; a collective of the group.
 
-    Args:
-        group: the ranks.
-        topology: the nodes of the ranks.
-        timer: of the device on which the tensors are.
-        source: sent by each rank, contiguous uint8.
-        target: received into, of the same size.
+    Each rank sends ``source`` and receives into ``target``: contiguous uint8 of one size, on the device of the timer.
     """
     if topology.num_nodes == 1:
         return InternodePeaks()

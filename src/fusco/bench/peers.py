@@ -26,18 +26,13 @@ _NVLINK_BUFFER_BYTES = 10**9
 
 @dataclass(frozen=True)
 class BufferHandle:
-    """State of a dispatch through ``Buffer`` that combine needs.
+    """State of a dispatch through ``Buffer`` that combine needs."""
 
-    Attributes:
-        of_library: the library's handle.
-        row_idx: int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least
-            the number of rows for experts that are elsewhere.
-        weights: float32 (num_received, num_topk).
-    """
-
-    of_library: Any
+    of_library: Any  # the library's handle
+    # int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least the number of
+    # rows for experts that are elsewhere
     row_idx: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor  # float32 (num_received, num_topk)
 
 
 class BufferShuffle:

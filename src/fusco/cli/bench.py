@@ -10,6 +10,7 @@ from fusco.bench import names
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
+from fusco.cli.bench_offload import offload
 from fusco.cli.bench_prefill import prefill
 from fusco.cli.bench_rails import rails
 from fusco.cli.bench_schedule import schedule
@@ -24,11 +25,7 @@ app.command()(schedule)
 app.command()(host)
 app.command()(prefill)
 app.command()(rails)
-
-
-@app.callback()
-def _bench() -> None:
-    """Verify, then measure."""
+app.command()(offload)
 
 
 @app.command()
@@ -37,7 +34,7 @@ def balancers(
     loads: Annotated[
         names.Loads,
         typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace."),
-    ] = names.Loads.BIMODAL,
+    ] = "bimodal",
     seed: options.Seed = 0,
     json: options.JsonFile = None,
 ) -> None:
@@ -57,9 +54,7 @@ def balancers(
         "gain",
         "P99",
     )
-    title = (
-        f"rows of the busiest rank over the bound, {loads.value}, medians of {draws} draws; gain over send-and-receive"
-    )
+    title = f"rows of the busiest rank over the bound, {loads}, medians of {draws} draws; gain over send-and-receive"
     table = new_table(title, columns, left=("balancer",))
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or records[i + 1].nodes != record.nodes

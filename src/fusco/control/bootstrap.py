@@ -53,13 +53,8 @@ def exchange_peer_info(
 ) -> PeerInfo:
     """Exchange hosts, devices and fingerprints with all ranks.
 
-    Args:
-        store_gather: the all-gather of the group.
-        fingerprint: values that must be equal on all ranks; with a rejection, all other ranks raise.
-        device: this rank's device.
-
-    Raises:
-        MismatchError, RejectedInputError: see ``check_fingerprints``.
+    ``fingerprint`` has values that must be equal on all ranks; with a rejection, all other ranks raise. Raises as
+    ``check_fingerprints``.
     """
     local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
     peers = store_gather.all_gather("bootstrap", local)

@@ -19,7 +19,7 @@ from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.kernels.copy_segments import SegmentMemory
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.tcp_transport import TcpTransport, Ticket
+from fusco.cpu.transport import Ticket, Transport
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
@@ -159,7 +159,7 @@ class SendAcross:
         self,
         flows: Sequence[Flow],
         staging: Staging,
-        transport: TcpTransport,
+        transport: Transport,
         slots: Sequence[torch.Tensor],
         profile: CallProfile,
     ) -> None:
@@ -215,7 +215,7 @@ class ReceiveAcross:
     """Task that receives the stages from other nodes, without a copy if a message is contiguous in memory."""
 
     def __init__(
-        self, flows: Sequence[Flow], staging: Staging, transport: TcpTransport, slots: Sequence[torch.Tensor]
+        self, flows: Sequence[Flow], staging: Staging, transport: Transport, slots: Sequence[torch.Tensor]
     ) -> None:
         """``slots`` limit the number of receives that are posted at once."""
         self._message_queue, self._staging, self._transport = MessageQueue(flows, len(slots[0])), staging, transport
@@ -294,7 +294,7 @@ def make_tasks(
     rank_schedule: RankSchedule,
     memories: Sequence[ByteMemory],
     memory: CpuMemory,
-    transport: TcpTransport,
+    transport: Transport,
     private: torch.Tensor,
     profile: CallProfile,
 ) -> list[Task]:

@@ -11,7 +11,7 @@ from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut, SendRing, TcpIn, TcpOut
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.tcp_transport import TcpTransport
+from fusco.cpu.transport import Transport
 from fusco.engine.byte_stream import Incoming, Outgoing, SegmentReceiver, SegmentSender, in_turn
 from fusco.engine.tasks import Task
 
@@ -19,7 +19,7 @@ from fusco.engine.tasks import Task
 class CpuSegmentChannels:
     """Factory of the tasks of streams: over shared memory within a node, over TCP between nodes."""
 
-    def __init__(self, memory: CpuMemory, transport: TcpTransport, private: torch.Tensor) -> None:
+    def __init__(self, memory: CpuMemory, transport: Transport, private: torch.Tensor) -> None:
         """``private`` are the rank's slots outside shared memory (``CpuLayout.num_private_slots``)."""
         self.device = torch.device("cpu")
         self._memory, self._transport, self._private = memory, transport, private

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.tcp_transport import TcpTransport, Ticket
+from fusco.cpu.transport import Ticket, Transport
 
 
 class RingOut:
@@ -70,7 +70,7 @@ class RingIn:
 class SendRing:
     """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
 
-    def __init__(self, transport: TcpTransport, slots: list[torch.Tensor]) -> None:
+    def __init__(self, transport: Transport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
         self._tickets: list[Ticket | None] = [None] * len(slots)
         self._next = 0
@@ -111,7 +111,7 @@ class TcpOut:
 class TcpIn:
     """Receiving end for messages of known sizes from a rank of another node, with two slots in turn."""
 
-    def __init__(self, transport: TcpTransport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
+    def __init__(self, transport: Transport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
         self._transport, self._src = transport, src
         self._sizes: Iterator[int] = iter(sizes)
         self._arriving: list[tuple[Ticket, torch.Tensor]] = []

@@ -18,7 +18,7 @@ from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
-from fusco.cpu.tcp_transport import TcpTransport, Ticket
+from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
 from fusco.planner.sending import SendingStage, order_of_slices
 
@@ -92,7 +92,7 @@ class ReceiveRows:
     def __init__(
         self,
         memory: CpuMemory,
-        transport: TcpTransport,
+        transport: Transport,
         collective: int,
         runs: Sequence[tuple[int, int]],
         row_bytes: int,

@@ -11,9 +11,10 @@ import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import RowOverflowError, SharedMemoryError
+from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
+from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
@@ -30,9 +31,11 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
+from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
+from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.all_to_all import are_lanes_worth_it, plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -52,6 +55,7 @@ from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
+from fusco.rails.rail import configured_rails
 from fusco.schedule.cost import CPU_LINKS, schedule_for
 from fusco.schedule.rank_schedule import RankSchedule, make_rank_schedule
 
@@ -71,11 +75,14 @@ class CpuEngine:
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
             resources.callback(self._memory.close)
-            self._transport = _connect_over_tcp(config.topology, connections)
+            self._transport = _connect_nodes(config.topology, connections)
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
-            self._send_slots = list(self._private[: config.settings.ring_depth])
+            # Over rails a slot is in use until the peer has acknowledged it. In dispatch and combine the receive slots
+            # are free, except the last, for sums.
+            num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
+            self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
 
@@ -156,13 +163,12 @@ class CpuEngine:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
             received = plan.rank_lanes.received
-            run_tasks(
+            self._run(
                 [
                     SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
                     self._receive_rows(received.carrier, received.num_rows, bytes_per_token, bytes_per_token, call),
                     ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
-                ],
-                self._watchdog,
+                ]
             )
         return outputs
 
@@ -189,7 +195,7 @@ class CpuEngine:
                 rows_per_chunk=rows_per_chunk,
                 call=call,
             )
-            run_tasks([ProducePartialSums(self._memory, terms, chunks), fold, returned], self._watchdog)
+            self._run([ProducePartialSums(self._memory, terms, chunks), fold, returned])
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -203,7 +209,7 @@ class CpuEngine:
                 self._shuffle_by_schedule(request, rank_bytes, call)
                 return
             with call.profile.spend("wire"):
-                run_tasks(self._streams().tasks(request.send, request.receive), self._watchdog)
+                self._run(self._streams().tasks(request.send, request.receive))
 
         return Pending(sizes.pack(), run)
 
@@ -219,7 +225,7 @@ class CpuEngine:
                 for part in (request.send, request.receive)
             )
             tasks = self._schedule_tasks(rank_schedule, list(parts), call)
-            run_tasks([*tasks, *self._streams().tasks(*own)], self._watchdog)
+            self._run([*tasks, *self._streams().tasks(*own)])
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
@@ -231,7 +237,7 @@ class CpuEngine:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
             with call.profile.spend("wire"):
-                run_tasks(self._schedule_tasks(rank_schedule, request.memories, call), self._watchdog)
+                self._run(self._schedule_tasks(rank_schedule, request.memories, call))
             return request
 
         return Pending(sizes_of(request).pack(), run)
@@ -239,12 +245,12 @@ class CpuEngine:
     def gather_send(self, segments: Segments, dst: int) -> None:
         streams = self._streams()
         with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
-            run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
+            self._run(streams.tasks({dst: segments}, {}))
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         streams = self._streams()
         with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
-            run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
+            self._run(streams.tasks({}, {src: segments}))
 
     def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
         """Rows are always copied, since peers cannot read the caller's memory."""
@@ -277,6 +283,14 @@ class CpuEngine:
         self._resources.close()
         self._recycler.close()
 
+    def _run(self, tasks: Sequence[Task]) -> None:
+        """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
+        run_tasks(tasks, self._watchdog)
+        if not self._transport.is_flushed:
+            self._watchdog.wait_until(
+                lambda: self._transport.is_flushed, lambda: Stall("acknowledging", (), "all written", "not all")
+            )
+
     def _send_ring(self) -> SendRing:
         return SendRing(self._transport, self._send_slots)
 
@@ -298,17 +312,22 @@ def warm_up(config: EngineConfig) -> None:
         warm_up_stages()
 
 
-def _connect_over_tcp(topology: Topology, connections: Connections) -> TcpTransport:
+def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
+    """Connect to the ranks of other nodes, over the rails of this host if ``FUSCO_RAILS`` names any."""
     store_gather, watchdog = connections.store_gather, connections.watchdog
     local_node = topology.rank_to_node[store_gather.rank]
     peers = [rank for rank, node in enumerate(topology.rank_to_node) if node != local_node]
+    has_rails = bool(peers and rail_names())
+
+    def connect() -> Transport:
+        secret, wait_until = connections.secret, watchdog.wait_until
+        if has_rails:
+            neighbours = topology.node_to_ranks[local_node]
+            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
+        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+
     watchdog.begin(0, "Communicator")
-    transport = connecting(
-        lambda: TcpTransport(store_gather, peers, connections.listen_on, connections.secret, watchdog.wait_until),
-        "over TCP",
-        tuple(peers),
-        watchdog,
-    )
+    transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
     watchdog.add_network_probe(lambda: transport.failure)
     if peers:
         watchdog.add_poll(transport.poll)

@@ -14,7 +14,7 @@ from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.kernels.copy_segments import concatenate
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.tcp_transport import TcpTransport, Ticket
+from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
@@ -42,7 +42,7 @@ class DispatchCounts:
 class RoutingExchange:
     """Exchanges routing, so that every rank of a node has the routing of all tokens that the node needs."""
 
-    def __init__(self, memory: CpuMemory, transport: TcpTransport, watchdog: Watchdog) -> None:
+    def __init__(self, memory: CpuMemory, transport: Transport, watchdog: Watchdog) -> None:
         self._memory, self._transport, self._watchdog = memory, transport, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)

@@ -1,7 +1,6 @@
 """Point-to-point messages of any size between nodes over TCP, progressed by polling in the calling thread.
 
-There is no I/O thread: the kernel moves the bytes of its socket buffers while this thread copies rows. Messages from
-one rank to another arrive in the order of sending, and must be received in that order.
+There is no I/O thread: the kernel moves the bytes of its socket buffers while this thread copies rows.
 """
 
 from __future__ import annotations
@@ -18,13 +17,7 @@ from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
 from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
-
-
-class Ticket:
-    """Message in flight. One that fails is never done; ``TcpTransport.failure`` has the reason."""
-
-    def __init__(self) -> None:
-        self.is_done = False
+from fusco.cpu.transport import Ticket
 
 
 @dataclass
@@ -47,7 +40,7 @@ class _Message:
 
 
 class TcpTransport(TcpConnections):
-    """Messages between this rank and all ranks of other nodes; without such ranks nothing is opened."""
+    """A ``Transport`` of one connection to each rank of other nodes; without such ranks nothing is opened."""
 
     name = "TCP transport"
 
@@ -72,7 +65,6 @@ class TcpTransport(TcpConnections):
             self._epoll.register(fd, select.EPOLLIN)
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
-        """Start to send a contiguous CPU tensor, not empty, which must not change until the ticket is done."""
         ticket, queue = Ticket(), self._sending[dst]
         queue.append(_Message(as_bytes(message).numpy().data, ticket))
         if len(queue) == 1:
@@ -80,24 +72,24 @@ class TcpTransport(TcpConnections):
         return ticket
 
     def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
-        """Start to receive into a contiguous CPU tensor, not empty and of exactly the size that ``src`` sends.
-
-        ``on_done`` is called as soon as the message has arrived.
-        """
         ticket = Ticket()
         self._receiving[src].append(_Message(as_bytes(message).numpy().data, ticket, on_done))
         return ticket
 
     def poll(self) -> bool:
-        """Send and receive without blocking, at most one message from each rank; return whether any bytes moved."""
+        """Take at most one message from each rank; else as ``Transport.poll``."""
         moved = [self._push(peer) for peer, queue in self._sending.items() if queue]
         if any(self._receiving.values()):
             assert self._epoll
             moved += [self._pull(self._fd_to_peer[fd]) for fd, _ in self._epoll.poll(0)]
         return any(moved)
 
+    @property
+    def is_flushed(self) -> bool:
+        """What a ticket says to be done has left this process."""
+        return True
+
     def close(self) -> None:
-        """Close the connections; messages in flight are dropped."""
         self._sending, self._receiving = {}, {}
         if self._epoll:
             self._epoll.close()

@@ -26,15 +26,8 @@ def plan_all_to_all(
 ) -> RankSchedule:
     """Return this rank's part of the schedule, which is the same on all ranks.
 
-    Args:
-        request: this rank's request.
-        counts: the packed ``StreamSizes`` of all ranks.
-        topology: which ranks share a node.
-        rank: this rank.
-        links: the links by which the mode is chosen, unless the request names one.
-
-    Raises:
-        MismatchError: on all ranks, if any rank expects another size than its peer sends.
+    ``counts`` are the packed ``StreamSizes`` of all ranks. The mode is chosen by ``links``, unless the request names
+    one. Raises ``MismatchError`` on all ranks if any rank expects another size than its peer sends.
     """
     sizes = list(map(StreamSizes.unpack, counts))
     check_sizes(sizes, "all_to_all", "rows")

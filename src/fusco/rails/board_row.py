@@ -20,14 +20,14 @@ from fusco.rails.board import (
     RX_CHUNKS,
     TX_BYTES,
     Board,
+    NamedRail,
 )
-from fusco.rails.rail import Rail
 
 
 class BoardRow:
     """The cells of one worker, one for each rail. Only this worker's process writes them."""
 
-    def __init__(self, board: Board, worker: int, direct: int, rails: Sequence[Rail], rest_s: float = 0.0) -> None:
+    def __init__(self, board: Board, worker: int, direct: int, rails: Sequence[NamedRail], rest_s: float = 0.0) -> None:
         """Register the worker; raises ``SharedMemoryError`` if the board is full.
 
         Times of the last activity are set back by ``rest_s`` when nothing is under way any more, so that others need
@@ -56,7 +56,7 @@ class BoardRow:
         fields[cell + LAST_TX] = monotonic_ns()
 
     def complete(self, rail: int, num_bytes: int) -> None:
-        """Count a chunk of ``num_bytes`` that the peer has acknowledged; 0 bytes if it was lost with its rail."""
+        """Count a chunk of ``num_bytes`` that has left the network; 0 bytes if it was lost with its rail."""
         cell, fields = self._cells[rail], self._fields
         fields[cell + COMPLETED] += 1
         fields[cell + TX_BYTES] += num_bytes

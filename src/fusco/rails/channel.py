@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from fusco.core.errors import ClosedError, PeerFailureError, Stall
@@ -50,8 +51,10 @@ class Channel:
         self._peer_said_bye = self._is_closing = self._was_connected = False
         self.closed = threading.Event()
 
-    def isend(self, buffer: Any) -> Request:
+    def isend(self, buffer: Any, on_done: Callable[[BaseException | None], None] | None = None) -> Request:
         """Send a buffer or a contiguous CPU tensor; its memory must not change until the request is done.
+
+        ``on_done`` is then called in the endpoint's thread, with the error if there is one.
 
         Raises:
             TypeError, ValueError: for anything else.
@@ -61,19 +64,19 @@ class Channel:
         for rail in rails_of(self._host.direct):
             self._host.row.announce(rail)
         with self._posting:
-            request = self._new_request("isend", self._next_send)
+            request = self._new_request("isend", self._next_send, on_done)
             self._next_send += 1
             self._host.loop.post(lambda: self._begin_send(memory, request))
         return request
 
-    def irecv(self, buffer: Any) -> Request:
+    def irecv(self, buffer: Any, on_done: Callable[[BaseException | None], None] | None = None) -> Request:
         """Receive the next message into a writable buffer or contiguous CPU tensor, which may be larger than it.
 
-        ``wait`` returns the bytes of the message. Raises as ``isend``.
+        ``wait`` returns the bytes of the message. ``on_done`` and errors as of ``isend``.
         """
         memory = as_bytes(buffer, writable=True)
         with self._posting:
-            request = self._new_request("irecv", self._next_receive)
+            request = self._new_request("irecv", self._next_receive, on_done)
             self._next_receive += 1
             self._host.loop.post(lambda: self._begin_receive(memory, request))
         return request
@@ -87,7 +90,7 @@ class Channel:
         """Close the channel; requests that are not done fail, here and at the peer. May be called again."""
         if not self.closed.is_set():
             self._host.loop.post(self._begin_close)
-            self.closed.wait(1.0)  # what is left to write must pass rails that may have failed
+            self._host.loop.wait(self.closed, 1.0)  # what is left to write must pass rails that may have failed
 
     def check_connected(self, limit_s: float) -> None:
         """Raise ``PeerFailureError`` unless a rail is connected, after a wait of ``limit_s`` seconds."""
@@ -102,6 +105,16 @@ class Channel:
     def usable(self) -> int:
         """Mask of the rails that are connected now."""
         return self._scheduler.view.usable
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written to and read from the rails that are connected now."""
+        return sum(connection.num_bytes for connection in self._connections.values())
+
+    @property
+    def owes_credits(self) -> bool:
+        """True if the peer waits for an acknowledgement or a grant that was not written yet."""
+        return any(connection.owes_credits for connection in self._connections.values())
 
     @property
     def redials(self) -> bool:
@@ -146,6 +159,8 @@ class Channel:
     def pump(self) -> None:
         """Give chunks to rails as long as the scheduler finds one, and write what there is."""
         choose, sends = self._scheduler.choose, self._sends
+        if sends.has_chunk:
+            self._count_passed()
         while sends.has_chunk and self._connections:
             rail = choose()
             if rail == WAIT:
@@ -191,6 +206,7 @@ class Channel:
         The owner of the rail has begun to send, and the chunk waits in the lower class until the owner pauses. The
         copy that arrives first counts.
         """
+        self._count_passed()
         for connection in self._connections.values():
             if connection.outstanding and self._host.defers(connection.rail):
                 self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(connection.rail)))
@@ -274,6 +290,12 @@ class Channel:
         self._scheduler.view.usable = 0
         self.closed.set()
 
+    def _count_passed(self) -> None:
+        """Take chunks that have left the network from the counts of their rails."""
+        for rail, connection in self._connections.items():
+            for posted in connection.passed():
+                self._scheduler.completed(rail, posted.num_bytes)
+
     def _watch(self, connection: Connection) -> None:
         """Have its events handled."""
 
@@ -289,20 +311,21 @@ class Channel:
         """Close a connection and take its chunks from the rail's count."""
         self._host.loop.forget(connection.socket.fileno())
         connection.abort() if aborts else connection.socket.close()
-        for _ in connection.outstanding:
-            self._scheduler.completed(connection.rail, 0)
+        for posted in connection.outstanding.values():
+            if not posted.has_passed:
+                self._scheduler.completed(connection.rail, 0)
 
     def _fail_requests(self, error: Exception) -> None:
         self._error = self._error or error
         self._sends.fail(self._error)
         self._receives.fail(self._error)
 
-    def _new_request(self, verb: str, seq: int) -> Request:
+    def _new_request(self, verb: str, seq: int, on_done: Callable[[BaseException | None], None] | None) -> Request:
         if self._error is not None:
             raise self._error
         if os.getpid() != self._host.row.pid:
             raise ClosedError("the channel belongs to the process that this one was forked from")
-        return Request(verb, seq, self._host.timeout_s, self._timed_out)
+        return Request(verb, seq, self._host.timeout_s, self._timed_out, on_done)
 
     def _begin_send(self, memory: memoryview, request: Request) -> None:
         if self._error is not None:
@@ -348,8 +371,8 @@ class Channel:
                 self._receives.arrived(record)
         elif kind == ACK:
             self._scheduler.credit(record.mask, record.epoch)
-            num_bytes = connection.acknowledged((record.seq, record.slot))
-            self._scheduler.completed(rail, num_bytes)
+            if (posted := connection.acknowledged((record.seq, record.slot))) is not None:
+                self._scheduler.completed(rail, posted.num_bytes)
             self._sends.ack(record.seq, record.slot)
         elif kind == GRANT:
             self._scheduler.credit(record.mask, record.epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
 import time
@@ -14,22 +15,33 @@ from fusco.rails.wire import DATA, RECORD_BYTES, TOO_LARGE, Record, WireError, p
 
 _READ_BUDGET = 4 << 20  # bytes read before other connections get their turn
 _SCRATCH_BYTES = 256 * 1024  # for payloads that have arrived before
-_SO_PRIORITY, _SO_BINDTODEVICE = 12, 25
+_SO_PRIORITY, _SO_BINDTODEVICE, _SIOCOUTQ = 12, 25, 0x5411
 # Lower effort (RFC 3662): class CS1 in the packets, for the switches and for queueing disciplines that look there, and
 # the lowest band of those that go by the socket's priority. Any process may choose both.
 _LOW_TOS, _LOW_PRIORITY = 0x20, 2
+# Of the socket's buffer. Credits wait behind it, so it is short; but it feeds the rail while the core is busy.
+_MAX_UNSENT_BYTES = 256 * 1024
 _LATE, _AVERAGED_OVER = 4, 8
 _NO_LINGER = struct.pack("ii", 1, 0)
+_UNSENT = struct.Struct("i")
 _UNACKED, _BYTES_ACKED = struct.Struct("@24xI"), struct.Struct("@120xQ")  # of struct tcp_info
 
 
 @dataclass(slots=True)
 class Posted:
-    """A chunk that was given to a connection: its bytes, when, and whether it was found to be late."""
+    """A chunk that was given to a connection.
+
+    Attributes:
+        num_bytes: its bytes.
+        at_s: when.
+        is_late: whether it was found to be late.
+        has_passed: whether it has left the network: the kernel of the peer has it, or the peer.
+    """
 
     num_bytes: int
     at_s: float
     is_late: bool = False
+    has_passed: bool = False
 
 
 class Connection:
@@ -39,18 +51,21 @@ class Connection:
         rail: its rail.
         incarnation: counts the connections of this channel and rail.
         outstanding: the chunks, (seq, chunk), that were given to it and not acknowledged.
-        typical_s: how long an acknowledgement takes, a moving average.
+        typical_s: how long a chunk is on the network, a moving average.
         wants_write: whether it waits for room in the socket's buffer.
+        num_bytes: bytes written and read.
     """
 
     def __init__(self, connected: socket.socket, rail: int, incarnation: int) -> None:
         self.socket, self.rail, self.incarnation = connected, rail, incarnation
         self.outstanding: dict[tuple[int, int], Posted] = {}
         self.typical_s = 0.0
-        self.wants_write = False
+        self.wants_write, self.num_bytes = False, 0
         self._out: list[memoryview] = []  # the rest of what is being written: credits, or one chunk
-        self._credits = bytearray()
-        self._chunks: deque[tuple[bytes, memoryview]] = deque()
+        self._credits, self._writes_credits = bytearray(), False
+        self._chunks: deque[tuple[Posted, bytes, memoryview]] = deque()
+        self._begun: deque[tuple[int, Posted]] = deque()  # chunks on the network, with the bytes written at their ends
+        self._num_written = 0
         self._header, self._num_header = memoryview(bytearray(RECORD_BYTES)), 0
         self._record, self._num_payload = Record(), -1  # being read; -1: a header is
         self._scratch = memoryview(bytearray(0))
@@ -62,8 +77,8 @@ class Connection:
 
     def send_chunk(self, name: tuple[int, int], frame: tuple[bytes, memoryview]) -> None:
         """Append a chunk, named by (seq, chunk)."""
-        self.outstanding[name] = Posted(len(frame[1]), time.monotonic())
-        self._chunks.append(frame)
+        posted = self.outstanding[name] = Posted(len(frame[1]), time.monotonic())
+        self._chunks.append((posted, *frame))
 
     def has(self, name: tuple[int, int]) -> bool:
         """Return whether a chunk is outstanding here; its time begins anew, so it may become late again."""
@@ -72,27 +87,57 @@ class Connection:
             posted.at_s, posted.is_late = time.monotonic(), False
         return posted is not None
 
-    def acknowledged(self, name: tuple[int, int]) -> int:
-        """Take a chunk from those outstanding and return its bytes; ``WireError`` if it is none of them."""
+    def acknowledged(self, name: tuple[int, int]) -> Posted | None:
+        """Take a chunk from those outstanding, and return it unless it has passed before.
+
+        Raises ``WireError`` if it is none of them.
+        """
         posted = self.outstanding.pop(name, None)
         if posted is None:
             raise WireError(f"chunk {name[1]} of message {name[0]} was acknowledged, but not sent")
-        taken_s = time.monotonic() - posted.at_s
+        if posted.has_passed:
+            return None
+        self._note_passed(posted)
+        return posted
+
+    def passed(self) -> list[Posted]:
+        """Return the chunks that have left the network since the last call, and were not acknowledged before.
+
+        The peer may read them later, when it has time. They can delay nothing else on the rail any more.
+        """
+        if not self._begun:
+            return []
+        num_delivered = self._num_written - _UNSENT.unpack(fcntl.ioctl(self.socket, _SIOCOUTQ, bytes(4)))[0]
+        passed = []
+        while self._begun and self._begun[0][0] <= num_delivered:
+            posted = self._begun.popleft()[1]
+            if not posted.has_passed:
+                self._note_passed(posted)
+                passed.append(posted)
+        return passed
+
+    def _note_passed(self, posted: Posted) -> None:
+        taken_s, posted.has_passed = time.monotonic() - posted.at_s, True
         if posted.is_late:  # once is no rule, but where all are late, that is typical
             self.typical_s = min(taken_s, 1.5 * self.typical_s + 0.001)
         else:
             self.typical_s += (taken_s - self.typical_s) / _AVERAGED_OVER
-        return posted.num_bytes
 
     def late_chunks(self, now: float, least_s: float) -> list[tuple[int, int]]:
         """Return the chunks that have become late since the last call: after several times what is typical.
+
+        A chunk that has passed is not late, although the peer may be busy.
 
         Args:
             now: seconds.
             least_s: chunks are not late before.
         """
         limit_s = max(least_s, _LATE * self.typical_s)
-        late = [name for name, each in self.outstanding.items() if not each.is_late and now - each.at_s > limit_s]
+        late = [
+            name
+            for name, each in self.outstanding.items()
+            if not (each.is_late or each.has_passed) and now - each.at_s > limit_s
+        ]
         for name in late:
             self.outstanding[name].is_late = True
         return late
@@ -102,24 +147,34 @@ class Connection:
         """True if something was not written yet."""
         return bool(self._out or self._credits or self._chunks)
 
+    @property
+    def owes_credits(self) -> bool:
+        """True if a credit was not written yet."""
+        return bool(self._credits) or self._writes_credits
+
     def write(self) -> None:
         """Write what the socket takes; raises ``OSError`` if the connection has failed."""
         while self.has_output:
             if not self._out:
+                self._writes_credits = bool(self._credits)
                 if self._credits:
                     self._out = [memoryview(bytes(self._credits))]
                     self._credits.clear()
                 else:
-                    header, payload = self._chunks.popleft()
+                    posted, header, payload = self._chunks.popleft()
                     self._out = [memoryview(header), payload]
+                    self._begun.append((self._num_written + len(header) + len(payload), posted))
             try:
                 num_sent = self.socket.sendmsg(self._out, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 break
+            self.num_bytes += num_sent
+            self._num_written += num_sent
             while self._out and num_sent >= len(self._out[0]):
                 num_sent -= len(self._out.pop(0))
             if self._out:
                 self._out[0] = self._out[0][num_sent:]
+        self._writes_credits = self._writes_credits and bool(self._out)
         self.wants_write = self.has_output
 
     def read(
@@ -147,6 +202,7 @@ class Connection:
             if len(memory) and not num_read:
                 raise ConnectionResetError("the peer closed it")
             budget -= num_read
+            self.num_bytes += num_read
             if self._num_payload < 0:
                 self._num_header += num_read
                 if self._num_header == RECORD_BYTES:
@@ -204,6 +260,7 @@ def configure(connecting: socket.socket, *, defers: bool) -> None:
     """Set the options of a connection; one that ``defers`` asks for a lower network priority."""
     connecting.settimeout(0)
     connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connecting.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
     if defers:
         is_ipv6 = connecting.family == socket.AF_INET6
         level, option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS) if is_ipv6 else (socket.IPPROTO_IP, socket.IP_TOS)

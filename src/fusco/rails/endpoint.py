@@ -51,6 +51,7 @@ class Endpoint:
         limits: Limits | None = None,
         timeout_s: float = 60.0,
         board: Path | None = None,
+        is_polled: bool = False,
     ) -> None:
         """Register the worker on the host's board and start the thread.
 
@@ -61,6 +62,8 @@ class Endpoint:
             limits: bounds of the scheduler.
             timeout_s: the limit of every wait.
             board: the file of the board; by default that of this user and network namespace.
+            is_polled: start no thread: everything happens in ``poll`` and in the other methods, in one thread of the
+                caller, which must not wait for requests otherwise.
 
         Raises:
             ValueError: if the worker owns no rail, or for rails or a policy that cannot be.
@@ -76,7 +79,7 @@ class Endpoint:
         self._board = Board(board)
         rest_s = max(0.0, self.limits.hold_s - self.limits.release_s)
         self._row = BoardRow(self._board, worker, direct, self.rails, rest_s)
-        self._loop = Loop(f"fusco-rails-{worker}", self._step, self._fail)
+        self._loop = Loop(self._step, self._fail)
         monitor = self._new_monitor(chosen)
         self._host = Host(worker, self.rails, direct, self.limits, chosen, self._row, monitor, timeout_s, self._loop)
         self._query = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -87,8 +90,14 @@ class Endpoint:
         self._acceptor: Acceptor | None = None
         self._address: Address | None = None
         self._error: Exception | None = None
-        self._next_check = self._next_board_check = 0.0
-        self._loop.start()
+        self._next_check = self._next_board_check = self._next_rescue = 0.0
+        self._checked_s, self._clock_s = time.monotonic(), 0.0
+        if not is_polled:
+            self._loop.start(f"fusco-rails-{worker}")
+
+    def poll(self) -> None:
+        """Progress all channels without waiting; for endpoints without a thread."""
+        self._loop.poll()
 
     def listen(self) -> Address:
         """Listen on all rails and return the address, which peers pass to ``connect``; raises ``TransportError``."""
@@ -121,17 +130,26 @@ class Endpoint:
         """
         self._check_open()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        peer = Introduction(address.worker, len(address.rails), address.chunk_bytes)
-        channel = Channel(self._host, peer, secrets.token_bytes(CHANNEL_BYTES))
-        self._loop.post(lambda: self._add(channel, Dialer(self._host, channel, address)))
+        channel = self.dial(address, secrets.token_bytes(CHANNEL_BYTES))
         end = time.monotonic() + limit_s
         while len(channel.rails) < channel.num_rails and time.monotonic() < end:
             if channel.rails:
                 end = min(end, time.monotonic() + _SPREAD_S)
-            if channel.closed.wait(_RETRY_S):
+            if self._loop.wait(channel.closed, _RETRY_S):
                 break
         channel.check_connected(limit_s)
         return channel
+
+    def dial(self, address: Address, name: bytes) -> Channel:
+        """Begin to connect a channel of a name, 16 bytes, and return it at once; its rails follow."""
+        peer = Introduction(address.worker, len(address.rails), address.chunk_bytes)
+        channel = Channel(self._host, peer, name)
+        self._loop.post(lambda: self._add(channel, Dialer(self._host, channel, address)))
+        return channel
+
+    def channel(self, name: bytes) -> Channel | None:
+        """Return the channel of a name, dialled here or by a peer; ``None`` while there is none."""
+        return self._channels.get(name)
 
     @property
     def num_refused(self) -> int:
@@ -169,10 +187,13 @@ class Endpoint:
         if now >= self._next_check:
             self._check(now)
         wait_s = max(0.0, self._next_check - now)
+        if rescues := now >= self._next_rescue:
+            self._next_rescue = now + _RESCUE_S
         for channel in list(self._channels.values()):
-            if channel.borrows:
-                channel.rescue(now)
-                wait_s = min(wait_s, _RESCUE_S)
+            if not channel.is_idle:
+                wait_s = min(wait_s, self._next_rescue - now)
+                if rescues and channel.borrows:
+                    channel.rescue(now)
             if channel.waits_for_rail:
                 channel.pump()
                 wait_s = min(wait_s, _RETRY_S if channel.waits_for_rail else wait_s)
@@ -182,10 +203,14 @@ class Endpoint:
         """Look at links, stalled connections, rails to connect again, and dead workers of this host."""
         links = sum(1 << i for i, rail in enumerate(self.rails) if has_link(self._query, rail.interface))
         is_busy = False
+        # Limits of failures count the time in which this end looked. One that is polled may pause, and then must look
+        # at what has come meanwhile before it gives anything up.
+        self._clock_s += min(now - self._checked_s, _IDLE_CHECK_S)
+        self._checked_s = now
         for name, channel in list(self._channels.items()):
-            channel.check(now, links)
+            channel.check(self._clock_s, links)
             if (dialer := self._dialers.get(name)) is not None and channel.redials:
-                dialer.check(now, links)
+                dialer.check(self._clock_s, links)
             if channel.closed.is_set():
                 self._remove(channel)
             is_busy = is_busy or not channel.is_idle or not channel.is_complete

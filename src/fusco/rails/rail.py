@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.core.integers import check_integer
+from fusco.core.rail_names import ALL_RAILS, RAILS_VARIABLE, rail_names
 
 MAX_RAILS = 16  # rails of a host; the board has room for as many
 _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator
@@ -63,7 +64,8 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
     Args:
         interfaces: their names, in the order of rails; by default all but the loopback device. Pass them where other
             interfaces exist, such as those of containers or of a management network.
-        num_workers: workers of this host; by default as many as rails. Worker w owns rail w modulo the number of rails.
+        num_workers: workers of this host; by default as many as rails. Worker w owns rail w modulo the number of rails;
+            of more rails than workers, worker w owns rails w, w + num_workers, and so on.
 
     Raises:
         ValueError: if there is none, or one of ``interfaces`` is missing, down, or has no address.
@@ -80,13 +82,20 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
                 found.append((name, address))
     if not found:
         raise ValueError("this host has no interface that is up and has an address, except the loopback device")
-    workers = range(len(found) if num_workers is None else num_workers)
-    return check_rails(
-        [
-            Rail(name, address, tuple(w for w in workers if w % len(found) == i), _bits_per_s(name))
-            for i, (name, address) in enumerate(found)
-        ]
-    )
+    num_rails, count = len(found), len(found) if num_workers is None else num_workers
+    owners = [tuple(range(i, count, num_rails)) or (i % count,) for i in range(num_rails)]
+    return check_rails([Rail(name, address, owners[i], _bits_per_s(name)) for i, (name, address) in enumerate(found)])
+
+
+def configured_rails(num_workers: int | None = None) -> tuple[Rail, ...]:
+    """Return the rails that ``FUSCO_RAILS`` names, none if it is not set; otherwise as ``discover_rails``."""
+    names = rail_names()
+    if not names:
+        return ()
+    try:
+        return discover_rails(None if names == (ALL_RAILS,) else names, num_workers)
+    except ValueError as error:
+        raise ValueError(f"{RAILS_VARIABLE}={','.join(names)}: {error}") from None
 
 
 def interface_flags(query: socket.socket, interface: str) -> int:

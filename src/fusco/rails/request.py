@@ -16,15 +16,30 @@ class Request:
         finished_s: when it was done, of ``time.monotonic``.
     """
 
-    __slots__ = ("_error", "_finished", "_num_bytes", "_timed_out", "_timeout_s", "finished_s", "seq", "verb")
+    __slots__ = (
+        "_error",
+        "_finished",
+        "_num_bytes",
+        "_on_done",
+        "_timed_out",
+        "_timeout_s",
+        "finished_s",
+        "seq",
+        "verb",
+    )
 
     def __init__(
-        self, verb: str, seq: int, timeout_s: float, timed_out: Callable[[Request, float], BaseException]
+        self,
+        verb: str,
+        seq: int,
+        timeout_s: float,
+        timed_out: Callable[[Request, float], BaseException],
+        on_done: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         self.verb, self.seq, self._timeout_s, self._timed_out = verb, seq, timeout_s, timed_out
         self._finished = threading.Lock()  # held until the request has finished
         self._finished.acquire()
-        self._num_bytes, self.finished_s = 0, 0.0
+        self._num_bytes, self.finished_s, self._on_done = 0, 0.0, on_done
         self._error: BaseException | None = None
 
     @property
@@ -57,3 +72,5 @@ class Request:
         """Say that it has finished; for the thread of the endpoint, once."""
         self._num_bytes, self._error, self.finished_s = num_bytes, error, time.monotonic()
         self._finished.release()
+        if self._on_done:
+            self._on_done(error)

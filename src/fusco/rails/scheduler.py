@@ -70,7 +70,7 @@ class Scheduler:
         return rail
 
     def completed(self, rail: int, num_bytes: int) -> None:
-        """Note that a chunk has been acknowledged; 0 bytes if it was lost with its rail."""
+        """Note that a chunk has left the network; 0 bytes if it was lost with its rail."""
         view = self.view
         view.outstanding[rail] -= 1
         if not view.direct >> rail & 1:

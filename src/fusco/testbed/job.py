@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fusco.core.rail_names import RAILS_VARIABLE
 from fusco.testbed.layout import interface
 from fusco.testbed.testbed import Testbed
 
@@ -18,10 +19,11 @@ _POLL_S = 0.05
 
 
 def rank_environment(testbed: Testbed, host: int, local_rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank, and those by which gloo and NCCL use the rank's rails."""
+    """Return the variables that torchrun sets for a rank, and those by which fusco, gloo and NCCL use its rails."""
     layout = testbed.layout
     rails = [interface(rail) for rail in layout.rails_of(local_rank)]
-    return {
+    own = {RAILS_VARIABLE: ",".join(rails)} if len(rails) > 1 else {}
+    return own | {
         "RANK": str(host * layout.ranks_per_host + local_rank),
         "WORLD_SIZE": str(layout.num_hosts * layout.ranks_per_host),
         "LOCAL_RANK": str(local_rank),

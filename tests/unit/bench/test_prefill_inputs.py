@@ -189,7 +189,7 @@ def test_a_record_has_medians_and_the_worst_of_all_ranks():
 
 def test_a_failed_comparison_ends_the_command_with_1_and_says_where(monkeypatch):
     failed = record_of(Deviation(), Deviation(layer=0.5))
-    assert failed.errors == ["rank 1: the output of a layer is 0.5 off, more than 2e-05"]
+    assert failed.errors == ["rank 1: the output of a layer is 0.5 off, more than 1e-05"]
     monkeypatch.setattr(bench_prefill, "run_on_ranks", lambda *_, **__: [[failed]] * 2)
     done = CliRunner().invoke(app, ["bench", "prefill"])
     assert done.exit_code == 1

@@ -262,7 +262,7 @@ def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):
     monkeypatch.setattr("fusco.cpu.kernels.warm_up.warm_up_cpu", fail)
     monkeypatch.setattr("torch.cuda.is_available", fail)
     findings = {finding.check: finding for finding in checkup.examine()}
-    assert len(findings) == 14
+    assert len(findings) == 15
     failed = {name: finding.state for name, finding in findings.items() if "libtorch.so is missing" in finding.found}
     assert failed == {"CPU kernels": "missing", "GPUs": "optional", "GPUs that reach each other": "optional"}
 

@@ -109,7 +109,8 @@ class SimulatedKernel:
         plan = plan_slots(ids, to_local, num_local, args.expert_alignment, args.max_slots)
         self._at(args.row_to_slots, _I32, ids.shape).copy_(plan.row_to_slots)
         self._at(args.num_rows_per_expert, torch.int64, (num_local,)).copy_(plan.num_rows_per_expert)
-        self._at(args.block_to_first_slot, _I32, (num_local + 1,)).copy_(plan.block_to_first_slot)
+        needed = torch.tensor([plan.num_slots_needed], dtype=_I32)
+        self._at(args.block_to_first_slot, _I32, (num_local + 2,)).copy_(torch.cat([plan.block_to_first_slot, needed]))
         marks = torch.cat([mark_ranks(of_source[src], to_rank) for src in args.held[: args.num_held]])
         self._at(args.token_to_ranks, _I32, marks.shape).copy_(marks)
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
@@ -122,6 +123,8 @@ class SimulatedKernel:
                 report.bad_src, report.bad_ticket = src, args.ticket
         report.num_slots = plan.num_slots_needed
         if args.ticket:
+            counts = (ctypes.c_int32 * num_local).from_address(args.reported_counts)
+            counts[:] = plan.num_rows_per_expert.tolist()
             report.ticket = args.ticket
 
     def _scatter_rows(self, stream: Stream, args: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.peers import BufferShuffle
 from fusco.bench.stopwatch import Stopwatch
 from fusco.core.config import StaticRows
 from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
-from fusco.planner.routing import Routing
 
 
 @dataclass
@@ -117,23 +115,34 @@ class StaticDispatcher(FuscoDispatcher):
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
 
-class DeepEPDispatcher:
-    """Moves rows with an installed DeepEP, one row for each token and rank, and permutes them on arrival."""
+class ShuffleDispatcher:
+    """Moves rows by two functions: what ``fusco bench shuffle`` compares fusco with.
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        self.group, self._shuffle = group, BufferShuffle(group, num_experts, None)
+    ``send`` takes rows, ids and float32 weights, and returns expert-major rows, the rows of each local expert on the
+    host, and a handle; ``give_back`` takes the experts' results and the handle.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sequence[int], Any]],
+        give_back: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        self.group, self._send, self._give_back = group, send, give_back
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """Send tokens to their experts."""
         assert num_experts % self.group.size() == 0
-        rows, counts, handle = self._shuffle.dispatch(x, Routing(topk_idx, topk_weights.float()))
-        return Arrival(rows, torch.tensor(counts, dtype=torch.int64, device=x.device), handle)
+        rows, on_host, handle = self._send(x, topk_idx, topk_weights.float())
+        # From pinned memory, as the host would wait for the stream otherwise.
+        counts = torch.tensor(on_host, dtype=torch.int64, device="cpu", pin_memory=x.is_cuda)
+        return Arrival(rows, counts.to(x.device, non_blocking=True), handle)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens."""
-        return self._shuffle.combine(y, arrival.ticket)
+        return self._give_back(y, arrival.ticket)
 
     def synchronize(self) -> None:
         """Wait for the device."""

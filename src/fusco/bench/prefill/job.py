@@ -11,29 +11,17 @@ from fusco.bench.prefill.routing import ROUTINGS, check_routing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a Qwen3-MoE; the defaults are those of Qwen3-30B-A3B.
+    """Sizes of a Qwen3-MoE; the defaults are those of Qwen3-30B-A3B."""
 
-    Attributes:
-        num_layers: blocks, each with experts.
-        hidden: elements of a token's row.
-        num_heads: attention heads of ``head_dim`` elements.
-        num_key_value_heads: heads of keys and values.
-        head_dim: elements of a head.
-        num_experts: of each layer.
-        num_topk: experts per token (top-k).
-        moe_intermediate: inner width of an expert.
-        vocab: tokens of the vocabulary.
-    """
-
-    num_layers: int = 48
-    hidden: int = 2048
-    num_heads: int = 32
-    num_key_value_heads: int = 4
-    head_dim: int = 128
-    num_experts: int = 128
-    num_topk: int = 8
-    moe_intermediate: int = 768
-    vocab: int = 151_936
+    num_layers: int = 48  # blocks, each with experts
+    hidden: int = 2048  # elements of a token's row
+    num_heads: int = 32  # attention heads of ``head_dim`` elements
+    num_key_value_heads: int = 4  # heads of keys and values
+    head_dim: int = 128  # elements of a head
+    num_experts: int = 128  # of each layer
+    num_topk: int = 8  # experts per token (top-k)
+    moe_intermediate: int = 768  # inner width of an expert
+    vocab: int = 151_936  # tokens of the vocabulary
 
 
 # Small enough for two cores; experts and top-k are those of the routing that is replayed.
@@ -46,36 +34,22 @@ TINY = ModelShape(
 class PrefillJob:
     """A run: every batch with every routing, by every variant.
 
-    Attributes:
-        shape: of the model.
-        device: ``"cpu"`` or ``"cuda"``.
-        num_ranks: processes; each has its prompts, and its part of the experts.
-        ranks_per_node: consecutive ranks that form a node.
-        tokens: most tokens of a rank in one prefill.
-        batches: see ``prompt_lengths``.
-        routings: names of ``ROUTINGS``.
-        variants: names of ``fusco.bench.prefill.variants.VARIANTS``, the ones that can run here.
-        dtype: of weights and rows.
-        num_iterations: timed prefills of each variant.
-        seed: of weights, token ids and random routing.
-        timeout_s: limit of every wait in fusco, in seconds.
-
     Raises:
         ValueError: for values that do not fit together.
     """
 
-    shape: ModelShape
-    device: Literal["cpu", "cuda"]
-    num_ranks: int
-    ranks_per_node: int
-    tokens: int
-    batches: tuple[str, ...]
-    routings: tuple[str, ...] = ROUTINGS
-    variants: tuple[str, ...]
-    dtype: Literal["float32", "bfloat16"]
-    num_iterations: int
-    seed: int = 0
-    timeout_s: float = 60.0
+    shape: ModelShape  # of the model
+    device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``
+    num_ranks: int  # processes; each has its prompts, and its part of the experts
+    ranks_per_node: int  # consecutive ranks that form a node
+    tokens: int  # most tokens of a rank in one prefill
+    batches: tuple[str, ...]  # see ``prompt_lengths``
+    routings: tuple[str, ...] = ROUTINGS  # names of ``ROUTINGS``
+    variants: tuple[str, ...]  # names of ``fusco.bench.prefill.variants.VARIANTS``, the ones that can run here
+    dtype: Literal["float32", "bfloat16"]  # of weights and rows
+    num_iterations: int  # timed prefills of each variant
+    seed: int = 0  # of weights, token ids and random routing
+    timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
 
     def __post_init__(self) -> None:
         if self.shape.num_experts % self.num_ranks:

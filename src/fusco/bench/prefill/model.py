@@ -21,19 +21,12 @@ _MAX_EXPERTS = 1 << 14
 
 @dataclass(frozen=True)
 class Prompts:
-    """A rank's prompts, one after the other.
+    """A rank's prompts, one after the other."""
 
-    Attributes:
-        lengths: tokens of each.
-        ids: int64 (1, num_tokens).
-        positions: int64 (1, num_tokens), counted from 0 in each prompt.
-        last: int64 (num_prompts,), index of each prompt's last token.
-    """
-
-    lengths: tuple[int, ...]
-    ids: torch.Tensor
-    positions: torch.Tensor
-    last: torch.Tensor
+    lengths: tuple[int, ...]  # tokens of each
+    ids: torch.Tensor  # int64 (1, num_tokens)
+    positions: torch.Tensor  # int64 (1, num_tokens), counted from 0 in each prompt
+    last: torch.Tensor  # int64 (num_prompts,), index of each prompt's last token
 
     @classmethod
     def make(cls, lengths: tuple[int, ...], job: PrefillJob, rank: int) -> Prompts:

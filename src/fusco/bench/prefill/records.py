@@ -13,86 +13,57 @@ from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.prefill.batches import describe
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.prefill.variants import deep_ep_version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A batch and a routing.
+    """A batch and a routing."""
 
-    Attributes:
-        batch: its name.
-        routing: its name.
-        lengths: of every rank's prompts.
-        imbalance: rows of the busiest rank over those of the mean rank, mean over layers.
-    """
-
-    batch: str
-    routing: str
-    lengths: list[tuple[int, ...]]
-    imbalance: float
+    batch: str  # its name
+    routing: str  # its name
+    lengths: list[tuple[int, ...]]  # of every rank's prompts
+    imbalance: float  # rows of the busiest rank over those of the mean rank, mean over layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One variant's measurements in a case, of all ranks.
+    """One variant's measurements in a case, of all ranks."""
 
-    Attributes:
-        ttft_ms: of every prefill, the slowest rank's.
-        section_ms: dispatch and combine, summed over layers, and the prefill that they are part of; medians over
-            prefills of means over ranks.
-        deviations: of every rank.
-    """
-
-    ttft_ms: Sequence[float]
+    ttft_ms: Sequence[float]  # of every prefill, the slowest rank's
+    # dispatch and combine, summed over layers, and the prefill that they are part of; medians over prefills of means
+    # over ranks
     section_ms: dict[str, float]
-    deviations: Sequence[Deviation]
+    deviations: Sequence[Deviation]  # of every rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillRecord:
-    """One variant in one case.
-
-    Attributes:
-        variant: its name.
-        routing: its name.
-        batch: a description.
-        lengths: of every rank's prompts.
-        imbalance: see ``Case``.
-        ttft_ms: median time from a barrier until the host has the first token of every prompt, the slowest rank's.
-        p99_ms: its 99th percentile.
-        tokens_per_s: tokens of all prompts over the median.
-        dispatch_ms, combine_ms: of all layers, waiting included, means over ranks, from separate prefills.
-        shuffle_share: these two over those prefills' time.
-        layer_error, logits_error, typical_logits_error: see ``Deviation``, the largest of all ranks.
-        same_next_tokens: share of tokens after which the most probable one is that of the reference.
-        verified: whether the comparisons were within their limits.
-        errors: what was not.
-        num_iterations: timed prefills.
-        peak_memory_gib: allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU.
-        job: its configuration.
-    """
+    """One variant in one case."""
 
     kind: str = "prefill"
-    variant: str
-    routing: str
-    batch: str
-    lengths: list[tuple[int, ...]]
-    imbalance: float
-    ttft_ms: float
-    p99_ms: float
-    tokens_per_s: int
+    variant: str  # its name
+    routing: str  # its name
+    batch: str  # a description
+    lengths: list[tuple[int, ...]]  # of every rank's prompts
+    imbalance: float  # see ``Case``
+    ttft_ms: float  # median time from a barrier until the host has the first token of every prompt, the slowest rank's
+    p99_ms: float  # its 99th percentile
+    tokens_per_s: int  # tokens of all prompts over the median
+    # dispatch_ms, combine_ms: of all layers, waiting included, means over ranks, from separate prefills
     dispatch_ms: float
     combine_ms: float
-    shuffle_share: float
+    shuffle_share: float  # these two over those prefills' time
+    # layer_error, logits_error, typical_logits_error: see ``Deviation``, the largest of all ranks
     layer_error: float
     logits_error: float
     typical_logits_error: float
-    same_next_tokens: float
-    verified: bool
-    errors: list[str]
-    num_iterations: int
-    peak_memory_gib: float
-    job: dict[str, Any]
+    same_next_tokens: float  # share of tokens after which the most probable one is that of the reference
+    verified: bool  # whether the comparisons were within their limits
+    errors: list[str]  # what was not
+    num_iterations: int  # timed prefills
+    peak_memory_gib: float  # allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU
+    job: dict[str, Any]  # its configuration
     versions: dict[str, str]
     hardware: dict[str, str | int | float]
     commit: str
@@ -138,7 +109,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         num_iterations=len(measured.ttft_ms),
         peak_memory_gib=round(peak_memory_bytes / 2**30, 2),
         job=asdict(job),
-        versions=versions("transformers"),
+        versions=versions("transformers") | ({"deep_ep": deep_ep_version()} if variant == "deep_ep" else {}),
         hardware=hardware(job.device),
         commit=commit(),
     )

@@ -16,20 +16,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.bench.baseline import BaselineShuffle
+from fusco.bench.peers import BufferShuffle
 from fusco.bench.prefill.dispatchers import (
-    DeepEPDispatcher,
     ReferenceDispatcher,
     SectionClock,
+    ShuffleDispatcher,
     StaticDispatcher,
     TimedDispatcher,
     TimedTransformersLayer,
 )
 from fusco.bench.prefill.job import PrefillJob
 from fusco.core.config import Launch, Settings
+from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
+from fusco.core.topology import Topology
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
+from fusco.planner.routing import Routing
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,6 +43,7 @@ VARIANTS = {
     "fusco-32": f"rows sized exactly, {FSDP_SMS} multiprocessors",
     "fusco-static": "static rows, all multiprocessors: the host does not wait",
     "torch": "all_to_all_single (NCCL or gloo) between permutations: TorchDispatcher",
+    "baseline": "the same as fast as these operations allow, the baseline of fusco bench shuffle",
     "transformers": "transformers' own all_to_all expert parallelism and grouped products",
     "deep_ep": "DeepEP's Buffer, rows permuted to expert-major and back",
 }
@@ -76,19 +82,12 @@ def deep_ep_version() -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to move tokens.
+    """One way to move tokens."""
 
-    Attributes:
-        name: of ``VARIANTS``.
-        layers: in place of each layer's experts: hidden states, ids and weights to weighted sums.
-        clock: of its dispatches and combines.
-        dispatcher: ``None`` for transformers.
-    """
-
-    name: str
-    layers: Sequence[Layer]
-    clock: SectionClock
-    dispatcher: Dispatcher | None
+    name: str  # of ``VARIANTS``
+    layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
+    clock: SectionClock  # of its dispatches and combines
+    dispatcher: Dispatcher | None  # ``None`` for transformers
 
     def set_static_rows(self, num_rows: int) -> None:
         """Set the rows of static outputs, where the variant has them."""
@@ -128,8 +127,15 @@ def _make(
 def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: ExitStack) -> Dispatcher:
     if name == "torch":
         return TorchDispatcher(group)
+    num_experts = job.shape.num_experts
+    if name == "baseline":
+        placement = ExpertPlacement.contiguous(num_experts, job.num_ranks)
+        topology = Topology.of_equal_nodes(job.num_ranks, job.ranks_per_node)
+        baseline = BaselineShuffle(group, placement, topology, job.device)
+        return ShuffleDispatcher(group, baseline.dispatch, baseline.combine)
     if name == "deep_ep":
-        return DeepEPDispatcher(group, job.shape.num_experts)
+        peer = BufferShuffle(group, num_experts, None)
+        return ShuffleDispatcher(group, lambda x, ids, weights: peer.dispatch(x, Routing(ids, weights)), peer.combine)
     kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
     launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)
     settings = Settings(timeout_s=job.timeout_s)

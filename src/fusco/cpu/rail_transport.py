@@ -1,0 +1,166 @@
+"""Messages between nodes over several NICs as one link: each peer has a channel of ``fusco.rails``.
+
+There is no thread: the endpoint is polled by the rank, like everything else of a collective. Rows are sent from and
+received into the memory where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fusco.control.connect import raise_if_any
+from fusco.control.store_gather import StoreGather
+from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportError
+from fusco.core.rows import as_bytes
+from fusco.cpu.transport import Ticket
+from fusco.rails.address import Address
+from fusco.rails.channel import Channel
+from fusco.rails.endpoint import Endpoint
+from fusco.rails.handshake import CHANNEL_BYTES
+from fusco.rails.rail import Rail
+
+_SPREAD_S = 0.25  # a rail that has not connected this long after the first one is used when it does
+
+
+class RailTransport:
+    """A ``Transport`` over the rails of this rank's host. The ranks of the host that see these rails are its workers.
+
+    Attributes:
+        failure: see ``Transport``.
+    """
+
+    def __init__(
+        self,
+        store_gather: StoreGather,
+        peers: Sequence[int],
+        neighbours: Sequence[int],
+        find_rails: Callable[[int], Sequence[Rail]],
+        secret: str,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Connect, together with all ranks.
+
+        Args:
+            store_gather: the all-gather of the group.
+            peers: the ranks of other nodes.
+            neighbours: the ranks of this node, with this rank.
+            find_rails: returns the rails of this host for a number of workers.
+            secret: known to ranks only; names the channels.
+            wait_until: waits for a condition, and raises if a rank does not connect.
+
+        Raises:
+            TransportError: on all ranks, if one cannot listen on its rails.
+            Exception: any that ``wait_until`` raises.
+        """
+        self.failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
+        self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
+        self._endpoint: Endpoint | None = None
+        # Ranks in namespaces of their own have NICs of their own, and are alone there.
+        networks = store_gather.all_gather("networks", os.stat("/proc/self/ns/net").st_ino)
+        together = [rank for rank in neighbours if networks[rank] == networks[self._rank]]
+        try:
+            try:
+                self._endpoint = Endpoint(
+                    worker=together.index(self._rank),
+                    rails=find_rails(len(together)),
+                    timeout_s=store_gather.timeout_s,
+                    is_polled=True,
+                )
+                address = self._endpoint.listen().to_bytes().decode()
+            except (FuscoError, ValueError) as problem:
+                error = str(problem)
+            found = store_gather.all_gather("rails", {"error": error, "address": address})
+            raise_if_any([entry["error"] for entry in found], TransportError)
+            self._connect(
+                {peer: Address.from_bytes(found[peer]["address"].encode()) for peer in peers}, secret, wait_until
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: torch.Tensor, dst: int) -> Ticket:
+        ticket = Ticket()
+        self._channels[dst].isend(as_bytes(message).numpy(), self._finisher(ticket, "send", dst))
+        return ticket
+
+    def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
+        ticket = Ticket()
+        self._channels[src].irecv(as_bytes(message).numpy(), self._finisher(ticket, "receive", src, on_done))
+        return ticket
+
+    def poll(self) -> bool:
+        if self._endpoint is None:
+            return False
+        self._endpoint.poll()
+        seen = (self._num_done, sum(channel.num_bytes for channel in self._channels.values()))
+        has_moved, self._last_seen = seen != self._last_seen, seen
+        return has_moved
+
+    @property
+    def is_flushed(self) -> bool:
+        return not any(channel.owes_credits for channel in self._channels.values())
+
+    def close(self) -> None:
+        self._channels = {}
+        if self._endpoint:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _connect(
+        self,
+        addresses: Mapping[int, Address],
+        secret: str,
+        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
+    ) -> None:
+        """Dial the lower ranks, and wait for the higher ones: until all rails are connected, or enough of them."""
+        endpoint, names, since = self._endpoint, {}, 0.0
+        assert endpoint
+        for peer, address in addresses.items():
+            names[peer] = _channel_name(secret, self._rank, peer)
+            if peer < self._rank:
+                endpoint.dial(address, names[peer])
+
+        def are_connected() -> bool:
+            nonlocal since
+            endpoint.poll()
+            found = {peer: endpoint.channel(name) for peer, name in names.items()}
+            self._channels = {peer: channel for peer, channel in found.items() if channel and channel.rails}
+            if len(self._channels) < len(names):
+                return False
+            since = since or time.monotonic()
+            is_complete = all(channel.is_complete for channel in self._channels.values())
+            return is_complete or time.monotonic() > since + _SPREAD_S
+
+        def stall() -> Stall:
+            missing = tuple(peer for peer in names if peer not in self._channels)
+            return Stall("connecting rails", missing, "a rail to each", f"{len(self._channels)} of {len(names)}")
+
+        wait_until(are_connected, stall)
+
+    def _finisher(
+        self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None
+    ) -> Callable[[BaseException | None], None]:
+        """Return what is called at the end of a message."""
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                ticket.is_done = True
+                self._num_done += 1
+                if on_done:
+                    on_done()
+            elif not self.failure:
+                reason = error.reason if isinstance(error, PeerFailureError) else str(error)
+                self.failure = f"the network failed to {direction} (rank {peer}): {reason}"
+
+        return finish
+
+
+def _channel_name(secret: str, rank: int, peer: int) -> bytes:
+    """Return the name of the channel of two ranks, the same at both."""
+    text = f"{secret} {min(rank, peer)} {max(rank, peer)}"
+    return hashlib.blake2b(text.encode(), digest_size=CHANNEL_BYTES).digest()
