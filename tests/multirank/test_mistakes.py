@@ -77,13 +77,6 @@ BAD_INPUTS = [
     (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
     (jobs.shuffle_without_receive, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
     (jobs.shuffle_with_a_string, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
-    (jobs.empty_of_no_sequence, jobs.empty, "TypeError", ["a sequence of integers, got 5"]),
-    (jobs.empty_of_negative_size, jobs.empty, "ValueError", ["must be integers >= 0, got (-1,)"]),
-    (jobs.empty_of_a_boolean, jobs.empty, "ValueError", ["must be integers >= 0, got (True,)"]),
-    (jobs.empty_of_many_dimensions, jobs.empty, "ValueError", ["at most 6 dimensions, got 1000"]),
-    (jobs.empty_of_no_dtype, jobs.empty, "TypeError", ["dtype", "'float32'"]),
-    (jobs.empty_beyond_counting, jobs.empty, "ValueError", ["more bytes than int64 holds"]),
-    (jobs.empty_beyond_all_memory, jobs.empty, "SharedMemoryError", ["1,152,921,504,606,846,976 bytes"]),
 ]
 
 

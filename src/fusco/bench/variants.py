@@ -75,7 +75,6 @@ class ShuffleFactory(ExitStack):
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
-        self._visible: torch.Tensor | None = None
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -138,12 +137,6 @@ class ShuffleFactory(ExitStack):
     def combine(self, comm: Communicator, rows: torch.Tensor, handle: Any) -> torch.Tensor:
         """Combine on the multiprocessors that the run allows."""
         return comm.combine(rows, handle, launch=self._launch)
-
-    def in_place(self, comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-        """Copy rows to memory that peers can read; all calls share it."""
-        if self._visible is None:
-            self._visible = comm.empty(x.shape, x.dtype)
-        return self._visible.copy_(x)
 
     @cached_property
     def max_copies(self) -> int:
@@ -220,13 +213,12 @@ def _fusco(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return factory.by_communicator(factory.communicator(), rank.x, rank.routing)
 
 
-def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False, is_in_place: bool = False) -> Shuffle:
+def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
     from fusco.core.config import StaticRows
 
     comm, routing = factory.communicator(), rank.routing
     static = StaticRows(max(1, comm.dispatch(rank.x, routing.topk_idx, routing.topk_weights).handle.num_rows))
-    x = factory.in_place(comm, rank.x) if is_in_place else rank.x
-    return factory.by_communicator(comm, x, routing, static, is_graph=is_graph)
+    return factory.by_communicator(comm, rank.x, routing, static, is_graph=is_graph)
 
 
 @dataclass(frozen=True)
@@ -246,9 +238,6 @@ VARIANTS = {
     "fusco": Variant("output sized exactly", _fusco),
     "fusco-static": Variant("static rows", _static),
     "fusco-graph": Variant("static rows, in a CUDA graph", partial(_static, is_graph=True)),
-    "fusco-in-place": Variant(
-        "as fusco-graph, with rows where peers can read them", partial(_static, is_graph=True, is_in_place=True)
-    ),
     "fusco-fp8": Variant("as fusco-graph, float8 values and their scales", None),
     "baseline": Variant("all_to_all_single, index_select, and one pass that gathers and sums", _baseline),
     "deep_ep": Variant("DeepEP's Buffer (version 1), one index_select, one pass that gathers and sums", _deep_ep),
@@ -336,4 +325,4 @@ def _offered(device: str, num_nodes: int) -> tuple[tuple[str, ...], tuple[str, .
     if num_nodes > 1:
         return ("fusco", "fusco-static", "fusco-graph", "baseline"), ablation
     peers = PEERS if importlib.util.find_spec("deep_ep") else ()
-    return ("fusco", "fusco-graph", "fusco-in-place", "baseline", *peers, "fusco-fp8"), ("fusco-static",)
+    return ("fusco", "fusco-graph", "baseline", *peers, "fusco-fp8"), ("fusco-static",)

@@ -11,7 +11,7 @@ import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.core.config import EngineConfig
-from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
+from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
 from fusco.core.rail_names import rail_names
@@ -43,7 +43,6 @@ from fusco.engine.base import (
     CombineRequest,
     DispatchOutput,
     DispatchRequest,
-    EmptyRequest,
     LateRejection,
     Pending,
     RedispatchRequest,
@@ -251,15 +250,6 @@ class CpuEngine:
         streams = self._streams()
         with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
             self._run(streams.tasks({}, {src: segments}))
-
-    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        """Rows are always copied, since peers cannot read the caller's memory."""
-        try:
-            memory = torch.empty(request.shape, dtype=request.dtype, device="cpu")
-        except RuntimeError as failure:
-            why = str(failure).splitlines()[0]
-            raise SharedMemoryError(f"{request.num_bytes:,} bytes of memory could not be allocated: {why}") from failure
-        return Pending((), lambda _: memory)
 
     def wait(self) -> None:
         """Nothing is asynchronous."""

@@ -209,7 +209,7 @@ class InternodeShuffle:
         call: Call,
         stream: torch.cuda.Stream,
     ) -> None:
-        num_sms = combine_rows(
+        launched = combine_rows(
             self._context.launcher(stream),
             held,
             rows,
@@ -218,7 +218,7 @@ class InternodeShuffle:
             is_weighted=request.is_weighted,
             num_sms=_with_sms(request.launch).num_sms,
         )
-        call.profile.count_sms(num_sms)
+        call.profile.count_sms(launched.grid)
 
     def _dispatch(
         self, request: DispatchRequest, forwarding: DeviceForwarding, packed: torch.Tensor, transfer: Transfer
@@ -241,7 +241,7 @@ class InternodeShuffle:
         with profile.spend("wire"):
             arrivals += sending
         # Where a bound on the output is affordable, its size is read while rows move.
-        bound = request.static.num_rows if request.static else affordable_bound_of(plan, request, transfer)
+        bound = request.static.num_rows if request.static else affordable_bound_of(plan, request, transfer.row_bytes)
         if not bound:
             self._size_exactly(plan, profile)
         with profile.spend("wire"):

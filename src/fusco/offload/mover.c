@@ -18,6 +18,7 @@
 #include <time.h>
 
 enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
+enum { ALONE_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
 /* Fields of the board, in units of 64 bits. */
 enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
 enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
@@ -56,7 +57,7 @@ typedef struct Job {
     void *start; /* event: what must be done before the copy begins */
     int32_t state, direction, error, unused;
     int64_t outstanding[MAX_RAILS]; /* by rail, chunks */
-    void *last[MAX_RAILS];          /* by rail, the event of the last chunk */
+    void *last[MAX_RAILS];          /* by rail, the event of the last launch */
 } Job;
 
 typedef struct {
@@ -93,12 +94,13 @@ static void enter(Mover *mover) {
     __atomic_sub_fetch(&mover->num_waiting, 1, __ATOMIC_RELAXED);
 }
 
-static int64_t now_ns(const Mover *mover) {
-    if (mover->driver.now) return mover->driver.now();
+static int64_t now_of_system(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
+
+static int64_t now_ns(const Mover *mover) { return mover->driver.now ? mover->driver.now() : now_of_system(); }
 
 /* The choice of a rail: the twin of rails/schedule.py. */
 
@@ -164,6 +166,11 @@ static int take(Mover *mover, int rail) {
     return 0;
 }
 
+/* With no other link to share with, launches are long: the end of one is noticed some us later. A batch of one chunk is
+ * for measurements, and stays so. */
+static int is_alone(const Mover *mover, int num_lanes) { return num_lanes == 1 && mover->options.batch > 1; }
+
+/* Choose a rail; `num_lanes` is set to the number of those that this copy can have now. */
 static int choose(Mover *mover, int direction, int *num_lanes) {
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
     uint32_t usable = 0, idle = 0;
@@ -171,12 +178,14 @@ static int choose(Mover *mover, int direction, int *num_lanes) {
     for (int rail = direction; rail < MAX_RAILS; rail += 2) {
         if (!mover->lanes[rail].is_open) continue;
         usable |= 1u << rail;
-        *num_lanes += 1;
         outstanding[rail] = mover->lanes[rail].count;
         if (mover->direct >> rail & 1) continue;
         borrowed[rail] = borrowed_on(mover, rail);
         if (is_idle(mover, rail, now)) idle |= 1u << rail;
     }
+    *num_lanes = __builtin_popcount((mover->direct & usable) | idle);
+    int own = __builtin_ctz(mover->direct) + direction;
+    if (is_alone(mover, *num_lanes) && mover->lanes[own].is_open && mover->lanes[own].num_launches < 2) return own;
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
@@ -209,33 +218,35 @@ static int over_pcie(Mover *mover, const Job *job, uint64_t device, int64_t num_
     return mover->driver.to_host(host, device, (size_t)num_bytes, stream);
 }
 
-static int issue_direct(Mover *mover, const Job *job, const Path *path, int launch, int64_t num_bytes) {
+static int issue_direct(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
+    const Path *path = &lane->path;
+    void *stream = path->last_stream;
     uint64_t device = job->device + job->num_issued, host = (uint64_t)(uintptr_t)(job->host + job->num_issued);
     int error = in_context(mover, path->last_context);
     if (!error && mover->options.own_link_by_kernel)
-        error = run_kernel(mover, job->direction ? device : host, job->direction ? host : device, num_bytes,
-                           path->last_stream);
+        error = run_kernel(mover, job->direction ? device : host, job->direction ? host : device, num_bytes, stream);
     else if (!error)
-        error = over_pcie(mover, job, device, num_bytes, path->last_stream);
-    return error ? error : mover->driver.record(path->last_events[launch], path->last_stream);
+        error = over_pcie(mover, job, device, num_bytes, stream);
+    return error ? error : mover->driver.record(path->last_events[launch], stream);
 }
 
 static int issue_relayed(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
     const Driver *driver = &mover->driver;
     const Path *path = &lane->path;
+    void *first = path->first_stream, *last = path->last_stream;
     uint64_t buffer = path->buffer + (uint64_t)(lane->next_slot * mover->options.chunk_bytes);
     uint64_t device = job->device + job->num_issued;
     int error = in_context(mover, path->first_context);
     if (!error)
-        error = job->direction ? over_pcie(mover, job, buffer, num_bytes, path->first_stream)
-                               : between(mover, buffer, device, num_bytes, path->first_stream);
-    if (!error) error = driver->record(path->first_events[launch], path->first_stream);
+        error = job->direction ? over_pcie(mover, job, buffer, num_bytes, first)
+                               : between(mover, buffer, device, num_bytes, first);
+    if (!error) error = driver->record(path->first_events[launch], first);
     if (!error) error = in_context(mover, path->last_context);
-    if (!error) error = driver->wait(path->last_stream, path->first_events[launch], 0);
+    if (!error) error = driver->wait(last, path->first_events[launch], 0);
     if (!error)
-        error = job->direction ? between(mover, device, buffer, num_bytes, path->last_stream)
-                               : over_pcie(mover, job, buffer, num_bytes, path->last_stream);
-    return error ? error : driver->record(path->last_events[launch], path->last_stream);
+        error = job->direction ? between(mover, device, buffer, num_bytes, last)
+                               : over_pcie(mover, job, buffer, num_bytes, last);
+    return error ? error : driver->record(path->last_events[launch], last);
 }
 
 /* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. Towards the end
@@ -245,6 +256,11 @@ static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_lanes) {
     const Lane *lane = &mover->lanes[rail];
     int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
     int64_t most = left / (2 * num_lanes), batch = 1;
+    if (is_alone(mover, num_lanes) && !lane->path.buffer) {
+        most = ALONE_BYTES / options->chunk_bytes;
+        return most > left ? left : most ? most : 1;
+    }
+    if (most < 2) most = left < 2 ? left : 2;
     if (most > options->batch) most = options->batch;
     if (lane->path.buffer) {
         if (most > lane->path.num_slots - lane->next_slot) most = lane->path.num_slots - lane->next_slot;
@@ -271,11 +287,11 @@ static int issue(Mover *mover, Job *job, int rail, int num_lanes) {
     lane->num_launches++, lane->count += num_chunks;
     job->outstanding[rail] += num_chunks, job->last[rail] = lane->path.last_events[launch];
     int error = lane->path.buffer ? issue_relayed(mover, job, lane, launch, num_bytes)
-                                  : issue_direct(mover, job, &lane->path, launch, num_bytes);
+                                  : issue_direct(mover, job, lane, launch, num_bytes);
     lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots;
     job->num_issued += num_bytes;
     if (lane->path.buffer) job->num_borrowed += num_bytes;
-    if (job->num_issued == job->num_bytes) job->state = ISSUED;
+    if (job->num_issued == job->num_bytes) __atomic_store_n(&job->state, ISSUED, __ATOMIC_RELEASE);
     return error;
 }
 
@@ -291,7 +307,7 @@ static void complete(Mover *mover, int rail) {
     cell[LAST_TX] = (uint64_t)(now_ns(mover) - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
     job->outstanding[rail] -= num_chunks;
     job->num_done += num_bytes;
-    if (job->num_done == job->num_bytes) job->state = DONE;
+    if (job->num_done == job->num_bytes) __atomic_store_n(&job->state, DONE, __ATOMIC_RELEASE);
 }
 
 static void fail(Mover *mover, int error) {
@@ -359,32 +375,27 @@ int fusco_step(Mover *mover) {
         for (int direction = 0; direction < 2; direction++) progress |= pump(mover, direction);
     }
     for (int direction = 0; direction < 2; direction++) drop_finished(mover, direction);
-    if (progress) pthread_cond_broadcast(&mover->changed);
     pthread_mutex_unlock(&mover->lock);
     return progress;
 }
 
 static void *run(void *argument) {
     Mover *mover = argument;
-    /* A launch takes 20 us a MB; look a few times while one is under way. A sleep costs some us more than it says. */
-    struct timespec pause = {0, (long)(mover->options.batch * mover->options.chunk_bytes / 500)}, rest = {0, 40000};
-    if (pause.tv_nsec > 10000) pause.tv_nsec = 10000;
-    prctl(PR_SET_TIMERSLACK, 1UL);
+    struct timespec rest = {0, 20000};
     int64_t last = now_ns(mover);
+    prctl(PR_SET_TIMERSLACK, 1UL);
     while (__atomic_load_n(&mover->is_running, __ATOMIC_RELAXED)) {
         if (fusco_step(mover)) {
             last = now_ns(mover);
             continue;
         }
+        int64_t waited = now_ns(mover) - last;
         pthread_mutex_lock(&mover->lock);
-        if (!mover->num_jobs && now_ns(mover) - last > 200000) /* the next copy often follows at once */
+        if (!mover->num_jobs && waited > 200000) /* the next copy often follows at once */
             while (!mover->num_jobs && mover->is_running) pthread_cond_wait(&mover->changed, &mover->lock);
         pthread_mutex_unlock(&mover->lock);
-        if (now_ns(mover) - last > 1000000) {
-            nanosleep(&rest, 0); /* what is waited for may take long: other work of the stream */
-        } else if (pause.tv_nsec > 2000) {
-            nanosleep(&pause, 0);
-        }
+        if (waited > 2000000) nanosleep(&rest, 0); /* what is waited for may take long: other work of the stream */
+        for (int64_t end = now_of_system() + 1500; now_of_system() < end;) {} /* the driver has other callers */
         while (__atomic_load_n(&mover->num_waiting, __ATOMIC_RELAXED)) sched_yield();
     }
     return 0;
@@ -398,11 +409,8 @@ Mover *fusco_new(const Driver *driver, const Options *options, uint64_t *board, 
     mover->driver = *driver, mover->options = *options, mover->board = board;
     mover->row = row, mover->direct = direct, mover->generation = ~0ULL;
     for (int direction = 0; direction < 2; direction++) mover->end[direction] = &mover->first[direction];
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_mutex_init(&mover->lock, 0);
-    pthread_cond_init(&mover->changed, &attributes);
+    pthread_cond_init(&mover->changed, 0);
     return mover;
 }
 
@@ -453,20 +461,29 @@ void fusco_submit(Mover *mover, Job *job) {
     pthread_mutex_unlock(&mover->lock);
 }
 
-/* Wait until a job has reached a state, at most so long; return its state. */
+/* Wait until a job has reached a state, at most so long; return its state. To be woken takes as long as a few MB: while
+ * more is left, sleep for less than that takes, then look all the time. */
 int fusco_wait(Mover *mover, const Job *job, int state, int64_t timeout_ns) {
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += timeout_ns / 1000000000LL, end.tv_nsec += timeout_ns % 1000000000LL;
-    if (end.tv_nsec >= 1000000000L) end.tv_sec++, end.tv_nsec -= 1000000000L;
-    enter(mover);
-    while (job->state < state && !pthread_cond_timedwait(&mover->changed, &mover->lock, &end)) {}
+    int64_t begin = now_of_system();
+    for (;;) {
+        int reached = __atomic_load_n(&job->state, __ATOMIC_ACQUIRE);
+        int64_t waited = now_of_system() - begin;
+        if (reached >= state || waited >= timeout_ns) break;
+        int64_t left = job->num_bytes - (state == DONE ? job->num_done : job->num_issued) - SPIN_BYTES;
+        if (reached == QUEUED) left = waited > 2000000 ? 20 << 20 : 0;
+        struct timespec pause = {0, left > (100 << 20) ? 500000 : (long)(left / 210)}; /* 210 GB/s: several links */
+        if (left > 0)
+            nanosleep(&pause, 0);
+        else
+            sched_yield();
+    }
+    enter(mover); /* the mover has nothing of a finished job any more */
     int reached = job->state;
     pthread_mutex_unlock(&mover->lock);
     return reached;
 }
 
-/* Have a stream wait for an issued job: for the last chunk on each lane, since a lane is in order. */
+/* Have a stream wait for an issued job: for the last launch on each lane, which is in order. */
 int fusco_order(Mover *mover, const Job *job, void *stream) {
     int error = 0;
     enter(mover);

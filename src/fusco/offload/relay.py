@@ -103,9 +103,10 @@ class Relay:
                     f"{under_way} chunks on the PCIe link of GPU {self.device} did not end in {_DRAIN_S:g} s"
                 )
             time.sleep(_LOOK_S)
-        resources, self._resources = self._resources, None
-        self.held_bytes, self.reason = 0, reason
-        resources.close()
+        try:
+            self._resources.close()
+        finally:
+            self._resources, self.held_bytes, self.reason = None, 0, reason
 
     def _take(self, resources: Resources) -> Sequence[LanePath]:
         """Map the buffers of both directions, once."""

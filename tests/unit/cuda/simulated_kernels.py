@@ -70,6 +70,7 @@ class SimulatedKernel:
         words, rank = self._words, args.comm.rank
 
         def publish() -> None:
+            Report.from_address(args.report).begun = args.ticket
             epoch = words.plan_epoch[rank] + 1
             for i, src in enumerate(args.published):
                 for peer in range(self._constants["NUM_RANKS"]):

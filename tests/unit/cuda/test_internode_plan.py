@@ -216,7 +216,7 @@ def plan_of(
     num_rows = traffic.num_rows_on_node(num_tokens)
     first_row, held = (0, *itertools.accumulate(num_rows)), (traffic.rank, *traffic.sources)
     num_held, none = sum(num_rows[src] for src in held), torch.empty(0, dtype=torch.int32)
-    tables = PlanTensors(
+    tables = PlanTensors.of(
         PlanShape(first_row[-1], num_held, num_topk, 1, torch.float32 if has_weights else None), torch.device("cpu")
     )
     tables.row_to_slots.copy_(torch.arange(first_row[-1] * num_topk).view(-1, num_topk))

@@ -33,7 +33,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def plan_of_rank_0() -> InternodePlan:
     """A plan on the first of three nodes, of which each rank forwards for two others."""
-    tables = PlanTensors(PlanShape(FIRST_ROW[-1], NUM_TOKENS + 4, 2, 1, torch.float32), torch.device("cpu"))
+    tables = PlanTensors.of(PlanShape(FIRST_ROW[-1], NUM_TOKENS + 4, 2, 1, torch.float32), torch.device("cpu"))
     tables.memory.zero_()
     lanes = Lanes.of_groups(Groups.of_same_local_rank(TOPOLOGY), NUM_ROWS)
     traffic = InternodeTraffic(0, lanes, NUM_ROWS)

@@ -98,7 +98,8 @@ def test_the_choice_of_a_rail_is_that_of_rails(direct, usable, idle, outstanding
     assert chosen == select(View(direct, usable, idle, outstanding, borrowed), limits, POLICIES["fuselink"])
 
 
-def test_structs_are_as_large_as_in_c(tmp_path):
+def test_structs_are_as_large_as_in_c(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path))  # its name does not depend on what it includes
     source = tmp_path / "sizes.c"
     text = "int64_t sizes(int i) { return i == 0 ? sizeof(Options) : i == 1 ? sizeof(Path) : sizeof(Job); }"
     source.write_text(f'#include "{SOURCE}"\n{text}\n')
