@@ -107,6 +107,11 @@ class Channel:
         return self._scheduler.view.usable
 
     @property
+    def error(self) -> Exception | None:
+        """The error of the channel; ``None`` while it works."""
+        return self._error
+
+    @property
     def num_bytes(self) -> int:
         """Bytes written to and read from the rails that are connected now."""
         return sum(connection.num_bytes for connection in self._connections.values())
@@ -201,15 +206,20 @@ class Channel:
         self.pump()
 
     def rescue(self, now: float) -> None:
-        """Send chunks again that are late on borrowed rails.
+        """Take back chunks from borrowed rails whose owners have begun to send, and send those again that are late.
 
-        The owner of the rail has begun to send, and the chunk waits in the lower class until the owner pauses. The
-        copy that arrives first counts.
+        Until the owner pauses, they wait in the lower class. Of a late chunk, the copy that arrives first counts.
         """
         self._count_passed()
-        for connection in self._connections.values():
-            if connection.outstanding and self._host.defers(connection.rail):
-                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(connection.rail)))
+        busy = self._scheduler.busy()
+        for rail, connection in self._connections.items():
+            if connection.outstanding and self._host.defers(rail):
+                if busy >> rail & 1:
+                    withdrawn = connection.withdraw()
+                    self._sends.put_back(name for name, posted in withdrawn.items() if not posted.is_late)
+                    for _ in withdrawn:
+                        self._scheduler.completed(rail, 0)
+                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(rail)))
 
     @property
     def borrows(self) -> bool:

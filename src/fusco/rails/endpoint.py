@@ -28,7 +28,7 @@ from fusco.rails.schedule import Policy, policy_named
 
 _CHECK_S, _IDLE_CHECK_S = 0.05, 0.25  # between looks at links and stalls, with and without requests
 _RETRY_S = 0.001  # between looks for an idle rail
-_RESCUE_S = 0.005  # between looks for late chunks on borrowed rails
+_RESCUE_S = 0.002  # between looks for chunks on borrowed rails that are late, or whose owners send
 _BOARD_S = 0.25  # between looks for dead workers
 _SPREAD_S = 0.25  # after the first rail of a new channel, the others get this long before `connect` returns
 
