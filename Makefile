@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu bench-gpu attack lint docs
+.PHONY: setup demo test test-minimum test-gpu bench-gpu attack sanitize lint docs
 
 setup: .venv/.installed
 
@@ -63,3 +63,12 @@ lint: setup
 # docs/api.md from signatures and docstrings. It parses the sources, so any Python from 3.10 on does, without packages.
 docs:
 	$(PYTHON) tools/api_reference.py
+
+# The tests of the plugin for NCCL, compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
+# addresses that are not random.
+PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin.py
+sanitize: setup
+	PLUGIN_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
+	env LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(PLUGIN_TESTS)
+	PLUGIN_FLAGS="-g -fsanitize=thread" TSAN_OPTIONS="exitcode=66 die_after_fork=0" \
+	setarch -R env LD_PRELOAD="$$(cc -print-file-name=libtsan.so)" $(PLUGIN_TESTS)

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 OPENING = """# API reference
 
 Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
-`fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
+`fusco.offload`, `fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
 [Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md), [testbed](testbed.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
@@ -41,9 +41,15 @@ TOPICS: dict[str, dict[str, str]] = {
         "parameters_on_meta materialize",
         "Through transformers": "registered_with_transformers registered_as_experts_implementation",
     },
+    "fusco.offload": {
+        "Copies": "copy_to_host copy_from_host Copy",
+        "Activations": "offload_activations",
+        "Copiers": "Copier copier_of OffloadSettings RelayBudget",
+    },
     "fusco.rails": {
         "Endpoints and messages": "Endpoint Channel Request Address",
         "Rails of a host": "Rail discover_rails",
+        "NCCL": "nccl_plugin",
         "Scheduling": "POLICIES Policy Limits",
     },
     "fusco.schedule": {

@@ -54,6 +54,9 @@ PARTS: dict[str, Part] = {
         f"sms32-t{n}": shuffle(f"{LARGE} --tokens {n} --variants fusco,fusco-graph --num-sms 32")
         for n in (128, 1024, 8192)
     },
+    "prefill": Part(
+        ("bench", "prefill", "--device", "cuda", "--layers", "24", "--routing", "trace", "--iterations", "10"), 150.0
+    ),
 }
 
 
@@ -79,13 +82,19 @@ def run_parts(
         tables, records = out / f"{name}.txt", out / f"{name}.jsonl"
         records.unlink(missing_ok=True)
         whole = [*command, *part.arguments, "--json", str(records)]
-        outcomes[name] = Outcome(_run(whole, tables, min(part.limit_s, deadline - start)), time.monotonic() - start)
+        outcomes[name] = Outcome(
+            run_limited(whole, tables, min(part.limit_s, deadline - start)), time.monotonic() - start
+        )
         sys.stdout.write(f"{name}: {outcomes[name].how} after {outcomes[name].seconds:.0f} s\n{tables.read_text()}\n")
         sys.stdout.flush()
     return outcomes
 
 
-def _run(command: Sequence[str], tables: Path, limit_s: float) -> str:
+def run_limited(command: Sequence[str], tables: Path, limit_s: float) -> str:
+    """Run a command with its output in a file, and return how it ended: done, failed or out of time.
+
+    It is killed with all its processes at its limit.
+    """
     with (
         tables.open("w") as log,
         subprocess.Popen(  # noqa: S603  the commands of this file
@@ -119,7 +128,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [record for record in records if record.get("kind") != "step"]
+    return [record for record in records if record.get("kind") not in ("step", "skipped")]
 
 
 def _line(name: str, record: Mapping[str, Any]) -> str:
@@ -128,6 +137,10 @@ def _line(name: str, record: Mapping[str, Any]) -> str:
             f"{record[f'{verb}_ms']:.2f} + {record[f'{verb}_backward_ms']:.2f}" for verb in ("dispatch", "combine")
         )
         return f"| {name} | {record['dispatcher']} | {dispatch} | {combine} | step {record['step_ms']:.1f} | | | |"
+    if record.get("kind") == "prefill":  # all layers, and the time to the first token
+        cells = [record["variant"], *(f"{record[f'{verb}_ms']:.2f}" for verb in ("dispatch", "combine"))]
+        verified = "yes" if record["verified"] else "NO"
+        return f"| {name} | {' | '.join(cells)} | {record['batch']}: {record['ttft_ms']:.1f} | | | {verified} |"
     names = ("dispatch_ms", "combine_ms", "total_ms", "loop_ms", "idle_ms")
     cells = ["-" if record.get(field) is None else f"{record[field]:.3f}" for field in names]
     return f"| {name} | {record['variant']} | {' | '.join(cells)} | {'yes' if record['verified'] else 'NO'} |"

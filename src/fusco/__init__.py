@@ -7,6 +7,7 @@ Layers, each importing only those below it::
     fsdp                    expert parallelism on FSDP2
     api                     the public verbs: validate, prepare, agree, execute
     ranks                   processes that play ranks, for benchmarks, training and tests
+    offload                 copies between GPUs and host memory over several PCIe links
     cpu  cuda               the two backends; neither imports the other
     engine                  shared by both backends: the interface, byte streams, tasks
     reference               plain PyTorch twins of the kernels
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusco import fsdp as fsdp
+    from fusco import offload as offload
     from fusco import rails as rails
     from fusco import schedule as schedule
     from fusco.api.communicator import Communicator as Communicator
@@ -94,7 +96,7 @@ _NAME_TO_MODULE = {
     "Traffic": "planner.balancer",
 }
 
-_MODULES = ("fsdp", "rails", "schedule")  # public as modules, loaded when first used like the names above
+_MODULES = ("fsdp", "offload", "rails", "schedule")  # public as modules, loaded when first used like the names above
 
 __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the keys are strings
 

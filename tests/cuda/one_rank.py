@@ -84,6 +84,8 @@ class OneRank:
         plan = self.plan(case, alignment, static.num_rows if static else None)
         self.check_plan(case, plan, sent.handle)
         assert_same_bits(sent.num_rows_per_expert.cpu(), plan.num_rows_per_expert, "num_rows_per_expert")
+        on_host = sent.num_rows_per_expert_on_host
+        assert on_host is None if static else on_host.tolist() == plan.num_rows_per_expert.tolist()
         assert sent.handle.num_rows == (static.num_rows if static else plan.num_slots_needed)
         self.check_rows(sent.payloads, payloads, plan)
         return sent.handle
@@ -93,6 +95,7 @@ class OneRank:
         made: Any = handle.plan
         assert_same_bits(made.row_to_slots.cpu(), plan.row_to_slots, "row_to_slots")
         assert_same_bits(made.block_to_first_slot.cpu(), plan.block_to_first_slot, "block_to_first_slot")
+        assert made.num_rows_needed.tolist() == [plan.num_slots_needed]
         marks = mark_ranks(case.topk_idx(0), self._expert_to_rank)
         assert_same_bits(made.token_to_ranks.cpu(), marks, "token_to_ranks")
         if made.weights is not None:

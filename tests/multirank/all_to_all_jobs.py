@@ -15,7 +15,7 @@ from rank_setup import Setup, pause_randomly
 
 import fusco
 from comparison import assert_same_bits
-from fusco.bench.matrices import MatrixKind, make_matrix, rows_of_routing
+from fusco.bench.matrices import make_matrix, rows_of_routing
 from fusco.bench.traffic import Pattern, Trace, Workload
 from generator import any_bits, values
 
@@ -51,8 +51,8 @@ def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
     return {
         "uniform": np.full(shape, 9),
         "random": random.integers(0, 40, shape),
-        "zipf 0.3": make_matrix(MatrixKind.ZIPF, num_ranks, largest=90, skew=0.3),
-        "zipf 0.9": make_matrix(MatrixKind.ZIPF, num_ranks, largest=200, skew=0.9, seed=1),
+        "zipf 0.3": make_matrix("zipf", num_ranks, largest=90, skew=0.3),
+        "zipf 0.9": make_matrix("zipf", num_ranks, largest=200, skew=0.9, seed=1),
         "trace": rows_of_routing(workload),
         "one sender": one_sender,
         "one receiver": one_receiver,
@@ -118,7 +118,7 @@ def exchange_equally(group: dist.ProcessGroup, setup: Setup) -> None:
 def exchange_much(group: dist.ProcessGroup, setup: Setup, num_rows: int) -> None:
     """Exchange messages of many slices, then run other collectives on the same rings."""
     with setup.open(group) as comm:
-        matrix = make_matrix(MatrixKind.ZIPF, comm.topology.world_size, largest=num_rows, skew=0.8, seed=2)
+        matrix = make_matrix("zipf", comm.topology.world_size, largest=num_rows, skew=0.8, seed=2)
         for schedule in SCHEDULES:
             check_exchange(comm, group, matrix, torch.uint8, (101,), schedule)
         check_that_it_works(comm, setup)

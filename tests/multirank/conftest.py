@@ -1,6 +1,9 @@
 """One world of rank processes for all tests, since starting one takes seconds."""
 
 import importlib.util
+import os
+import sys
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -14,10 +17,22 @@ from fusco.ranks.local_world import PRELOADED, LocalWorld
 # Not searched for doctests if their imports are missing; their tests are skipped with a message.
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
 
-# Imported once, before any rank is forked; modules that are not installed are left out.
-PRELOADED.extend(["fsdp_jobs", "compiled_kernels"])
+PRELOADED.extend(["fsdp_jobs", "compiled_kernels", "frozen"])
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(world_of):
+    """The process that ranks are forked from: it imports once what all of them need, if it is installed.
+
+    Before Python 3.12 its ``sys.path`` is that of a new interpreter, and it skips modules that it does not find.
+    """
+    if world_of == "cpu":
+        forkserver.set_forkserver_preload(PRELOADED)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -25,26 +25,28 @@ class _NoStream:
 
 
 @contextlib.contextmanager
-def on_cpu():
-    """Let code that names CUDA run without it, and find ``deep_ep`` first."""
+def frameworks_on(device: str):
+    """Let frameworks find ``deep_ep`` and, on the CPU, let code that names CUDA run without it."""
     real_zeros = torch.zeros
 
     def zeros(*shape, **options):
         return real_zeros(*shape, **{**options, **({"device": "cpu"} if options.get("device") == "cuda" else {})})
 
     with contextlib.ExitStack() as stack:
-        for name, value in {
+        replaced = {
             "current_device": lambda: torch.device("cpu"),
             "Stream": lambda *_, **__: _NoStream(),
             "current_stream": lambda *_: _NoStream(),
             "stream": lambda _: contextlib.nullcontext(),
             "synchronize": lambda *_: None,
-        }.items():
+        }
+        for name, value in replaced.items() if device == "cpu" else ():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch, "zeros", zeros))
+        if device == "cpu":
+            stack.enter_context(mock.patch.object(torch, "zeros", zeros))
         sys.path.insert(0, str(Path(fusco.__file__).parent / "integrations" / "path"))
+        stack.callback(sys.path.pop, 0)
         yield
-        sys.path.pop(0)
 
 
 def expert_weights() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,31 +63,67 @@ def router_weights() -> torch.Tensor:
     return torch.randn(NUM_EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(6)) / 4
 
 
-def dense_layer(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+def inputs_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, more in each step, and gradients of their outputs."""
+    random = torch.Generator().manual_seed(100 * step + rank)
+    num_tokens = (5 + 3 * rank, 40 + 7 * rank)[step]
+    x, grad = (torch.randn(num_tokens, HIDDEN, generator=random) for _ in range(2))
+    return x, grad
+
+
+Experts = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def dense_layer(x: torch.Tensor, router: torch.Tensor, experts: Experts) -> torch.Tensor:
     """The layer on one rank: softmax, top-k, experts with GELU, weighted sum."""
     weights, ids = torch.softmax(x @ router.T, -1).topk(NUM_TOPK)
     out = torch.zeros_like(x)
-    for expert, (first, second) in enumerate(expert_weights()):
+    for expert, (first, second) in enumerate(experts):
         token, k = (ids == expert).nonzero(as_tuple=True)
         rows = torch.nn.functional.gelu(x[token] @ first.T) @ second.T
         out = out.index_add(0, token, rows * weights[token, k][:, None])
     return out
 
 
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error over the largest value."""
-    return float((value - reference).abs().max() / reference.abs().max())
+def dense_step(group: dist.ProcessGroup, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """In float32, of numbers in ``dtype``: this rank's output and gradients of x and router, and of its experts.
+
+    It differs from the same in float64 by up to 7.5e-7 of the largest value, as any order of sums does.
+    """
+    experts = [tuple(w.to(dtype).float().requires_grad_() for w in pair) for pair in expert_weights()]
+    for rank in range(group.size()):
+        x, grad = (each.to(dtype).float() for each in inputs_of(rank, step))
+        router = router_weights().to(dtype).float().requires_grad_()
+        out = dense_layer(x.requires_grad_(), router, experts)
+        out.backward(grad)
+        if rank == group.rank():
+            of_rank = [out.detach(), x.grad, router.grad]
+    num_local = NUM_EXPERTS // group.size()
+    mine = experts[group.rank() * num_local :][:num_local]
+    return [*of_rank, *(weight.grad for pair in mine for weight in pair)]
 
 
-def megatron_layer(group: dist.ProcessGroup, backend: str, recompute: bool) -> list[float]:
-    """Two steps of Megatron's ``MoELayer``, the second with more tokens; errors of outputs and gradients."""
-    with on_cpu():
-        layer = _make_megatron_layer(group, backend)
+def relative(values: list[torch.Tensor], references: list[torch.Tensor]) -> list[float]:
+    """The largest error of each tensor over its largest value."""
+    pairs = zip((value.detach().cpu().double() for value in values), references, strict=True)
+    return [
+        float((value.view_as(reference) - reference).abs().max() / reference.abs().max()) for value, reference in pairs
+    ]
+
+
+def megatron_layer(
+    group: dist.ProcessGroup, device: str, dtype: torch.dtype, backend: str, recompute: bool = False
+) -> list[float]:
+    """Two steps of Megatron's ``MoELayer``, the second with more tokens; errors of outputs and gradients.
+
+    ``backend`` is one of the flex dispatcher, or ``"spec"`` for the layer that fusco's spec has.
+    """
+    with frameworks_on(device):
+        layer = _make_megatron_layer(group, backend, dtype).to(device)
         errors = []
-        for step, num_tokens in enumerate((5 + 3 * group.rank(), 40 + 7 * group.rank())):
-            random = torch.Generator().manual_seed(100 * step + group.rank())
-            x = torch.randn(num_tokens, 1, HIDDEN, generator=random, requires_grad=True)
-            grad = torch.randn(num_tokens, 1, HIDDEN, generator=random)
+        for step in range(2):
+            given, grad = (each.to(device, dtype).unsqueeze(1) for each in inputs_of(group.rank(), step))
+            x = given.requires_grad_()
             layer.zero_grad(set_to_none=True)
             # Megatron's dispatcher keeps a state from dispatch to combine: it must run again as a whole.
             with torch.utils.checkpoint.set_checkpoint_early_stop(False):
@@ -94,26 +132,24 @@ def megatron_layer(group: dist.ProcessGroup, backend: str, recompute: bool) -> l
                 else:
                     out = layer(x)[0]
             out.backward(grad)
-            again, router = x.detach().clone().requires_grad_(), router_weights().requires_grad_()
-            expected = dense_layer(again.view(-1, HIDDEN), router)
-            expected.backward(grad.view(-1, HIDDEN))
-            errors += [
-                relative(out.view(-1, HIDDEN), expected),
-                relative(x.grad, again.grad),
-                relative(layer.router.weight.grad, router.grad),
-            ]
+            experts = layer.experts.local_experts
+            grads = [fc.weight.grad for expert in experts for fc in (expert.linear_fc1, expert.linear_fc2)]
+            errors += relative([out, x.grad, layer.router.weight.grad, *grads], dense_step(group, step, dtype))
         return errors
 
 
-def _make_megatron_layer(group: dist.ProcessGroup, backend: str) -> torch.nn.Module:
+def _make_megatron_layer(group: dist.ProcessGroup, backend: str, dtype: torch.dtype) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe import fused_a2a, moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    from fusco.integrations.megatron import FuscoMoELayer, with_fusco
 
     assert fused_a2a.HAVE_DEEP_EP
     assert fused_a2a.HAVE_HYBRIDEP
@@ -132,14 +168,19 @@ def _make_megatron_layer(group: dist.ProcessGroup, backend: str) -> torch.nn.Mod
         moe_router_dtype="fp32",
         use_cpu_initialization=True,
         moe_router_load_balancing_type="none",
-        params_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         gradient_accumulation_fusion=False,
         moe_router_pre_softmax=True,
-        moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend=backend,
+        **({} if backend == "spec" else {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}),
     )
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear)), layer_number=1)
+    submodules = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linear))
+    spec = ModuleSpec(module=MoELayer, submodules=submodules)
+    if backend == "spec":
+        spec = with_fusco(TransformerLayerSubmodules(mlp=spec)).mlp
+        assert spec.module is FuscoMoELayer
+    layer = build_module(spec, config, layer_number=1)
     num_local = NUM_EXPERTS // group.size()
     with torch.no_grad():
         layer.router.weight.copy_(router_weights())
@@ -151,9 +192,9 @@ def _make_megatron_layer(group: dist.ProcessGroup, backend: str) -> torch.nn.Mod
     return layer.train()
 
 
-def automodel_layers(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+def automodel_layers(group: dist.ProcessGroup, device: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     """Outputs and gradients through Automodel's dispatcher, by each of its backends."""
-    with on_cpu():
+    with frameworks_on(device):
         from nemo_automodel.components.moe.megatron.token_dispatcher import (
             MoEFlexTokenDispatcher,
             TokenDispatcherConfig,
@@ -171,16 +212,20 @@ def automodel_layers(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
             )
             local = list(range(group.rank() * num_local, (group.rank() + 1) * num_local))
             dispatcher = MoEFlexTokenDispatcher(num_local, local, config, group)
+            x, grad = (each.to(device, dtype) for each in inputs_of(group.rank(), 0))
+            x.requires_grad_()
             random = torch.Generator().manual_seed(group.rank())
-            num_tokens = 9 + 4 * group.rank()
-            x = torch.randn(num_tokens, HIDDEN, generator=random, requires_grad=True)
-            weights, ids = torch.randn(num_tokens, NUM_EXPERTS, generator=random).softmax(-1).topk(NUM_TOPK)
-            weights = weights.detach().requires_grad_()
-            rows, counts, row_weights = dispatcher.token_permutation2(x, num_tokens, weights, ids)
-            y = torch.tanh(rows) * row_weights[:, None]
+            weights, ids = torch.randn(len(x), NUM_EXPERTS, generator=random).softmax(-1).topk(NUM_TOPK)
+            weights, ids = weights.to(device).requires_grad_(), ids.to(device)
+            rows, counts, row_weights = dispatcher.token_permutation2(x, len(x), weights, ids)
+            y = (torch.tanh(rows) * row_weights[:, None]).to(dtype)
             out = dispatcher.token_unpermutation(y)
-            out.backward(torch.ones_like(out))
-            results.append([out.detach(), x.grad, weights.grad, torch.as_tensor(counts).cpu().long()])
+            out.backward(grad)
+            # Each token's row is the same whichever rank its experts are on.
+            exact = (x.detach().double().tanh() * weights.detach().double().sum(1, keepdim=True)).cpu()
+            assert relative([out], [exact])[0] < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+            tensors = (out.detach(), x.grad, weights.grad, torch.as_tensor(counts))
+            results.append([tensor.cpu() for tensor in tensors])
         return results
 
 

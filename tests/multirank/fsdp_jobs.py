@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -193,24 +193,29 @@ def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[in
     return {"x": difference(x.grad, whole.grad[:, mine]) if x.numel() else 0.0, **differences}
 
 
-def differences_through_transformers(_: dist.ProcessGroup, path: Path, ep_size: int) -> dict[str, float]:
+def differences_through_transformers(
+    _: dist.ProcessGroup, path: Path, ep_size: int, tp_size: int = 1
+) -> dict[str, float]:
     """As ``differences_of_gradients``, for a model that transformers has distributed."""
-    nums_sequences = (2, 1, 3, 1)
+    nums_sequences = (2, 1, 3, 1)[: 4 // tp_size]
     reference = alone("qwen3", nums_sequences)
     config = importlib.import_module("transformers.distributed").DistributedConfig(
-        fsdp_size=4, ep_size=ep_size, ep_implementation="fusco"
+        fsdp_size=4 // tp_size, tp_size=tp_size, ep_size=ep_size, ep_implementation="fusco"
     )
     settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
     with fsdp.registered_with_transformers(3 * SEQUENCE, settings=settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
-        batch = make_batch(dist.get_rank(), nums_sequences[dist.get_rank()])
-        # transformers averages gradients over ranks.
-        loss = loss_sum(model, batch) * dist.get_world_size() / num_targets(together(nums_sequences))
+        index = dist.get_rank() // tp_size
+        batch = make_batch(index, nums_sequences[index])
+        # transformers averages gradients over ranks with different batches.
+        loss = loss_sum(model, batch) * len(nums_sequences) / num_targets(together(nums_sequences))
         loss.backward()
         return {name: difference(model.get_parameter(name).grad, grad) for name, grad in reference.grads.items()}
 
 
-def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_size: int) -> dict[str, float]:
+def differences_through_experts_functions(
+    _: dist.ProcessGroup, kind: str, ep_size: int, **options: Any
+) -> dict[str, float]:
     """As ``differences_of_gradients``, for a distributed model that calls fusco by its name."""
     nums_sequences = (2, 1, 3, 1)
     reference = alone(kind, nums_sequences)
@@ -229,7 +234,7 @@ def differences_through_experts_functions(_: dist.ProcessGroup, kind: str, ep_si
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     settings = Settings(timeout_s=LIMIT_S, slice_bytes=1 << 16)
-    with fsdp.registered_as_experts_implementation(mesh.ep_group, 3 * SEQUENCE, settings=settings):
+    with fsdp.registered_as_experts_implementation(mesh.ep_group, 3 * SEQUENCE, settings=settings, **options):
         model.set_experts_implementation("fusco")
         batch = make_batch(dist.get_rank(), nums_sequences[dist.get_rank()])
         (loss_sum(model, batch) / num_targets(together(nums_sequences))).backward()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
-from fusco.fsdp.original_classes import original_class
+from fusco.fsdp.hugging_face import original_class
 
 Tensors = dict[str, torch.Tensor]
 

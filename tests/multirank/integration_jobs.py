@@ -11,6 +11,7 @@ from comparison import assert_same_bits
 from fusco import PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
+from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from generator import Case, any_bits, values
 from law import Law
@@ -178,17 +179,20 @@ def check_fp8(group: dist.ProcessGroup) -> None:
 
 
 def check_static_rows(group: dist.ProcessGroup) -> None:
-    """``non_blocking``: as many rows as asked for, and counts that stay on the device."""
+    """``non_blocking``: as many rows as asked for, counts that stay on the device, and a flag of what was dropped."""
     rank, buffer = group.rank(), open_hybrid(group, group.size())
     (case,) = cases(group.size(), ["balanced"])
     law, ids = law_of(case, 4), case.topk_idx(rank)
     x = [values((case.num_tokens(r), HIDDEN), torch.float32, "x", r) for r in law.ranks]
-    rows, *_ = buffer.dispatch_with_permute(
-        hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=200, non_blocking=True
-    )
-    assert len(rows) == 200
-    expected = law.rows(rank, x)
-    assert_same_bits(rows[: len(expected)], expected, "rows")
+    expected, num_needed = law.rows(rank, x), len(law.slots(rank))
+    for num_rows in (200, num_needed, num_needed // 8 * 4):
+        rows, _, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x[rank], topk_idx=ids, pad_multiple=4, num_permuted_tokens=num_rows, non_blocking=True
+        )
+        assert len(rows) == num_rows
+        assert_same_bits(rows[:num_needed], expected[:num_rows], "rows")
+        assert int(counts.sum()) == min(num_rows, num_needed)
+        assert (handle[-1].tolist(), handle[-1].dtype) == ([int(num_rows < num_needed)], torch.int32)
 
 
 def check_deep_ep(group: dist.ProcessGroup) -> None:
@@ -258,6 +262,97 @@ def check_worst_case(buffer: Buffer, case: Case, x: torch.Tensor, layout: dict[s
     assert_same_bits(rows[: len(exact)], exact, "rows")
     assert_same_bits(worst_idx[: len(exact)], idx, "indices")
     assert (worst_idx[len(exact) :] == -1).all()
+
+
+def check_elastic(group: dist.ProcessGroup) -> None:
+    """Expanded dispatch, cached dispatch, combine, and fixed numbers of rows, as SGLang and vLLM call them."""
+    rank, size = group.rank(), group.size()
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=HIDDEN, num_topk=NUM_TOPK, explicitly_destroy=True)
+    for case in cases(size):
+        law, ids, weights = law_of(case, 8), case.topk_idx(rank), case.topk_weights(rank)
+        x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in law.ranks]
+        scales = [values((case.num_tokens(r), HIDDEN // 128), torch.float32, case.seed, "s", r) for r in law.ranks]
+        stats = torch.ones(NUM_LOCAL, dtype=torch.int32)
+        (rows, row_scales), none, row_weights, handle, event = buffer.dispatch(
+            (x[rank], scales[rank].T.contiguous().T),
+            topk_idx=ids,
+            topk_weights=weights,
+            cumulative_local_expert_recv_stats=stats,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=case.max_tokens,
+            expert_alignment=8,
+            num_sms=24,
+            do_cpu_sync=True,
+            do_expand=True,
+        )
+        assert none is None
+        assert event.event is None
+        assert_same_bits(rows, law.rows(rank, x), "rows")
+        assert_same_bits(row_scales, law.rows(rank, scales), "scales")
+        assert_same_bits(row_weights, law.row_weights(rank, case.world_topk_weights()), "weights")
+        sizes, blocks = law.counts(rank), [-(-count // 8) * 8 for count in law.counts(rank)]
+        assert handle.num_recv_tokens_per_expert_list == blocks
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == sizes
+        assert stats.tolist() == [1 + count for count in sizes]
+        ends = [sum(blocks[:local]) + count for local, count in enumerate(sizes)]
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+        assert handle.num_expanded_tokens == sum(blocks)
+        check_elastic_way_back(buffer, law, case, handle)
+        again, _, other_weights, same, _ = buffer.dispatch(x[rank] * 2, topk_weights=weights * 2, handle=handle)
+        assert same is handle
+        assert_same_bits(again, law.rows(rank, [2 * each for each in x]), "a cached dispatch")
+        assert_same_bits(other_weights, 2 * row_weights, "weights of a cached dispatch")
+        static, _, _, handle, _ = buffer.dispatch(
+            x[rank],
+            topk_idx=ids,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=case.max_tokens,
+            do_cpu_sync=False,
+            do_expand=True,
+        )
+        assert handle.num_recv_tokens_per_expert_list == []
+        assert len(static) == size * case.max_tokens * min(NUM_TOPK, NUM_LOCAL)
+        expected = law_of(case).rows(rank, x)
+        assert_same_bits(static[: len(expected)], expected, "rows without a wait")
+    buffer.destroy()
+
+
+def check_elastic_way_back(buffer: ElasticBuffer, law: Law, case: Case, handle: EPHandle) -> None:
+    """Sums of rows, with a bias, and a value of each row for its token and expert."""
+    rank, ids = buffer.rank_idx, case.topk_idx(buffer.rank_idx)
+    y = [values((len(law.slots(r)), HIDDEN), torch.float32, case.seed, "y", r) for r in law.ranks]
+    numbers = [values((len(law.slots(r)),), torch.float32, case.seed, "numbers", r) for r in law.ranks]
+    bias = torch.ones(len(ids), HIDDEN)
+    out, of_tokens, _ = buffer.combine(y[rank], handle=handle, topk_weights=numbers[rank], bias=(bias, bias))
+    torch.testing.assert_close(out.double() - 2, law.sums(rank, y, None, law.ranks).exact, rtol=1e-5, atol=1e-5)
+    expected = torch.zeros(ids.shape)
+    for owner in law.ranks:
+        for pair, number in zip(law.slots(owner), numbers[owner], strict=True):
+            if pair and pair.src == rank:
+                expected[pair.token, pair.k] = number
+    torch.testing.assert_close(of_tokens, expected, rtol=0, atol=0)
+
+
+def elastic_refusals(group: dist.ProcessGroup) -> list[str]:
+    """Texts of errors."""
+    buffer, texts = ElasticBuffer(group), []
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int64)
+    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True)
+    for call in (
+        lambda: ElasticBuffer(group, num_cpu_bytes=1),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4),
+        lambda: buffer.dispatch(x, do_expand=True),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, use_tma_aligned_col_major_sf=True),
+        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, do_cpu_sync=False),
+        lambda: buffer.combine(x, handle=None),
+        lambda: buffer.pp_send(x, 0),
+        lambda: handle.num_recv_tokens,
+    ):
+        try:
+            call()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:

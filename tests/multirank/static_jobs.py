@@ -30,6 +30,7 @@ def check_drops(group: dist.ProcessGroup, setup: Setup, seeds: range) -> None:
             sent = comm.dispatch(x[comm.rank], ids, expert_alignment=ALIGNMENT, static=static)
             num_kept = len(kept[comm.rank])
             assert_same_bits(sent.rows[:num_kept], law.rows(comm.rank, x)[:num_kept], f"rows of {case}")
+            assert sent.num_rows_needed.tolist() == [len(law.slots(comm.rank))]
             assert int(sent.num_rows_per_expert.sum()) == sum(pair is not None for pair in kept[comm.rank])
 
             num_terms = torch.zeros(len(ids), 1)

@@ -5,7 +5,8 @@ import re
 import signal
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
 CLOSING_S = 3.0
 CHECKED_S = 0.1  # on a machine that is not loaded
 TRIES = 3
+AHEAD = 4  # worlds that wait for the time limit meanwhile; their ranks hardly compute
 
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
@@ -86,6 +88,30 @@ STAGES = {
 }
 
 
+# Faults that others detect after the time limit, in the order of their tests: arguments of ``strike``.
+LATE = {
+    **{
+        place: {"topology": topology, "how": stop, "victims": victims, "where": where, "num_calls_before": num}
+        for place, (topology, victims, where, num) in PLACES.items()
+    },
+    "in an all-to-all": {
+        "how": stop,
+        "victims": (2,),
+        "where": EXCHANGES["sending stages"][2],
+        "num_calls_before": 3,
+        "work": exchange,
+    },
+    **{
+        f"making, {stage}": {"how": stop, "victims": (2,), "where": where, "num_calls_before": num, "when": "making"}
+        for stage, (where, num) in STAGES.items()
+    },
+    "dies before anything": {"how": die, "victims": (2,), "where": STORE_GATHER, "when": "making"},
+    "closing": {"how": stop, "victims": (3,), "where": RECORDS, "when": "closing"},
+    "missing": {"how": oversleep, "victims": (1,), "where": OUTSIDE},
+    "not forked": {"how": stop, "victims": (1,), "where": SENDING, "num_calls_before": 3, "start_method": "spawn"},
+}
+
+
 def shared_names() -> set[str]:
     """Return names in shared memory, without semaphores of multiprocessing, which any process may make for a moment."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
@@ -110,6 +136,55 @@ def world_with_victims(num_ranks, victims=(), start_method=None):
 
 def survivors_of(fault, num_ranks):
     return [rank for rank in range(num_ranks) if rank not in fault.victims]
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A world in which a fault is under way; its end checks how its ranks exit."""
+
+    world: LocalWorld
+    fault: Fault
+    ending: ExitStack
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.ending.__exit__(*error)
+
+    def fates(self) -> dict[int, Fate]:
+        """Return those of the survivors."""
+        return collect(self.world, survivors_of(self.fault, self.world.world_size))
+
+
+def strike(folder, *, topology=TWO_NODES, work=None, start_method=None, **of_fault) -> Struck:
+    """Start ranks, some of which have a fault."""
+    fault = Fault(times=folder, **of_fault)
+    with ExitStack() as ending:
+        victims = fault.victims if fault.how in (die, stop) else ()
+        world = ending.enter_context(world_with_victims(topology[0], victims, start_method))
+        world.start(run_with_fault, *topology, fault, work)
+        return Struck(world, fault, ending.pop_all())
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    """Return a context of a case in ``LATE``. The next ones are started before it is used, so that waits overlap."""
+    warm_up()  # compiling takes longer than the limit
+    names, waiting, started = list(LATE), dict(LATE), {}
+
+    @contextmanager
+    def take(name):
+        for other in names[names.index(name) :][: 1 + AHEAD]:
+            if other in waiting:
+                started[other] = strike(tmp_path_factory.mktemp("fault"), **waiting.pop(other))
+        struck = started.pop(name)
+        with struck:
+            yield struck
+
+    yield take
+    for struck in started.values():  # of tests that were not selected
+        struck.world.kill()
 
 
 def collect(world, ranks) -> dict[int, Fate]:
@@ -142,39 +217,45 @@ def assert_broken(fates):
     ids=[*PLACES, *MORE_PLACES],
 )
 def test_death_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
-    fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with world_with_victims(topology[0], victims) as world:
-        world.start(run_with_fault, *topology, fault)
-        fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    fault = {"how": die, "victims": victims, "where": where, "num_calls_before": num_calls_before}
+    with strike(tmp_path, topology=topology, **fault) as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
     assert_broken(fates)
 
 
 def test_a_check_raises_within_a_tenth_of_a_second_after_a_death(tmp_path):
     for left in reversed(range(TRIES)):
-        fault = Fault(how=die, victims=(2,), where=OUTSIDE, times=tmp_path)
-        with world_with_victims(4, fault.victims) as world:
-            world.start(run_with_fault, *TWO_NODES, fault, check_often)
-            fates = collect(world, survivors_of(fault, 4))
-        assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+        with strike(tmp_path, how=die, victims=(2,), where=OUTSIDE, work=check_often) as struck:
+            fates = struck.fates()
+        assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
         assert_broken(fates)
-        took_s = max(fate.raised_at for fate in fates.values()) - fault.struck_at
+        took_s = max(fate.raised_at for fate in fates.values()) - struck.fault.struck_at
         if took_s < CHECKED_S:
             return
         assert left, took_s
 
 
-@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), PLACES.values(), ids=PLACES)
-def test_a_stopped_rank_is_detected_within_the_limit(tmp_path, topology, victims, where, num_calls_before):
-    fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with world_with_victims(topology[0], victims) as world:
-        world.start(run_with_fault, *topology, fault)
-        fates = collect(world, survivors_of(fault, topology[0]))
+@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), EXCHANGES.values(), ids=EXCHANGES)
+def test_death_in_an_all_to_all_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
+    warm_up()  # compiling takes longer than the limit
+    fault = {"how": die, "victims": victims, "where": where, "num_calls_before": num_calls_before}
+    with strike(tmp_path, topology=topology, work=exchange, **fault) as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
+    assert all("gave up in all_to_all #" in fate.text for fate in fates.values())
+    assert_broken(fates)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_rank_is_detected_within_the_limit(late, place):
+    with late(place) as struck:
+        fates, victims = struck.fates(), struck.fault.victims
         for victim in victims:
-            os.kill(world.processes[victim].pid, signal.SIGCONT)
+            os.kill(struck.world.processes[victim].pid, signal.SIGCONT)
         continued_at = time.monotonic()
-        continued = collect(world, list(victims))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+        continued = collect(struck.world, list(victims))
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
     for fate in continued.values():  # its next wait fails, too, as the others have sent it their failure report
         assert fate.peers == victims
@@ -182,98 +263,89 @@ def test_a_stopped_rank_is_detected_within_the_limit(tmp_path, topology, victims
         assert fate.still_held == []
 
 
-@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), EXCHANGES.values(), ids=EXCHANGES)
-def test_death_in_an_all_to_all_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
-    warm_up()  # compiling takes longer than the limit
-    fault = Fault(how=die, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with world_with_victims(topology[0], victims) as world:
-        world.start(run_with_fault, *topology, fault, exchange)
-        fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
-    assert all("gave up in all_to_all #" in fate.text for fate in fates.values())
+def test_a_rank_that_stops_in_an_all_to_all_is_detected_within_the_limit(late):
+    with late("in an all-to-all") as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
 
 
-def test_a_rank_that_stops_in_an_all_to_all_is_detected_within_the_limit(tmp_path):
-    warm_up()
-    topology, victims, where, num_calls_before = EXCHANGES["sending stages"]
-    fault = Fault(how=stop, victims=victims, where=where, num_calls_before=num_calls_before, times=tmp_path)
-    with world_with_victims(topology[0], victims) as world:
-        world.start(run_with_fault, *topology, fault, exchange)
-        fates = collect(world, survivors_of(fault, topology[0]))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_stops_while_the_communicator_is_made(late, stage):
+    with late(f"making, {stage}") as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_a_rank_dies_before_others_know_its_process(late):
+    with late("dies before anything") as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_a_rank_that_stops_while_closing_is_named(late):
+    with late("closing") as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+def test_a_missing_rank_is_named_and_gets_the_failure_report(late):
+    with late("missing") as struck:
+        fates = collect(struck.world, range(4))
+    others = {rank: fates[rank] for rank in (0, 2, 3)}
+    assert_all_name_the_victims(others, struck.fault, within_s=TIMEOUT_S + SLACK_S)
     assert_broken(fates)
+    assert all("rank 1 has been outside any fusco call" in fate.text for fate in fates.values())
 
 
-@pytest.mark.parametrize("how", [die, stop])
-@pytest.mark.parametrize(("where", "num_calls_before"), STAGES.values(), ids=STAGES)
-def test_a_rank_fails_while_the_communicator_is_made(tmp_path, how, where, num_calls_before):
-    fault = Fault(how=how, victims=(2,), where=where, num_calls_before=num_calls_before, when="making", times=tmp_path)
-    with world_with_victims(4, fault.victims) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, survivors_of(fault, 4))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+def test_survivors_of_a_stop_exit_normally(late):
+    """Not forked: forked processes skip most of the interpreter's end."""
+    with late("not forked") as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "before anything"])
+def test_a_rank_dies_while_the_communicator_is_made(tmp_path, stage):
+    where, num_calls_before = STAGES[stage]
+    fault = {"how": die, "victims": (2,), "where": where, "num_calls_before": num_calls_before, "when": "making"}
+    with strike(tmp_path, **fault) as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
 
 
 def test_a_rank_that_dies_while_closing_is_not_waited_for(tmp_path):
-    fault = Fault(how=die, victims=(0,), where=RECORDS, when="closing", times=tmp_path)
-    with world_with_victims(4, fault.victims) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, survivors_of(fault, 4))
+    with strike(tmp_path, how=die, victims=(0,), where=RECORDS, when="closing") as struck:
+        fates = struck.fates()
     for fate in fates.values():
         assert not fate.text
         assert fate.closing_s < CLOSING_S
         assert fate.still_held == []
 
 
-def test_a_rank_that_stops_while_closing_is_named(tmp_path):
-    fault = Fault(how=stop, victims=(3,), where=RECORDS, when="closing", times=tmp_path)
-    with world_with_victims(4, fault.victims) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, survivors_of(fault, 4))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_a_missing_rank_is_named_and_gets_the_failure_report(tmp_path):
-    fault = Fault(how=oversleep, victims=(1,), where=OUTSIDE, times=tmp_path)
-    with world_with_victims(4) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, range(4))
-    assert_all_name_the_victims({rank: fates[rank] for rank in (0, 2, 3)}, fault, within_s=TIMEOUT_S + SLACK_S)
-    assert_broken(fates)
-    assert all("rank 1 has been outside any fusco call" in fate.text for fate in fates.values())
-
-
 def test_a_rank_that_is_late_but_within_the_timeout_is_waited_for(tmp_path):
-    fault = Fault(how=nap, victims=(1,), where=OUTSIDE, times=tmp_path)
-    with world_with_victims(4) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, range(4))
+    with strike(tmp_path, how=nap, victims=(1,), where=OUTSIDE) as struck:
+        fates = collect(struck.world, range(4))
     assert [fate.text for fate in fates.values()] == [""] * 4
 
 
 def test_a_rank_that_raises_notifies_the_others_at_once(tmp_path):
-    fault = Fault(how=fail, victims=(2,), where=OUTSIDE, times=tmp_path)
-    with world_with_victims(4) as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        [(is_ok, failure)] = world.collect([2])
-        fates = collect(world, survivors_of(fault, 4))
+    with strike(tmp_path, how=fail, victims=(2,), where=OUTSIDE) as struck:
+        [(is_ok, failure)] = struck.world.collect([2])
+        fates = struck.fates()
     assert not is_ok
     assert failure.sentence == "ZeroDivisionError: a bug of the caller"
     assert "fault_jobs.py" in failure.traceback
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S / 2)
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
     assert_broken(fates)
     assert all("ZeroDivisionError: a bug of the caller" in fate.text for fate in fates.values())
 
 
-@pytest.mark.parametrize("how", [die, stop])
-def test_survivors_exit_normally(tmp_path, how):
-    """Not forked: forked processes skip most of the interpreter's end."""
-    fault = Fault(how=how, victims=(1,), where=SENDING, num_calls_before=3, times=tmp_path)
-    with world_with_victims(4, fault.victims, start_method="spawn") as world:
-        world.start(run_with_fault, *TWO_NODES, fault)
-        fates = collect(world, survivors_of(fault, 4))
-    assert_all_name_the_victims(fates, fault, within_s=TIMEOUT_S + SLACK_S)
+def test_survivors_of_a_death_exit_normally(tmp_path):
+    fault = {"how": die, "victims": (1,), "where": SENDING, "num_calls_before": 3}
+    with strike(tmp_path, start_method="spawn", **fault) as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
 
 
 def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):

@@ -14,7 +14,10 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 
 import fsdp_jobs as jobs
 from fsdp_jobs import Run
-from fsdp_models import make_model
+from fsdp_models import SEQUENCE, make_model
+
+from fusco import StaticRows
+from fusco.fsdp import TorchDispatcher
 
 pytestmark = pytest.mark.multirank
 
@@ -238,13 +241,24 @@ def test_more_tokens_than_the_dispatcher_was_made_for(four):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "options",
+    [{"static": StaticRows(4 * 3 * SEQUENCE * 4)}, {"dispatcher": TorchDispatcher}],
+    ids=["static rows", "torch"],
+)
+def test_experts_implementations_with_static_rows_or_another_dispatcher(four, options):
+    for differences in four.run(jobs.differences_through_experts_functions, "qwen3", 4, **options):
+        assert_small(differences)
+
+
+@pytest.mark.cpu_only
 @pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="transformers distributes models with accelerate only"
 )
-@pytest.mark.parametrize("ep_size", [2, 4])
-def test_models_that_transformers_distributes(four, tmp_path, ep_size):
+@pytest.mark.parametrize(("ep_size", "tp_size"), [(2, 1), (4, 1), (4, 2)])
+def test_models_that_transformers_distributes(four, tmp_path, ep_size, tp_size):
     make_model("qwen3").save_pretrained(tmp_path)
-    for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size):
+    for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size, tp_size):
         assert_small(differences)
 
 

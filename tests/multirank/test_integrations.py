@@ -35,6 +35,18 @@ def test_deep_ep_moves_one_row_for_each_token_and_rank(world, num_ranks):
     world.run(jobs.check_deep_ep, num_ranks)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_second_versions_rows_are_by_expert(world, num_ranks):
+    world.run(jobs.check_elastic, num_ranks)
+
+
+def test_the_second_version_refuses_other_layouts_in_a_sentence(world):
+    texts, _ = world.run(jobs.elastic_refusals, 2)
+    assert len(texts) == 8
+    assert texts[1].startswith("NotImplementedError: fusco's ElasticBuffer has DeepEP's expanded dispatch")
+    assert texts[4] == "ValueError: dispatch with do_cpu_sync=False needs num_max_tokens_per_rank"
+
+
 def test_models_may_be_built_under_another_default_device_and_dtype(world):
     world.run(jobs.under_default_device, 2)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'transformers>=5.9'")
 
-from train_jobs import train_until_rows_do_not_arrive, train_with_slow_reports
+from train_jobs import second_losses_of, train_until_rows_do_not_arrive, train_with_slow_reports
 
 from fusco.cli.main import app
 from fusco.ranks.local_world import LocalWorld
@@ -122,11 +122,10 @@ def one_rank_job(**changes):
 
 def test_the_learning_rate_rises_step_by_step():
     """AdamW's first step is as long as the rate, whatever the gradients; so is what it does to the loss, nearly."""
-    second_losses = {}
-    for warmup_steps in (0, 2, 4, 10**9):
-        job = one_rank_job(num_steps=2, warmup_steps=warmup_steps, learning_rate=2e-3)
-        (run,) = run_here(job, lambda *_: None)
-        second_losses[warmup_steps] = run.steps[1].loss
+    nums_steps = (0, 2, 4, 10**9)
+    jobs = [one_rank_job(num_steps=2, warmup_steps=num, learning_rate=2e-3) for num in nums_steps]
+    with LocalWorld(1) as world:
+        second_losses = dict(zip(nums_steps, world.run(second_losses_of, 1, jobs)[0], strict=True))
     at_once, in_two, in_four = (second_losses[number] - second_losses[10**9] for number in (0, 2, 4))
     assert at_once < -0.01
     assert in_two == pytest.approx(at_once / 2, rel=0.2)
@@ -144,8 +143,8 @@ def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
 def test_reports_are_not_in_the_time_of_a_step():
     job = one_rank_job(num_ranks=2, ep_size=2, num_steps=3)
     with LocalWorld(2) as world:
-        for times_ms in world.run(train_with_slow_reports, 2, job, 1.5):
-            assert min(times_ms[1:]) < 1500
+        for times_ms in world.run(train_with_slow_reports, 2, job, 0.8):
+            assert min(times_ms[1:]) < 800
 
 
 def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
@@ -160,32 +159,36 @@ def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("interrupt", [os.killpg, os.kill], ids=["all processes", "parent only"])
-def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(interrupt, tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs without an end, and the files of their steps; they start at the same time, which takes seconds."""
+    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000"]
+    started = []
+    for shape in (["--ranks", "2"], ["--ranks", "1", "--ep-size", "1"]):
+        out = tmp_path_factory.mktemp("run") / "train.jsonl"
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        run = subprocess.Popen([*command, *shape, "--json", str(out)], cwd=ROOT, start_new_session=True, **streams)
+        started.append((run, out))
+    yield started
+    for run, _ in started:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("index", "interrupt"), enumerate([os.killpg, os.kill]), ids=["all processes", "parent only"])
+def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(runs, index, interrupt):
     """As by Ctrl-C, which a terminal sends to all processes."""
-    out = tmp_path / "train.jsonl"
-    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000", "--json", str(out)]
-    with subprocess.Popen(
-        [*command, "--ranks", "2"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as run:
+    run, out = runs[index]
+    with run:
         wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
         interrupt(run.pid, signal.SIGINT)
-        try:
-            output, _ = run.communicate(timeout=60)
-        finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
+        output, _ = run.communicate(timeout=60)
         assert run.returncode == 130, output
         assert output.rstrip().endswith(f"interrupted; the steps until then are in {out}")
         assert "Traceback" not in output
-        steps, runs = read(out)
+        steps, summaries = read(out)
         assert [step["step"] for step in steps] == list(range(len(steps)))
-        assert not runs
+        assert not summaries
         wait_until(lambda: not is_any_left(run.pid), 20)
 
 

@@ -16,6 +16,12 @@ def train_with_slow_reports(group, job, seconds):
     return [step.step_ms for step in run.steps]
 
 
+def second_losses_of(_, jobs):
+    """The loss of the second step of each job."""
+    runs = [train_rank(job, lambda _: None)[0] for job in jobs]
+    return [run.steps[1].loss for run in runs]
+
+
 class RowsDidNotArriveError(Exception):
     """Simulates a wait on the device that has timed out."""
 

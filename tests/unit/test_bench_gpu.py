@@ -1,5 +1,6 @@
 """The tool that measures two GPUs: its parts are valid commands, have limits, and leave no process behind."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -93,3 +94,36 @@ def test_a_training_run_has_one_line(tool, tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + os.linesep for record in records))
     lines = tool.summarize(tmp_path, {"train": tool.Outcome("done", 1.0)}).splitlines()
     assert lines[2:] == ["| train | torch | 1.00 + 1.00 | 1.00 + 1.00 | step 186.0 | | | |"]
+
+
+def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
+    record = {"kind": "prefill", "variant": "torch", "dispatch_ms": 1.0, "combine_ms": 2.0, "verified": True}
+    records = [{"kind": "skipped", "variant": "deep_ep"}, {**record, "batch": "skewed: 8, 1", "ttft_ms": 33.333}]
+    (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(each) + os.linesep for each in records))
+    lines = tool.summarize(tmp_path, {"prefill": tool.Outcome("done", 1.0)}).splitlines()
+    assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skewed: 8, 1: 33.3 | | | yes |"]
+
+
+def test_frameworks_find_the_module_of_their_part(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("bench_frameworks")
+    parts = tool.parts_of(tmp_path, tmp_path, tmp_path)
+    assert [name for name, part in parts.items() if part.deep_ep == tmp_path] == ["intranode-deep_ep"]
+    (tmp_path / "deep_ep.py").write_text("")
+    script = (
+        "import deep_ep, os, sys; print('Best', os.getcwd(), deep_ep.__file__); sys.exit('fusco' in deep_ep.__file__)"
+    )
+    command = (sys.executable, "-c", script)
+    ends = tool.run_parts(
+        {
+            "peer": tool.Part(command, tmp_path, tmp_path, 20.0),
+            "ours": tool.Part(
+                (sys.executable, "-c", "import time; print('quiet'); time.sleep(9)"), tmp_path, ROOT, 0.5
+            ),
+        },
+        tmp_path / "out",
+    )
+    assert ends == {"peer": "done", "ours": "out of time"}
+    printed = capsys.readouterr().out
+    assert f"Best {tmp_path} {tmp_path / 'deep_ep.py'}" in printed
+    assert "quiet" not in printed

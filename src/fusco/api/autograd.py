@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ class Verbs:
 
     dispatch: Callable[[torch.Tensor, Handle], torch.Tensor]
     combine: Callable[[torch.Tensor, Handle], torch.Tensor]
+    combine_all: Callable[[Sequence[torch.Tensor], Handle], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,18 @@ class DispatchRows(torch.autograd.Function):
         ctx: Any, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Combine the gradients of rows, and those of their weights, without weights."""
-        grad_x = grad_weights = None
+        parts = []
         if grad_rows is not None and ctx.needs_input_grad[0]:
             # Not with -1 for the width, which is ambiguous for a rank without rows.
-            flat = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
-            grad_x = ctx.verbs.combine(flat, ctx.handle).view(ctx.shape)
+            parts.append(grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel()))
         if grad_row_weights is not None and ctx.needs_input_grad[1]:
-            grad_weights = weights_of_tokens(grad_row_weights, ctx.handle, ctx.verbs).to(ctx.dtype)
+            parts.append(rows_of_weights(grad_row_weights, ctx.handle))
+        if len(parts) == 1:
+            sums = [ctx.verbs.combine(parts[0], ctx.handle)]
+        else:
+            sums = list(ctx.verbs.combine_all(parts, ctx.handle)) if parts else []
+        grad_x = sums.pop(0).view(ctx.shape) if grad_rows is not None and ctx.needs_input_grad[0] else None
+        grad_weights = sums.pop().to(ctx.dtype) if sums else None
         return grad_x, grad_weights, None, None, None
 
 
@@ -124,16 +130,15 @@ def gradients_of_combine(
     dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
     if dots is None:
         return grad_y, None
-    grad_weights = weights_of_tokens(dots, without_weights(handle), verbs)
+    grad_weights = verbs.combine(rows_of_weights(dots, handle), without_weights(handle))
     return grad_y, grad_weights.to(handle.topk_weights.dtype)
 
 
-def weights_of_tokens(slot_values: torch.Tensor, handle: Handle, verbs: Verbs) -> torch.Tensor:
-    """Send one value of each slot to its token; return (num_tokens, num_topk).
+def rows_of_weights(slot_values: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Return one value of each slot as rows of num_topk values, all zero but one: their sums are those of the tokens.
 
-    Combines rows of num_topk values, all zero but one.
+    Their dtype is float32, or float64 for float64 values.
     """
     dtype = torch.float64 if slot_values.dtype == torch.float64 else torch.float32
     rows = slot_values.new_zeros(handle.num_rows, handle.num_topk, dtype=dtype)
-    rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])
-    return verbs.combine(rows, handle)
+    return rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs, weights_of_tokens
+from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs, rows_of_weights
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
@@ -24,12 +24,12 @@ from fusco.control.threads import within
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
 from fusco.core.placement import ExpertPlacement
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import wants_grad
 from fusco.core.segments import Segments
 from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
-from fusco.engine.base import Engine
+from fusco.engine.base import CombineAllRequest, Engine, Pending
 from fusco.planner.balancer import Balancer, balance_send_and_receive
 from fusco.schedule.schedule import ScheduleMode
 
@@ -251,6 +251,36 @@ class Communicator:
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
+    def combine_all(
+        self, ys: Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return several tensors of rows to their tokens, as ``combine`` with ``weights=None``; no gradients.
+
+        On CUDA all of them are one collective: ranks agree once.
+
+        Args:
+            ys: up to 8 tensors (num_rows, ...) as in ``combine``; dtypes and widths may differ.
+            handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            launch: device settings, without ``own_stream``.
+
+        Returns:
+            Sums (num_tokens, ...) of each.
+        """
+        if not self._engine.is_asynchronous:  # whose messages are numbered by the collective
+            return tuple(self._sum(y.detach(), handle, None, launch) for y in ys)
+
+        def prepare(request: CombineAllRequest[Any], call: Call) -> Pending[tuple[torch.Tensor, ...]]:
+            pending = [self._engine.prepare_combine(part, call) for part in request.parts]
+            return Pending((), lambda _: tuple(each.run(()) for each in pending))
+
+        return run_collective(
+            self._session,
+            self._engine,
+            "combine_all",
+            lambda: self._validator.validate_combine_all([y.detach() for y in ys], handle, launch),
+            prepare,
+        )
+
     def dispatch_weights(
         self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
     ) -> torch.Tensor:
@@ -277,7 +307,8 @@ class Communicator:
         Returns:
             float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
         """
-        return weights_of_tokens(values.detach(), without_weights(handle), self._verbs(launch))
+        (sums,) = self.combine_all([rows_of_weights(values.detach(), handle)], handle, launch=launch)
+        return sums
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.
@@ -584,6 +615,7 @@ class Communicator:
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],
             lambda y, handle: self._sum(y, handle, "topk", mirrored),
+            lambda ys, handle: self.combine_all(ys, handle, launch=mirrored),
         )
 
 

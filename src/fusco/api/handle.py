@@ -70,6 +70,22 @@ class Dispatched:
     event: torch.cuda.Event | None = None
 
     @property
+    def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
+        """The counts in host memory, int64 (num_local_experts,); ``None`` on CUDA with static rows.
+
+        They came in the same wait of the host as the number of rows: reading them waits for nothing.
+        """
+        return self.handle.plan.num_rows_per_expert_on_host
+
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        """Rows that an output needs to drop none, int32 (1,) on the device of the rows.
+
+        With static rows, ``num_rows_needed > num_rows`` says on the device, without a wait, that rows were dropped.
+        """
+        return self.handle.plan.num_rows_needed
+
+    @property
     def rows(self) -> torch.Tensor:
         """Rows of the first payload, or of the only one."""
         return self.payloads[0]

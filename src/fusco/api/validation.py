@@ -23,6 +23,7 @@ from fusco.core.segments import Segments
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.engine.base import (
     AllToAllRequest,
+    CombineAllRequest,
     CombineRequest,
     DispatchRequest,
     EmptyRequest,
@@ -150,6 +151,27 @@ class Validator:
         )
         if known is None:
             self._known.add(CollectiveFingerprint("combine", request.fields), (y,), *terms)
+        return request
+
+    def validate_combine_all(
+        self, ys: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
+    ) -> CombineAllRequest[Any]:
+        """Validate the arguments of ``combine_all``."""
+        self.require_handle(handle)
+        terms = ("combine_all", len(ys), handle.num_rows)
+        known = self._known.find(ys, *terms)
+        if known is None:
+            if not 1 <= len(ys) <= MAX_PAYLOADS:
+                raise ValueError(f"combine_all takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
+            for y in ys:
+                self.require_expert_rows(y, handle)
+        launch, number = _DEFAULT_LAUNCH if launch is None else self.require_launch(launch), handle.number
+        parts = [
+            CombineRequest[Any](rows=y, plan=handle.plan, topk_weights=None, handle=number, launch=launch) for y in ys
+        ]
+        request = CombineAllRequest[Any](parts=parts, handle=number, agreed=known.fingerprint if known else None)
+        if known is None:
+            self._known.add(CollectiveFingerprint("combine_all", request.fields), ys, *terms)
         return request
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:

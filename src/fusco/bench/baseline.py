@@ -25,21 +25,14 @@ from fusco.reference.weighted_sum import weighted_sum as weighted_sum_on_cpu
 
 @dataclass(frozen=True)
 class BaselineHandle:
-    """State of a dispatch that combine needs.
+    """State of a dispatch that combine needs."""
 
-    Attributes:
-        pair_to_row: int64 (num_tokens, num_topk), the row sent for each pair; those without expert are not sent.
-        arrived_to_row: int64 (num_rows,), the expert-major row of each row in order of arrival.
-        send_counts: rows sent to each rank.
-        receive_counts: rows received from each rank.
-        topk_weights: (num_tokens, num_topk).
-    """
-
+    # int64 (num_tokens, num_topk), the row sent for each pair; those without expert are not sent
     pair_to_row: torch.Tensor
-    arrived_to_row: torch.Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
-    topk_weights: torch.Tensor
+    arrived_to_row: torch.Tensor  # int64 (num_rows,), the expert-major row of each row in order of arrival
+    send_counts: list[int]  # rows sent to each rank
+    receive_counts: list[int]  # rows received from each rank
+    topk_weights: torch.Tensor  # (num_tokens, num_topk)
 
 
 class BaselineShuffle:

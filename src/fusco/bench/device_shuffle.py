@@ -37,45 +37,31 @@ class DeviceTimes:
 
     The first three are the device's, of work that the host enqueues ahead: what the host takes to launch it shows only
     where the device waits for the host. The others are the host's, of a dispatch and a combine.
-
-    Attributes:
-        dispatch_ms: dispatch alone.
-        combine_ms: combine alone.
-        total_ms: dispatch followed by combine.
-        loop_ms: each of 20 calls in a row, one value for each repetition.
-        idle_ms: from idle devices until the device has completed the call.
     """
 
-    dispatch_ms: list[float] = field(default_factory=list)
-    combine_ms: list[float] = field(default_factory=list)
-    total_ms: list[float] = field(default_factory=list)
-    loop_ms: list[float] = field(default_factory=list)
-    idle_ms: list[float] = field(default_factory=list)
+    dispatch_ms: list[float] = field(default_factory=list)  # dispatch alone
+    combine_ms: list[float] = field(default_factory=list)  # combine alone
+    total_ms: list[float] = field(default_factory=list)  # dispatch followed by combine
+    loop_ms: list[float] = field(default_factory=list)  # each of 20 calls in a row, one value for each repetition
+    idle_ms: list[float] = field(default_factory=list)  # from idle devices until the device has completed the call
 
 
 @dataclass
 class DeviceResult:
-    """Measurements of one rank with one workload.
+    """Measurements of one rank with one workload."""
 
-    Attributes:
-        peaks: of the links.
-        remote_row_bytes: rows of other ranks that it needs, each once; 0 with several nodes.
-        errors: for each variant, what differs from the specification; empty if nothing does.
-        times: for each variant.
-        profiles: for each variant, of a dispatch and of a combine.
-        kernel_us: median duration of each of fusco's kernels, waiting for peers included; empty with several nodes.
-        num_sms: maximum number of multiprocessors that fusco's dispatch and combine took.
-        spans: of one dispatch and combine of fusco, if recorded.
-    """
-
-    peaks: DevicePeaks
-    remote_row_bytes: int = 0
+    peaks: DevicePeaks  # of the links
+    remote_row_bytes: int = 0  # rows of other ranks that it needs, each once; 0 with several nodes
+    # for each variant, what differs from the specification; empty if nothing does
     errors: dict[str, list[str]] = field(default_factory=dict)
-    times: dict[str, DeviceTimes] = field(default_factory=dict)
+    times: dict[str, DeviceTimes] = field(default_factory=dict)  # for each variant
+    # for each variant, of a dispatch and of a combine
     profiles: dict[str, tuple[CallProfile, CallProfile]] = field(default_factory=dict)
+    # median duration of each of fusco's kernels, waiting for peers included; empty with several nodes
     kernel_us: dict[str, float] = field(default_factory=dict)
+    # maximum number of multiprocessors that fusco's dispatch and combine took
     num_sms: dict[str, int] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
 
 
 class TimelineRecorder(Protocol):

@@ -21,8 +21,10 @@ from fusco.bench.null_device import null_communicator, null_device
 from fusco.control.session import Session
 from fusco.core.config import Capacity, StaticRows
 from fusco.cuda.engine import CudaEngine
+from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
@@ -42,7 +44,11 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
     "scatter": ((OwnRows, "scatter"),),
     "sum": ((IntranodeShuffle, "combine"),),
-    "launch 3 kernels": ((Kernel, "launch"),),
+    "rows for each node": ((InternodeShuffle, "prepare_dispatch"),),
+    "dispatch between nodes": ((InternodeShuffle, "_dispatch"),),
+    "sums between nodes": ((InternodeShuffle, "combine"),),
+    "network": ((Network, "exchange"),),
+    "launch kernels": ((Kernel, "launch"),),
 }
 REST = "rest"
 
@@ -53,6 +59,7 @@ class HostRun:
 
     device: str
     num_ranks: int
+    ranks_per_node: int
     num_tokens: int
     hidden: int
     num_experts: int
@@ -67,6 +74,7 @@ class HostRecord:
     variant: str
     device: str
     num_ranks: int
+    ranks_per_node: int
     num_tokens: int
     hidden: int
     num_experts: int
@@ -165,9 +173,11 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
         "max_bytes_per_token": 2 * run.hidden,
     }
     if run.device == "cuda":
-        return Communicator(group, num_experts=run.num_experts, device="cuda", **sizes)
+        return Communicator(
+            group, num_experts=run.num_experts, device="cuda", ranks_per_node=run.ranks_per_node, **sizes
+        )
     num_slots = run.num_tokens * run.num_topk
-    return null_communicator(group, run.num_experts, Capacity(**sizes), num_slots, _TIMEOUT_S)
+    return null_communicator(group, run.ranks_per_node, run.num_experts, Capacity(**sizes), num_slots, _TIMEOUT_S)
 
 
 def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:

@@ -22,15 +22,12 @@ class InternodePeaks:
 
     All ranks send and receive as much at the same time, so each figure holds in both directions at once. Zeros
     with one node.
-
-    Attributes:
-        paired_gbs: a ring over nodes: each rank sends to the rank of the same local rank on the next node, and
-            receives from the one on the node before; on two nodes they are the same rank.
-        spread_gbs: each rank exchanges equal parts with every rank of all other nodes.
     """
 
+    # a ring over nodes: each rank sends to the rank of the same local rank on the next node, and receives from the one
+    # on the node before; on two nodes they are the same rank
     paired_gbs: float = 0.0
-    spread_gbs: float = 0.0
+    spread_gbs: float = 0.0  # each rank exchanges equal parts with every rank of all other nodes
 
     @property
     def best_gbs(self) -> float:
@@ -63,12 +60,7 @@ def measure_between_nodes(
 ) -> InternodePeaks:
     """Measure between nodes; a collective of the group.
 
-    Args:
-        group: the ranks.
-        topology: the nodes of the ranks.
-        timer: of the device on which the tensors are.
-        source: sent by each rank, contiguous uint8.
-        target: received into, of the same size.
+    Each rank sends ``source`` and receives into ``target``: contiguous uint8 of one size, on the device of the timer.
     """
     if topology.num_nodes == 1:
         return InternodePeaks()

@@ -23,16 +23,16 @@ def make_matrix(
 ) -> IntArray:
     """Return an int64 matrix (num_nodes, num_nodes) of entries from 1 to ``largest``, zero on the diagonal.
 
-    >>> make_matrix(MatrixKind.UNIFORM, 2, largest=7)
+    >>> make_matrix("uniform", 2, largest=7)
     array([[0, 7],
            [7, 0]])
     """
     random = np.random.default_rng(seed)
     shape = (num_nodes, num_nodes)
     matrix: IntArray
-    if kind is MatrixKind.UNIFORM:
+    if kind == "uniform":
         matrix = np.full(shape, largest, np.int64)
-    elif kind is MatrixKind.RANDOM:
+    elif kind == "random":
         matrix = random.integers(1, largest + 1, shape)
     else:
         places = np.arange(1, num_nodes * num_nodes + 1, dtype=np.float64)
@@ -64,19 +64,14 @@ def make_rank_bytes(
 ) -> IntArray:
     """Return the bytes that each rank sends to each other, int64 (num_ranks, num_ranks).
 
-    Args:
-        matrix: the kind; entries of all but ``TRACE`` are those of ``make_matrix``, zero on the diagonal.
-        num_ranks: how many ranks there are.
-        bytes_per_rank: bytes that a rank sends to others, on average.
-        skew: of ``ZIPF``.
-        seed: of all but ``TRACE``.
-        workload: the routing of ``TRACE``.
+    Those of ``"trace"`` are of the ``workload``; all others of ``make_matrix`` (``skew``, ``seed``), zero on the
+    diagonal. A rank sends ``bytes_per_rank`` to others, on average.
     """
-    if matrix is ExchangeMatrix.TRACE:
+    if matrix == "trace":
         assert workload is not None
         shape = rows_of_routing(workload)
     else:
-        shape = make_matrix(MatrixKind(matrix.value), num_ranks, largest=_LARGEST, skew=skew, seed=seed)
+        shape = make_matrix(matrix, num_ranks, largest=_LARGEST, skew=skew, seed=seed)
     to_others = int(shape.sum() - np.trace(shape))
     if not to_others:
         return np.zeros_like(shape)

@@ -13,15 +13,10 @@ def exchange_messages(
     send: Sequence[tuple[int, torch.Tensor]],
     receive: Sequence[tuple[int, torch.Tensor]],
 ) -> None:
-    """Send and receive contiguous tensors, all at once; empty ones do not travel.
+    """Send tensors to, and receive them from, the ranks named with them; all at once, and empty ones do not travel.
 
-    On CUDA the messages are ordered on the current stream; on the CPU they are complete when this returns. The group
-    must have executed a collective before.
-
-    Args:
-        group: the ranks.
-        send: destination and tensor; several for one destination arrive in this order.
-        receive: source and the tensor that is written.
+    Tensors are contiguous; several for one destination arrive in their order. On CUDA the messages are ordered on the
+    current stream; on the CPU they are complete when this returns. The group must have executed a collective before.
     """
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer, tag=tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 STDOUT = Path("-")  # given as a file for JSON lines
 
@@ -20,18 +21,9 @@ class Pattern(str, Enum):
     ONE_EXPERT = "one-expert"
 
 
-class MatrixKind(str, Enum):
-    """Distributions of a matrix's off-diagonal entries."""
-
-    UNIFORM = "uniform"  # all equal
-    RANDOM = "random"  # uniformly distributed from 1 to the largest
-    ZIPF = "zipf"  # the k-th largest is proportional to k ** -skew, in random places
-
-
-class ExchangeMatrix(str, Enum):
-    """Bytes that ranks send each other in an all-to-all: as in ``MatrixKind``, or those of a trace."""
-
-    UNIFORM = "uniform"
-    RANDOM = "random"
-    ZIPF = "zipf"
-    TRACE = "trace"  # tokens of captured routing, one copy for each expert, as in an all-to-all of a MoE layer
+# Off-diagonal entries of a matrix: all equal; uniformly distributed from 1 to the largest; the k-th largest one
+# proportional to k ** -skew, in random places.
+MatrixKind = Literal["uniform", "random", "zipf"]
+# Bytes that ranks send each other in an all-to-all: as in a ``MatrixKind``, or tokens of captured routing, one copy for
+# each expert, as in an all-to-all of a MoE layer.
+ExchangeMatrix = Literal["uniform", "random", "zipf", "trace"]

@@ -15,15 +15,10 @@ from fusco.planner.routing import Routing
 
 @dataclass(frozen=True)
 class Expanded:
-    """A routing in which each (token, rank that needs it) is a separate token, with that rank's experts only.
+    """A routing in which each (token, rank that needs it) is a separate token, with that rank's experts only."""
 
-    Attributes:
-        routing: of the copies.
-        copy_to_token: int64 (num_copies,), ascending; by rank among the copies of a token.
-    """
-
-    routing: Routing
-    copy_to_token: torch.Tensor
+    routing: Routing  # of the copies
+    copy_to_token: torch.Tensor  # int64 (num_copies,), ascending; by rank among the copies of a token
 
 
 def expand(routing: Routing, placement: ExpertPlacement) -> Expanded:

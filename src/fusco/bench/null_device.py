@@ -31,6 +31,7 @@ from fusco.cuda.engine import CudaEngine
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
+from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.tuning import SPIN_S
 from fusco.planner.balancer import balance_send_and_receive
 
@@ -40,7 +41,7 @@ _CPU = torch.device("cpu")
 class _Stream:
     """Stream on which everything is done at once."""
 
-    cuda_stream = 1
+    cuda_stream, device = 1, _CPU
 
     def wait_event(self, event: object) -> None:
         """Do nothing."""
@@ -72,43 +73,84 @@ class _NullKernel(Kernel):
 
 
 class _NullLibrary:
-    """Library of kernels that do nothing, except that a plan reports at once that it needs ``num_slots`` rows."""
+    """Library of kernels that do nothing but report what the host waits for.
+
+    A plan needs ``num_slots`` rows, and every token has an expert on every node.
+    """
 
     device, num_sms, max_shared_bytes = _CPU, 132, 200 << 10
 
-    def __init__(self, num_ranks: int, num_slots: int) -> None:
-        self._launch, self._num_slots = _null_launch(num_ranks), num_slots
+    def __init__(self, topology: Topology, num_slots: int, num_topk: int) -> None:
+        self._launch = _null_launch(topology.ranks_per_node, topology.num_nodes)
+        self._functions = {"plan": num_slots, "plan_forwarding": -num_topk}
         self._kernels: dict[tuple[object, ...], _NullKernel] = {}
 
     def get(self, name: str, constants: Mapping[str, object]) -> _NullKernel:
         """See ``Library``."""
         key = (name, *constants.items())
         if key not in self._kernels:
-            self._kernels[key] = _NullKernel(name, self._num_slots if name == "plan" else 0, self._launch)
+            self._kernels[key] = _NullKernel(name, self._functions.get(name, 0), self._launch)
         return self._kernels[key]
 
 
 @lru_cache(maxsize=1)
-def _null_launch(num_ranks: int) -> Any:
-    """Return a function with the arguments of ``cuLaunchKernelEx``; ``function`` is the size of a plan, 0 for none."""
-    args = plan_type(num_ranks)
+def _null_launch(ranks_per_node: int, num_nodes: int) -> Any:
+    """Return a function with the arguments of ``cuLaunchKernelEx``.
+
+    ``function`` is the size of a plan, the negative number of experts per token for ``plan_forwarding``, or 0.
+    """
+    args = plan_type(ranks_per_node, num_nodes)
     report_at, ticket_at = args.report.offset, args.ticket.offset
     assert (Report.ticket.offset, Report.num_slots.offset) == (0, 4), "one word of 8 bytes"
+    of = {name: getattr(ForwardingArgs, name).offset for name in ("summary", "num_tokens", "num_nodes", "ticket")}
+    summary_at, num_tokens_at, num_nodes_at, number_at = of.values()
+
+    @numba.njit("int64(int64, int64)", inline="always")
+    def uint32_at(address: int, offset: int) -> int:
+        aligned = offset // 8 * 8
+        return (load_acquire_at(address + aligned) >> (8 * (offset - aligned))) & 0xFFFFFFFF
 
     @numba.cfunc("int32(uint64, int64, int64, uint64)")
     def launch(_config: int, function: int, parameters: int, _extra: int) -> int:
-        if function:
-            arguments: int = load_acquire_at(parameters)
-            aligned = ticket_at // 8 * 8
-            ticket = (load_acquire_at(arguments + aligned) >> (8 * (ticket_at - aligned))) & 0xFFFFFFFF
+        if not function:
+            return 0
+        arguments: int = load_acquire_at(parameters)
+        if function > 0:
+            ticket = uint32_at(arguments, ticket_at)
             if ticket:
                 store_release_at(load_acquire_at(arguments + report_at), ticket | function << 32)
+            return 0
+        ticket = uint32_at(arguments, number_at)
+        if ticket:
+            summary, num_tokens = load_acquire_at(arguments + summary_at), uint32_at(arguments, num_tokens_at)
+            own_node = uint32_at(arguments, num_nodes_at + 4)
+            for node in range(uint32_at(arguments, num_nodes_at)):
+                count = num_tokens * -function if node == own_node else num_tokens
+                store_release_at(summary + 8 * node, count | ticket << 32)
         return 0
 
     assert launch.address is not None
     called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch.address)
     called.compiled = launch  # type: ignore[attr-defined]  # which must live as long
     return called
+
+
+class _NullNccl:
+    """NCCL that moves nothing."""
+
+    failure = ""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def exchange(self, sends: object, receives: object, stream: int) -> None:
+        """Do nothing."""
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
 
 
 class _NullDeviceValidator(Validator):
@@ -150,6 +192,7 @@ def null_device() -> Iterator[None]:
         stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", _raw_stream_of))
         stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", _allocate))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", _map))
+        stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", _NullNccl))
         yield
 
 
@@ -166,23 +209,29 @@ def _map(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _nam
 
 
 def null_communicator(
-    group: dist.ProcessGroup, num_experts: int, capacity: Capacity, num_slots: int, timeout_s: float
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
+    num_experts: int,
+    capacity: Capacity,
+    num_slots: int,
+    timeout_s: float,
 ) -> Communicator:
-    """Return a communicator of all ranks of a group as one node, within ``null_device``.
+    """Return a communicator of all ranks of a group, within ``null_device``.
 
-    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver. A plan always needs
-    ``num_slots`` rows, and rows are undefined.
+    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver and up to NCCL. A
+    plan always needs ``num_slots`` rows, every token has an expert on every node, and rows are undefined.
     """
     store_gather = StoreGather(group, timeout_s)
     num_ranks = store_gather.world_size
     topology, placement = (
-        Topology.of_equal_nodes(num_ranks, num_ranks),
+        Topology.of_equal_nodes(num_ranks, ranks_per_node),
         ExpertPlacement.of(num_experts, None, num_ranks),
     )
-    config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=1 << 12))
+    slice_bytes = 1 << (12 if topology.num_nodes == 1 else 24)  # little memory, or one slice
+    config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=slice_bytes))
     peer_info = PeerInfo(["this machine"] * num_ranks, [], "127.0.0.1")
     connections = connect(store_gather, SegmentSizes.of_control(topology), peer_info, SPIN_S)
-    library: Any = _NullLibrary(num_ranks, num_slots)
+    library: Any = _NullLibrary(topology, num_slots, capacity.num_topk)
     engine = CudaEngine(connections, config, placement, library)
     session = Session(store_gather.rank, connections, Access("a benchmark's communicator"), on_broken=engine.abort)
     validator = _NullDeviceValidator(

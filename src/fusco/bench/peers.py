@@ -26,29 +26,23 @@ _NVLINK_BUFFER_BYTES = 10**9
 
 @dataclass(frozen=True)
 class BufferHandle:
-    """State of a dispatch through ``Buffer`` that combine needs.
+    """State of a dispatch through ``Buffer`` that combine needs."""
 
-    Attributes:
-        of_library: the library's handle.
-        row_idx: int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least
-            the number of rows for experts that are elsewhere.
-        weights: float32 (num_received, num_topk).
-    """
-
-    of_library: Any
+    of_library: Any  # the library's handle
+    # int64 (num_received, num_topk), the expert-major row of each received token's experts here; at least the number of
+    # rows for experts that are elsewhere
     row_idx: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor  # float32 (num_received, num_topk)
 
 
 class BufferShuffle:
     """DeepEP's normal kernels within a node (``Buffer``), with a permutation to expert-major order and back."""
 
-    def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, num_sms: int | None) -> None:
         deep_ep = importlib.import_module("deep_ep")
         deep_ep.Buffer.set_num_sms(max(2, (num_sms or _NUM_SMS) // 2 * 2))  # it takes even numbers
         self._buffer = deep_ep.Buffer(group, _NVLINK_BUFFER_BYTES, 0)
-        self._num_experts = workload.placement.num_experts
-        self._num_local = len(workload.placement.rank_to_experts[group.rank()])
+        self._num_experts, self._num_local = num_experts, num_experts // group.size()
         self._id_dtype = _id_dtype(deep_ep)
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sequence[int], BufferHandle]:

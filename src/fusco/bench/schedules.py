@@ -11,7 +11,6 @@ import numpy as np
 
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.matrices import make_matrix
-from fusco.bench.names import MatrixKind
 from fusco.schedule import Stages, decompose, lower_bound_bytes, spread_out, warm_up
 from fusco.schedule.stages import IntArray
 
@@ -77,7 +76,7 @@ def measure_schedules(
 
 def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRecord:
     schedule = _MODES[mode]
-    matrices = [make_matrix(MatrixKind.RANDOM, num_nodes, seed=seed * num_draws + draw) for draw in range(num_draws)]
+    matrices = [make_matrix("random", num_nodes, seed=seed * num_draws + draw) for draw in range(num_draws)]
     schedule(matrices[0])
     microseconds, num_stages, ratios = [], [], []
     for matrix in matrices:

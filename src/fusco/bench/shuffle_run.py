@@ -11,28 +11,17 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleRun:
-    """Several workloads that differ in their routing only, and how to measure them.
+    """Several workloads that differ in their routing only, and how to measure them."""
 
-    Attributes:
-        workloads: one for each kind of traffic, at least one.
-        variants: names of ``fusco.bench.variants``.
-        settings: of fusco's communicators.
-        balancer: a name of ``fusco.BALANCERS``.
-        num_iterations: how many are timed.
-        device: ``"cpu"`` or ``"cuda"``.
-        num_sms: on CUDA, the maximum number of multiprocessors that fusco may take.
-        has_timeline: whether one dispatch and combine of fusco are recorded.
-        rank_gbs: on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0.
-    """
-
-    workloads: tuple[Workload, ...]
-    variants: tuple[str, ...]
-    settings: Settings
-    balancer: str
-    num_iterations: int
-    device: str = "cpu"
-    num_sms: int | None = None
-    has_timeline: bool = False
+    workloads: tuple[Workload, ...]  # one for each kind of traffic, at least one
+    variants: tuple[str, ...]  # names of ``fusco.bench.variants``
+    settings: Settings  # of fusco's communicators
+    balancer: str  # a name of ``fusco.BALANCERS``
+    num_iterations: int  # how many are timed
+    device: str = "cpu"  # ``"cpu"`` or ``"cuda"``
+    num_sms: int | None = None  # on CUDA, the maximum number of multiprocessors that fusco may take
+    has_timeline: bool = False  # whether one dispatch and combine of fusco are recorded
+    # on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0
     rank_gbs: float = 0.0
 
     def __post_init__(self) -> None:

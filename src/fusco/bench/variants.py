@@ -174,7 +174,7 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import BufferShuffle
 
-    shuffle = BufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    shuffle = BufferShuffle(factory.group, rank.workload.placement.num_experts, factory.run.num_sms)
     return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
 
 

@@ -1,4 +1,4 @@
-"""``fusco bench``: shuffle and all-to-all with their baselines, verified first; balancers; schedules; rails; host."""
+"""``fusco bench``: verify, then measure: shuffle, all-to-all, prefill, balancers, schedules, rails, host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import typer
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
+from fusco.cli.bench_offload import offload
+from fusco.cli.bench_prefill import prefill
 from fusco.cli.bench_rails import rails
 from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
@@ -20,12 +22,9 @@ app.command()(shuffle)
 app.command()(alltoall)
 app.command()(schedule)
 app.command()(host)
+app.command()(prefill)
 app.command()(rails)
-
-
-@app.callback()
-def _bench() -> None:
-    """Verify, then measure."""
+app.command()(offload)
 
 
 @app.command()

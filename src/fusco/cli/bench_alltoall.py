@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -36,14 +36,14 @@ def alltoall(
     matrix: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[" + "|".join(ExchangeMatrix) + "],...",
+            metavar="[" + "|".join(get_args(ExchangeMatrix)) + "],...",
             help="Sizes of messages; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
     bytes_per_rank: Annotated[int, typer.Option(min=1, help="Mean bytes that a rank sends to others.")] = 16 << 20,
     skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
     seed: options.Seed = 0,
-    schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = ShownMode.AUTO,
+    schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto",
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
@@ -79,9 +79,9 @@ def alltoall(
     if device is Device.CUDA:
         check_cuda_core()  # before any process starts
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    kinds = [ExchangeMatrix(name) for name in options.choose_names(matrix, list(ExchangeMatrix), "matrix")]
+    kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
     workload = None
-    if ExchangeMatrix.TRACE in kinds:
+    if "trace" in kinds:
         workload = Workload(
             pattern=Pattern.TRACE,
             topology=topology,
@@ -93,12 +93,10 @@ def alltoall(
             trace=Trace.load(trace, trace_key, layer or 0),
         )
     else:
-        options.check_no_trace(
-            "--matrix", [kind.value for kind in kinds], trace=trace, trace_key=trace_key, layer=layer
-        )
+        options.check_no_trace("--matrix", kinds, trace=trace, trace_key=trace_key, layer=layer)
     runs = [
         ExchangeRun(
-            matrix=kind.value,
+            matrix=kind,
             rank_bytes=make_rank_bytes(
                 kind, topology.world_size, bytes_per_rank, skew=skew, seed=seed, workload=workload
             ),
@@ -106,7 +104,7 @@ def alltoall(
             bytes_per_rank=bytes_per_rank,
             skew=skew,
             seed=seed,
-            mode=None if schedule is ShownMode.AUTO else schedule.value,
+            mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
             device=device.value,
             rank_gbs=bed.rank_gbs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +29,9 @@ def host(
         HostDevice, typer.Option(help="null: a device that does nothing, on any machine. cuda: GPUs.")
     ] = HostDevice.NULL,
     ranks: Annotated[
-        list[int] | None, typer.Option(min=1, help="Numbers of ranks, one node. Default: 1 and 2.")
+        list[int] | None, typer.Option(min=1, help="Numbers of ranks. Default: 1 and 2; between nodes one for each.")
     ] = None,
+    nodes: options.Nodes = 1,
     tokens: options.Tokens = 128,
     hidden: options.Hidden = 7168,
     num_experts: options.NumExperts = 256,
@@ -44,12 +46,17 @@ def host(
     """
     from fusco.bench.host import HostRun, measure_host, records_of
     from fusco.bench.json_lines import write_json_lines
+    from fusco.core.topology import Topology
+    from fusco.ranks.emulation import emulated_network
 
     console, records = new_console(json), []
-    for num_ranks in ranks or ([1, 2] if device is HostDevice.NULL else [1]):
+    if uneven := [num_ranks for num_ranks in ranks or () if num_ranks % nodes]:
+        raise ValueError(f"--ranks {uneven[0]} do not divide among {nodes} nodes")
+    for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device is HostDevice.NULL else [1]):
         run = HostRun(
             device=device.value,
             num_ranks=num_ranks,
+            ranks_per_node=num_ranks // nodes,
             num_tokens=tokens,
             hidden=hidden,
             num_experts=num_experts,
@@ -57,7 +64,8 @@ def host(
             num_calls=calls,
         )
         on = "cuda" if device is HostDevice.CUDA else "cpu"
-        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on)
+        environment = emulated_network(Topology.of_equal_nodes(num_ranks, num_ranks // nodes), os.environ)
+        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, environment=environment)
         records += records_of(run, measured) if measured else []
     if records:
         console.print(_table(records))
@@ -74,10 +82,15 @@ def _table(records: list[HostRecord]) -> Table:
     table = Table(title=title, title_justify="left", caption=describe_origin(one, 1), caption_justify="left")
     table.add_column("")
     for record in records:
-        table.add_column(f"{record.variant}\n{record.num_ranks} rank{'s' * (record.num_ranks > 1)}", justify="right")
+        table.add_column(f"{record.variant}\n{_ranks(record)}", justify="right")
     for name in ("dispatch", "combine", "pair"):
         cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
         table.add_row(name, *cells, end_section=name == "pair")
-    for step in one.step_us:
+    for step in (step for step in one.step_us if any(record.step_us[step] for record in records)):
         table.add_row(step, *(f"{record.step_us[step]:.1f}" for record in records))
     return table
+
+
+def _ranks(record: HostRecord) -> str:
+    nodes, num_ranks = record.num_ranks // record.ranks_per_node, record.num_ranks
+    return f"{nodes} x {record.ranks_per_node}" if nodes > 1 else f"{num_ranks} rank{'s' * (num_ranks > 1)}"

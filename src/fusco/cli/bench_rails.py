@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusco.cli import options
+from fusco.cli.bench_offload import offload
 from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
 
@@ -30,13 +31,17 @@ def rails(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policies. Default: direct, spray, fuselink-paper, fuselink.")
+        list[str] | None,
+        typer.Option(help="Policies, or nccl: the plugin. Default: direct, spray, fuselink-paper, fuselink."),
     ] = None,
     num_rails: Annotated[int, typer.Option("--rails", min=2, max=16, help="Rails of each host.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of a rail, such as 2gbit.")] = "2gbit",
     seconds: Annotated[
         float | None, typer.Option(min=0.5, max=_MAX_SECONDS, help="Seconds of a case. Default: each benchmark's.")
     ] = None,
+    device: Annotated[
+        options.Device, typer.Option(help="cpu: NICs of a testbed. cuda: PCIe links of GPUs, as fusco bench offload.")
+    ] = options.Device.CPU,
     json: options.JsonFile = None,
 ) -> None:
     """Measure rails on a testbed: bandwidth, isolation, serving, skewed exchanges, control costs, failures.
@@ -45,11 +50,19 @@ def rails(
     namespaces of this machine, which the processors of this machine must be able to feed: 4 rails of 2gbit need one.
     """
     from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.rails.crew import VARIANTS
     from fusco.bench.rails.suite import BENCHMARKS, RailsSuite
     from fusco.rails import POLICIES
 
+    if device is options.Device.CUDA:
+        if only or policy or seconds:
+            raise ValueError(
+                "--only, --policy and --seconds are for NICs; fusco bench offload has options for PCIe links"
+            )
+        offload(json=json)
+        return
     names = options.choose_names(only, list(BENCHMARKS), "only")
-    policies = options.choose_names(policy, list(reversed(POLICIES)), "policy")
+    policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
     records: list[RailsRecord] = []
     with console.status("starting") as status:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,13 +39,6 @@ class _Measured:
     show: Callable[..., None]
 
 
-class SliceOrder(str, Enum):
-    """The values of ``Settings.slice_order``."""
-
-    IN_TURN = "in-turn"
-    STAGED = "staged"
-
-
 def _defaults(device: str, num_nodes: int) -> str:
     return ", ".join(choose_variants(device, num_nodes))
 
@@ -62,7 +54,7 @@ def shuffle(
     hidden: options.Hidden = 4096,
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
-    dtype: options.Dtype = options.RowDtype.BFLOAT16,
+    dtype: options.Dtype = "bfloat16",
     traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
@@ -87,8 +79,8 @@ def shuffle(
     ] = None,
     ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
     slice_order: Annotated[
-        SliceOrder, typer.Option(help="Order of the nodes that a rank sends to.")
-    ] = SliceOrder.IN_TURN,
+        Literal["in-turn", "staged"], typer.Option(help="Order of the nodes that a rank sends to.")
+    ] = "in-turn",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
     num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
@@ -134,9 +126,7 @@ def shuffle(
     ).workloads(patterns)
     if num_sms is not None and device is not Device.CUDA:
         raise ValueError("--num-sms needs --device cuda")
-    settings = Settings(
-        slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order.value
-    )
+    settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order)
     run = ShuffleRun(
         workloads=workloads,
         variants=choose_variants(

@@ -13,11 +13,10 @@ import fusco
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
 from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
 
-# Names of checks: each has a row, even if the check cannot run.
-_ROOM, _KERNELS, _CUDA_KERNELS = "room for segments", "CPU kernels", "CUDA kernels"
-_CACHE = "cache of compiled kernels"
-_GLOO, _NCCL = "gloo (process groups on the CPU)", "NCCL (between nodes on CUDA)"
-_PEERS, _CUDA_CORE = "GPUs that reach each other", "cuda.core (compiles CUDA kernels)"
+_State = Literal["ok", "missing", "optional"]
+_Outcome = tuple[str, str]  # what a check has found, and what to do; "" for nothing
+
+_INSTALL_CUDA_CORE = "pip install 'cuda-core[cu13]'"
 
 
 @dataclass(frozen=True)
@@ -25,70 +24,31 @@ class Finding:
     """One check. ``state`` is ``missing`` only for requirements of the CPU backend."""
 
     check: str
-    state: Literal["ok", "missing", "optional"]
+    state: _State
     found: str
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
-    """Run all checks, those of the CPU backend first. A check that raises is a finding, and the others still run."""
-    needed: dict[str, Callable[[], Finding]] = {
-        "machine": _machine,
-        "system": _system,
-        "packages": _packages,
-        "shared memory": _shared_memory,
-        _ROOM: _room,
-        _CACHE: _cache,
-        _KERNELS: _kernels,
-        _GLOO: _gloo,
-        "open files": _open_files,
-    }
-    optional: dict[str, Callable[[], Finding]] = {
-        "GPUs": _gpus,
-        _PEERS: _peers,
-        _CUDA_CORE: _cuda_core,
-        _CUDA_KERNELS: _cuda_kernels,
-        _NCCL: _nccl,
-    }
-    return [
-        *(_try(name, check, "missing") for name, check in needed.items()),
-        *(_try(name, check, "optional") for name, check in optional.items()),
-    ]
-
-
-def _try(name: str, check: Callable[[], Finding], state: Literal["missing", "optional"]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # noqa: BLE001  a broken installation may raise anything, often when imported
-        found = f"the check failed: {type(error).__name__}: {error}"
-        return Finding(name, state, found, "repair the installation, starting with the rows above")
-
-
-def _machine() -> Finding:
+def _machine() -> _Outcome:
     from fusco.bench.environment import hardware
 
     machine = hardware()
-    return Finding("machine", "ok", f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB")
+    return f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB", ""
 
 
-def _system() -> Finding:
+def _system() -> _Outcome:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    if sys.platform != "linux":
-        return Finding("system", "missing", found, "fusco needs Linux: unnamed shared memory and /proc")
-    return Finding("system", "ok", found)
+    return found, "" if sys.platform == "linux" else "fusco needs Linux: unnamed shared memory and /proc"
 
 
-def _packages() -> Finding:
+def _packages() -> _Outcome:
     found = {"fusco": fusco.__version__, **{name: installed(name) for name in LEAST_VERSIONS}}
     text = ", ".join(f"{name} {number or 'not installed'}" for name, number in found.items())
-    old = [name for name, least in LEAST_VERSIONS.items() if not is_recent(found[name], least)]
-    if old:
-        needed = " ".join(f"'{name}>={LEAST_VERSIONS[name]}'" for name in old)
-        return Finding("packages", "missing", text, f"pip install {needed}")
-    return Finding("packages", "ok", text)
+    old = [f"'{name}>={least}'" for name, least in LEAST_VERSIONS.items() if not is_recent(found[name], least)]
+    return text, f"pip install {' '.join(old)}" if old else ""
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> _Outcome:
     from fusco.control.shared_segment import SHARED_MEMORY_DIR, SharedSegment
     from fusco.core.errors import SharedMemoryError
 
@@ -97,12 +57,12 @@ def _shared_memory() -> Finding:
             segment.memory[0] = 1
             is_shared = bool(peer.memory[0])
     except SharedMemoryError as error:
-        return Finding("shared memory", "missing", str(error), f"a tmpfs on {SHARED_MEMORY_DIR}, and /proc mounted")
+        return str(error), f"a tmpfs on {SHARED_MEMORY_DIR}, and /proc mounted"
     assert is_shared
-    return Finding("shared memory", "ok", f"unnamed segments in {SHARED_MEMORY_DIR} can be created and opened by peers")
+    return f"unnamed segments in {SHARED_MEMORY_DIR} can be created and opened by peers", ""
 
 
-def _room() -> Finding:
+def _room() -> _Outcome:
     from fusco.api.memory_size import memory_size_hint
     from fusco.control.shared_segment import free_bytes
     from fusco.core.config import Capacity
@@ -114,68 +74,64 @@ def _room() -> Finding:
     found = (
         f"{free / 2**30:.1f} GiB free; a rank with 8192 tokens of 14,336 bytes on 2 nodes needs {needed / 2**30:.2f}"
     )
-    if free < needed:
-        return Finding(_ROOM, "optional", found, "in a container: --shm-size; else remount /dev/shm larger")
-    return Finding(_ROOM, "ok", found)
+    return found, "in a container: --shm-size; else remount /dev/shm larger" if free < needed else ""
 
 
-def _cache() -> Finding:
+def _cache() -> _Outcome:
     """Find the folders of compiled kernels; CPU kernels may have another one than CUDA kernels."""
     cuda, cpu = find_cache_folder(), find_cache_folder(is_for_cpu=True)
     of_cpu = f"; CPU kernels {cpu.describe()}" if cpu != cuda else ""
-    problem = cuda.problem or cpu.problem
     remedy = (
         f"set {CACHE_DIR_VARIABLE} to a folder that can be written ({NUMBA_CACHE_DIR_VARIABLE} does for CPU kernels), "
         "or fill it with fusco warm-up"
     )
-    return Finding(_CACHE, "optional" if problem else "ok", cuda.describe() + of_cpu, remedy if problem else "")
+    return cuda.describe() + of_cpu, remedy if cuda.problem or cpu.problem else ""
 
 
-def _kernels() -> Finding:
+def _kernels() -> _Outcome:
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     warm_up_cpu()
-    return Finding(_KERNELS, "ok", "compiled by numba, and run")
+    return "compiled by numba, and run", ""
 
 
-def _gloo() -> Finding:
+def _gloo() -> _Outcome:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_gloo_available():
-        return Finding(_GLOO, "ok", "in this torch")
-    return Finding(_GLOO, "missing", "not in this torch", "a torch wheel from PyPI has it")
+        return "in this torch", ""
+    return "not in this torch", "a torch wheel from PyPI has it"
 
 
-def _open_files() -> Finding:
+def _open_files() -> _Outcome:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} open files allowed; a rank needs about 4 for every other rank"
-    return Finding("open files", "ok" if soft >= 1024 else "optional", found, "" if soft >= 1024 else "ulimit -n 4096")
+    return found, "" if soft >= 1024 else "ulimit -n 4096"
 
 
-def _gpus() -> Finding:
+def _gpus() -> _Outcome:
     import torch
 
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Finding("GPUs", "ok", ", ".join(names))
-    return Finding("GPUs", "optional", "none that torch can use", "a torch built for CUDA on a machine with GPUs")
+        return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), ""
+    return "none that torch can use", "a torch built for CUDA on a machine with GPUs"
 
 
-def _peers() -> Finding:
+def _peers() -> _Outcome:
     import torch
 
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num < 2:
-        return Finding(_PEERS, "optional", f"{num} GPUs", "two GPUs or more, joined by NVLink")
+        return f"{num} GPUs", "two GPUs or more, joined by NVLink"
     apart = [
         f"{i} and {j}" for i in range(num) for j in range(i + 1, num) if not torch.cuda.can_device_access_peer(i, j)
     ]
     if apart:
-        return Finding(_PEERS, "optional", f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined")
-    return Finding(_PEERS, "ok", f"all {num} reach each other")
+        return f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined"
+    return f"all {num} reach each other", ""
 
 
-def _cuda_kernels() -> Finding:
+def _cuda_kernels() -> _Outcome:
     import ctypes
     import tempfile
     from pathlib import Path
@@ -183,7 +139,7 @@ def _cuda_kernels() -> Finding:
     from fusco.api.validation import has_cuda_core
 
     if not has_cuda_core():
-        return Finding(_CUDA_KERNELS, "optional", "not tried without cuda.core", "pip install 'cuda-core[cu13]'")
+        return "not tried without cuda.core", _INSTALL_CUDA_CORE
     from fusco.core.errors import CompileError
     from fusco.cuda.kernels.compiler import Compiler
     from fusco.cuda.kernels.copy_segments import CopyArgs
@@ -193,22 +149,72 @@ def _cuda_kernels() -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             Compiler("sm_90", Path(folder)).compile("copy_segments", constants)
     except CompileError as error:
-        remedy = "a cuda-core that brings NVRTC: pip install 'cuda-core[cu13]'"
-        return Finding(_CUDA_KERNELS, "optional", str(error), remedy)
-    return Finding(_CUDA_KERNELS, "ok", "compiled by NVRTC when first used")
+        return str(error), f"a cuda-core that brings NVRTC: {_INSTALL_CUDA_CORE}"
+    return "compiled by NVRTC when first used", ""
 
 
-def _cuda_core() -> Finding:
+def _cuda_core() -> _Outcome:
     from fusco.api.validation import has_cuda_core
 
-    if has_cuda_core():
-        return Finding(_CUDA_CORE, "ok", "installed")
-    return Finding(_CUDA_CORE, "optional", "not installed", "pip install 'cuda-core[cu13]'")
+    return ("installed", "") if has_cuda_core() else ("not installed", _INSTALL_CUDA_CORE)
 
 
-def _nccl() -> Finding:
+def _nccl() -> _Outcome:
     import torch.distributed as dist
 
-    if dist.is_nccl_available():
-        return Finding(_NCCL, "ok", "in this torch")
-    return Finding(_NCCL, "optional", "not in this torch", "a torch built for CUDA")
+    return ("in this torch", "") if dist.is_nccl_available() else ("not in this torch", "a torch built for CUDA")
+
+
+def _rails() -> _Outcome:
+    from fusco.core.errors import CompileError
+    from fusco.rails.nccl import nccl_version, plugin_path, why_not_nccl
+    from fusco.rails.rail import discover_rails
+
+    version = nccl_version()
+    if why_not := why_not_nccl(version):
+        return why_not, "a torch with such an NCCL"
+    try:
+        plugin_path()
+    except CompileError as error:
+        return str(error), "a C compiler, such as gcc, and its headers"
+    try:
+        names = ", ".join(rail.interface for rail in discover_rails())
+    except ValueError as error:
+        return f"the plugin compiles, but {error}", "network interfaces between hosts"
+    if not version:
+        return f"the plugin compiles; this torch has no NCCL to load it; rails {names}", "a torch built for CUDA"
+    return f"the plugin compiles; NCCL {'.'.join(map(str, version))} loads it; rails {names}", ""
+
+
+# Names of the checks, and the state of one that finds something to do or that cannot run.
+_CHECKS: tuple[tuple[str, Callable[[], _Outcome], _State, _State], ...] = (
+    ("machine", _machine, "missing", "missing"),
+    ("system", _system, "missing", "missing"),
+    ("packages", _packages, "missing", "missing"),
+    ("shared memory", _shared_memory, "missing", "missing"),
+    ("room for segments", _room, "optional", "missing"),
+    ("cache of compiled kernels", _cache, "optional", "missing"),
+    ("CPU kernels", _kernels, "missing", "missing"),
+    ("gloo (process groups on the CPU)", _gloo, "missing", "missing"),
+    ("open files", _open_files, "optional", "missing"),
+    ("GPUs", _gpus, "optional", "optional"),
+    ("GPUs that reach each other", _peers, "optional", "optional"),
+    ("cuda.core (compiles CUDA kernels)", _cuda_core, "optional", "optional"),
+    ("CUDA kernels", _cuda_kernels, "optional", "optional"),
+    ("NCCL (between nodes on CUDA)", _nccl, "optional", "optional"),
+    ("NCCL over rails (fusco.rails.nccl_plugin)", _rails, "optional", "optional"),
+)
+
+
+def examine() -> list[Finding]:
+    """Run all checks, those of the CPU backend first. A check that raises is a finding, and the others still run."""
+    return [_examine(*check) for check in _CHECKS]
+
+
+def _examine(name: str, check: Callable[[], _Outcome], if_lacking: _State, if_failing: _State) -> Finding:
+    try:
+        found, remedy = check()
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything, often when imported
+        found = f"the check failed: {type(error).__name__}: {error}"
+        return Finding(name, if_failing, found, "repair the installation, starting with the rows above")
+    return Finding(name, if_lacking if remedy else "ok", found, remedy)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,12 +33,7 @@ class Device(str, Enum):
     CUDA = "cuda"
 
 
-class RowDtype(str, Enum):
-    """Dtypes of rows."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
+RowDtype = Literal["bfloat16", "float16", "float32"]
 
 
 def check_writable(path: Path | None) -> Path | None:
@@ -184,7 +179,7 @@ class WorkloadOptions:
                 tokens=self.tokens,
                 hidden=self.hidden,
                 num_topk=self.num_topk,
-                dtype=getattr(torch, self.dtype.value),
+                dtype=getattr(torch, self.dtype),
                 seed=self.seed,
                 trace=replayed if pattern is names.Pattern.TRACE else None,
             )

@@ -22,7 +22,7 @@ def plan(
     hidden: options.Hidden = 4096,
     num_experts: options.NumExperts = 128,
     num_topk: options.NumTopk = 8,
-    dtype: options.Dtype = options.RowDtype.BFLOAT16,
+    dtype: options.Dtype = "bfloat16",
     traffic: options.Pattern = names.Pattern.IMBALANCED,
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,

@@ -24,6 +24,9 @@ def rails(
     board: Annotated[
         Path | None, typer.Option(dir_okay=False, help="File of the board. Default: this user's and namespace's.")
     ] = None,
+    links: Annotated[
+        bool, typer.Option("--links", help="PCIe links of GPUs (fusco.offload) instead of NICs; a worker is a GPU.")
+    ] = False,
     json: options.JsonFile = None,
 ) -> None:
     """Show which workers use which rails (NICs) of this host, and how fast.
@@ -33,6 +36,10 @@ def rails(
     from fusco.bench.json_lines import write_json_lines
     from fusco.rails.usage import UsageReader
 
+    if links:
+        from fusco.offload.links import links_board
+
+        board = board or links_board()
     console, reader = new_console(json), UsageReader(board)
     try:
         reader.read()

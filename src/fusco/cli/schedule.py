@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -26,13 +25,8 @@ _SKEW = 0.8
 _MAX_NODES = 256  # their exact stages, up to 65,026 of 256 pairs each, fit into memory
 
 
-class ShownMode(str, Enum):
-    """Mode of the stages to show; ``auto`` is the one with the shortest modelled time."""
-
-    AUTO = "auto"
-    EXACT = "exact"
-    FEW = "few"
-    SPREAD_OUT = "spread-out"
+# Mode of the stages to show; "auto" is the one with the shortest modelled time.
+ShownMode = Literal["auto", "exact", "few", "spread-out"]
 
 
 def schedule(
@@ -50,7 +44,7 @@ def schedule(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv."),
     ] = None,
-    mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = ShownMode.AUTO,
+    mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = "auto",
     ranks_per_node: options.RanksPerNode = 8,
     latency_us: Annotated[float, typer.Option(min=0, help="Fixed cost of each stage.")] = 10.0,
     internode_gbs: Annotated[float, typer.Option(help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
@@ -72,9 +66,9 @@ def schedule(
     if file:
         name, node_bytes = str(file), load_matrix(file)
     else:
-        kind = matrix or MatrixKind.RANDOM
+        kind = matrix or "random"
         skew = _SKEW if skew is None else skew
-        name = kind.value + (f" {skew:g}" if kind is MatrixKind.ZIPF else "")
+        name = kind + (f" {skew:g}" if kind == "zipf" else "")
         node_bytes = make_matrix(kind, nodes or 4, largest=largest or 100_000_000, skew=skew, seed=seed or 0)
     if len(node_bytes) > _MAX_NODES:
         raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MAX_NODES} are scheduled here")
@@ -92,7 +86,7 @@ def schedule(
 
 
 def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
-    return record.is_chosen if mode is ShownMode.AUTO else record.mode == mode.value
+    return record.is_chosen if mode == "auto" else record.mode == mode
 
 
 def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:

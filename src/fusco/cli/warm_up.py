@@ -29,7 +29,7 @@ def warm_up(
     ranks_per_node: options.RanksPerNode = 8,
     hidden: options.Hidden = 7168,
     num_topk: options.NumTopk = 8,
-    dtype: options.Dtype = options.RowDtype.BFLOAT16,
+    dtype: options.Dtype = "bfloat16",
 ) -> None:
     """Compile kernels and cache them on disk, for example while a container image is built.
 
@@ -55,7 +55,7 @@ def warm_up(
         check_cuda_core()
     console = new_console()
     _warm_up_cpu(console)
-    shape = KernelShape(num_ranks=ranks_per_node, num_topk=num_topk, hidden=hidden, dtype=getattr(torch, dtype.value))
+    shape = KernelShape(num_ranks=ranks_per_node, num_topk=num_topk, hidden=hidden, dtype=getattr(torch, dtype))
     for name in architectures:
         _warm_up_cuda(name, shape, console)
     if not architectures:

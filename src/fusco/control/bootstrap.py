@@ -41,17 +41,11 @@ def uuid_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """Hosts and devices of all ranks.
+    """Hosts and devices of all ranks."""
 
-    Attributes:
-        hosts: the machine of each rank, by a name that two ranks share if they can share memory.
-        devices: the device of each rank.
-        listen_on: the address by which the other ranks reach this one.
-    """
-
-    hosts: list[str]
-    devices: list[DeviceIdentity]
-    listen_on: str
+    hosts: list[str]  # the machine of each rank, by a name that two ranks share if they can share memory
+    devices: list[DeviceIdentity]  # the device of each rank
+    listen_on: str  # the address by which the other ranks reach this one
 
 
 def exchange_peer_info(
@@ -59,13 +53,8 @@ def exchange_peer_info(
 ) -> PeerInfo:
     """Exchange hosts, devices and fingerprints with all ranks.
 
-    Args:
-        store_gather: the all-gather of the group.
-        fingerprint: values that must be equal on all ranks; with a rejection, all other ranks raise.
-        device: this rank's device.
-
-    Raises:
-        MismatchError, RejectedInputError: see ``check_fingerprints``.
+    ``fingerprint`` has values that must be equal on all ranks; with a rejection, all other ranks raise. Raises as
+    ``check_fingerprints``.
     """
     local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
     peers = store_gather.all_gather("bootstrap", local)

@@ -87,11 +87,8 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
     """Connect; a network error becomes ``PeerFailureError`` with the rank at fault, or ``TransportError`` if all live.
 
-    Args:
-        connect: makes the connections.
-        how: the network, as the error names it.
-        others: ranks to connect to.
-        watchdog: asks them for their status after an error.
+    ``how`` names the network in the error. The watchdog then asks all ranks for their status; ``others`` are those that
+    this one connects to.
     """
     try:
         return connect()

@@ -33,12 +33,9 @@ class _Request:
 
 
 def ask_all(addresses: Sequence[tuple[str, int]], line: bytes, timeout_s: float) -> list[bytes | OSError]:
-    """Send a line to all addresses and return each one's answer, or the error that prevented it.
+    """Send a line, newline included, to all IPv4 addresses; return each one's answer, or the error that prevented it.
 
-    Args:
-        addresses: IPv4 addresses and ports.
-        line: the bytes to send, including the newline.
-        timeout_s: limit for all of them together; a ``TimeoutError`` for each that has not answered by then.
+    ``timeout_s`` is the limit for all of them together: a ``TimeoutError`` for each that has not answered by then.
     """
     outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
     waiting, under_way, deadline = deque(range(len(addresses))), 0, time.monotonic() + timeout_s

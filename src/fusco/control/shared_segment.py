@@ -12,12 +12,11 @@ import mmap
 import os
 import resource
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
-from fusco.core.available_memory import available_memory_bytes
 from fusco.core.errors import SharedMemoryError, reason_of
+from fusco.core.memory_size import available_memory_bytes
 
 SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
 _REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth"
@@ -104,9 +103,7 @@ class SharedSegment:
     def __enter__(self) -> SharedSegment:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -35,6 +35,30 @@ class CacheFolder:
         """Folders to search for a kernel, in this order."""
         return tuple(dict.fromkeys(folder for folder in (self.wanted, self.used) if folder is not None))
 
+    def find(self, file: str) -> Path | None:
+        """Return a file that has been kept, ``None`` if there is none."""
+        return next((path for path in (folder / file for folder in self.readable) if path.is_file()), None)
+
+    def keep(self, file: str, content: bytes) -> str:
+        """Write a file atomically, so that no process sees a part of it; return why it could not be, empty if it is."""
+        if self.used is None:
+            return self.problem
+        try:
+            self.used.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.used, delete=False) as temporary_file:
+                temporary = Path(temporary_file.name)
+                try:
+                    temporary_file.write(content)
+                    temporary_file.flush()
+                    temporary.chmod(0o644)  # other users of the folder may read it
+                    temporary.replace(self.used / file)
+                except BaseException:
+                    temporary.unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
     def describe(self) -> str:
         """Return where kernels are kept, and why not in ``wanted``."""
         if not self.problem:

@@ -54,11 +54,10 @@ class _KernelCache(_Cache):
 
     @property
     def cache_path(self) -> str | None:
-        """See numba."""
         return self._caches[-1].cache_path if self._caches else None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """See numba. A function whose file cannot be read is compiled again."""
+        """Return a function from the first cache that has it; one whose file cannot be read is compiled again."""
         for cache in self._caches:
             try:
                 found = cache.load_overload(sig, target_context)
@@ -70,7 +69,7 @@ class _KernelCache(_Cache):
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """See numba. Warns if the function cannot be written."""
+        """Write a function; warn if that is impossible."""
         _compiling().end()
         folder = cpu_cache_folder()
         folder.warn()
@@ -87,13 +86,12 @@ class _KernelCache(_Cache):
             CacheFolder(folder.used, None, error.strerror or str(error)).warn()
 
     def enable(self) -> None:
-        """See numba."""
+        """Do nothing: it is always enabled."""
 
     def disable(self) -> None:
-        """See numba."""
+        """Do nothing: it is always enabled."""
 
     def flush(self) -> None:
-        """See numba."""
         for cache in self._caches:
             cache.flush()
 
@@ -109,19 +107,15 @@ class _Locator(_CacheLocator):
         self._path = root / f"{module}-{self._digest}"
 
     def get_cache_path(self) -> str:
-        """See numba."""
         return str(self._path)
 
     def get_source_stamp(self) -> str:
-        """See numba."""
         return self._digest
 
     def get_disambiguator(self) -> str:
-        """See numba."""
         return str(self._line)
 
     def ensure_cache_path(self) -> None:
-        """See numba."""
         os.makedirs(self._path, exist_ok=True)
 
 

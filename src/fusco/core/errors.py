@@ -115,11 +115,9 @@ class PeerFailureError(FuscoError):
 
 @contextmanager
 def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
-    """Clean up after an error: if the block fails, too, add its error to the first one as a note.
+    """Clean up after an error: if the block fails, too, add ``what`` and its error to the first one as a note.
 
-    Args:
-        error: the first error; without one, the error of the block is raised.
-        what: the note if the block fails, for example ``"the other ranks could not be notified"``.
+    Without a first error, that of the block is raised.
     """
     try:
         yield

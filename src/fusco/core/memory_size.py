@@ -1,8 +1,13 @@
-"""Memory of one rank's communicator."""
+"""Memory of one rank's communicator, and of the machine."""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +32,9 @@ class MemorySize:
     def total_bytes(self) -> int:
         """Shared and private memory of a rank."""
         return self.shared_bytes + self.private_bytes
+
+
+def available_memory_bytes() -> int:
+    """Return the kernel's estimate, ``MemAvailable`` (Linux 3.14 or newer); without it, all physical memory."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(encoding="utf-8"))
+    return int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

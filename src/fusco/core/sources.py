@@ -13,13 +13,8 @@ from pathlib import Path
 def digest_of_sources(file: Path, package: Path) -> str:
     """Return a digest of a Python file and of all files of its package that it imports, directly or indirectly.
 
-    Args:
-        file: a module.
-        package: the folder of the top-level package; imports use its name.
-
-    Raises:
-        OSError: if a file cannot be read.
-        SyntaxError: if a file is not valid Python.
+    ``package`` is the folder of the top-level package, whose name imports use. Raises ``OSError`` for a file that
+    cannot be read, and ``SyntaxError`` for one that is not valid Python.
     """
     found, waiting = set[Path](), [file.resolve()]
     while waiting:

@@ -131,10 +131,8 @@ def write_chrome_trace(
 ) -> None:
     """Write the spans of all ranks in Chrome's trace format: a process for each rank, a thread for each lane.
 
-    Args:
-        path: of the JSON file.
-        rank_to_spans: the ``Timeline.spans`` of each rank. Lanes are drawn in order of first appearance.
-        about: further information for the reader of the file.
+    ``rank_to_spans`` has the ``Timeline.spans`` of each rank; lanes are drawn in order of first appearance. ``about``
+    is further information for the reader of the file.
 
     Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """

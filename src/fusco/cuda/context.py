@@ -56,6 +56,7 @@ class CudaContext:
             num_local_experts=num_local,
             run_counts=torch.empty(library.num_sms * num_local, dtype=torch.int32, device=device),
             report=arena.report_address,
+            reported_counts=torch.zeros(num_local, dtype=torch.int32, device="cpu").pin_memory(),
         )
         return cls(
             arena=arena,

@@ -21,12 +21,14 @@ class DevicePlan(PlannedRows):
         rank: the rank that the plan is for.
         placement: the experts of each rank.
         num_slots: rows of the expert-major output; set once the plan is made if they are exact.
+        reported_counts: int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan.
         stream: handle of the stream that it was made on; 0 if that is not known.
     """
 
     rank: int
     placement: ExpertPlacement
     num_slots: int
+    reported_counts: bytes | None = None
     stream: int = 0
 
     @property
@@ -43,6 +45,13 @@ class DevicePlan(PlannedRows):
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.num_rows_of(self.rank)
+
+    @property
+    def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
+        """See ``fusco.engine.base.Plan``."""
+        if self.reported_counts is None:
+            return None
+        return torch.tensor(memoryview(self.reported_counts).cast("i").tolist(), dtype=torch.int64, device="cpu")
 
     @property
     def addresses(self) -> RowAddresses:

@@ -19,15 +19,11 @@ _OWN = 0  # in place of the rows per slice
 class InternodePlan(DevicePlan):
     """A plan between nodes.
 
-    Attributes:
-        traffic: the number of rows from each rank to each node, and the forwarders.
-        forwarding: the tokens that this rank sends to other nodes.
-
     Rows that it returns are kept, and shared with plans made of it by ``dataclasses.replace``.
     """
 
-    traffic: InternodeTraffic
-    forwarding: DeviceForwarding
+    traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
+    forwarding: DeviceForwarding  # the tokens that this rank sends to other nodes
     _slices: dict[int, list[HeldRows]] = field(default_factory=dict)
 
     @property

@@ -31,6 +31,7 @@ class DevicePlanner:
         self._context, self._arena, self._placement = context, context.arena, context.placement
         self._reached_plan = torch.cuda.Event()  # unused between nodes: there the host has waited already
         self._num_plans = 0
+        self._reported_counts = context.tables.reported_counts.numpy()
         self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
@@ -122,11 +123,12 @@ class DevicePlanner:
         return self._sizes[key]
 
     def size_exactly(self, plan: _Plan) -> _Plan:
-        """Wait for the plan, and return it with its number of slots, the only value that the host needs."""
+        """Wait for the plan, and return it with its number of slots and of each expert's rows."""
         report, ticket = self._arena.report, self._num_plans
         if report.ticket != ticket:
             self._wait_for(ticket)
         plan.num_slots = report.num_slots
+        plan.reported_counts = self._reported_counts.tobytes()
         return plan
 
     def _wait_for(self, ticket: int) -> None:

@@ -25,15 +25,8 @@ def plan_all_to_all(
 ) -> RankSchedule:
     """Return this rank's part of the schedule, which is the same on all ranks.
 
-    Args:
-        request: this rank's request.
-        counts: the packed ``StreamSizes`` of all ranks.
-        topology: which ranks share a node.
-        rank: this rank.
-        links: the links by which the mode is chosen, unless the request names one.
-
-    Raises:
-        MismatchError: on all ranks, if any rank expects another size than its peer sends.
+    ``counts`` are the packed ``StreamSizes`` of all ranks. The mode is chosen by ``links``, unless the request names
+    one. Raises ``MismatchError`` on all ranks if any rank expects another size than its peer sends.
     """
     sizes = list(map(StreamSizes.unpack, counts))
     check_sizes(sizes, "all_to_all", "rows")
@@ -43,19 +36,12 @@ def plan_all_to_all(
 
 
 class MemorySpan(NamedTuple):
-    """Contiguous bytes in one memory of a rank.
+    """Contiguous bytes in one memory of a rank."""
 
-    Attributes:
-        memory: index of the memory, as in ``fusco.schedule.rank_schedule``.
-        offset: first byte in the memory.
-        num_bytes: size.
-        region: region of the memory, -1 for none.
-    """
-
-    memory: int
-    offset: int
-    num_bytes: int
-    region: int
+    memory: int  # index of the memory, as in ``fusco.schedule.rank_schedule``
+    offset: int  # first byte in the memory
+    num_bytes: int  # size
+    region: int  # region of the memory, -1 for none
 
     @property
     def end(self) -> int:
@@ -65,17 +51,11 @@ class MemorySpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FlowSlice:
-    """Message of a flow: at most one slice of it.
+    """Message of a flow: at most one slice of it."""
 
-    Attributes:
-        peer: the other rank.
-        num_bytes: total size of all spans.
-        spans: source or target of the bytes on this rank, in order.
-    """
-
-    peer: int
-    num_bytes: int
-    spans: list[MemorySpan]
+    peer: int  # the other rank
+    num_bytes: int  # total size of all spans
+    spans: list[MemorySpan]  # source or target of the bytes on this rank, in order
 
 
 def cut_flow(flow: Flow, slice_bytes: int) -> Iterator[FlowSlice]:

@@ -53,6 +53,14 @@ class Plan(Protocol):
         """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
 
     @property
+    def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
+        """The same in host memory; ``None`` if the host has not waited for the plan."""
+
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        """Rows that the output would need to drop none, int32 (1,)."""
+
+    @property
     def weights(self) -> torch.Tensor | None:
         """Weights that were sent with the routing, float32 or float64, in the order of the backend."""
 
@@ -201,6 +209,20 @@ class CombineRequest(Request, Generic[PlanT]):
             "is_weighted": str(self.is_weighted),
             "requires_grad": str([wants_grad(self.rows), wants_grad(self.topk_weights)]),
         }
+
+
+@dataclass(kw_only=True)
+class CombineAllRequest(Request, Generic[PlanT]):
+    """Several unweighted combines along one handle, agreed on once."""
+
+    parts: Sequence[CombineRequest[PlanT]]
+    handle: int
+    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fields(self) -> Fields:
+        """See ``Request``."""
+        return {"rows": [describe_rows(part.rows) for part in self.parts]}
 
 
 @dataclass(kw_only=True)

@@ -63,7 +63,7 @@ def _keep_shuffles() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     only.
     """
     kept: deque[_Kept] = deque()
-    return _Keeping(kept), _Reusing(kept)
+    return _Shuffles(kept, is_recomputing=False), _Shuffles(kept, is_recomputing=True)
 
 
 class _Kept:
@@ -87,30 +87,24 @@ class _Kept:
         return versions
 
 
-class _Keeping(TorchDispatchMode):
-    def __init__(self, kept: deque[_Kept]) -> None:
+class _Shuffles(TorchDispatchMode):
+    """Keeps the outputs of shuffles; or, while a block is recomputed, returns those instead of running shuffles."""
+
+    def __init__(self, kept: deque[_Kept], *, is_recomputing: bool) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._is_recomputing = kept, is_recomputing
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        is_shuffle = func in SHUFFLE_OPS
+        if is_shuffle and self._is_recomputing:
+            if not self._kept:
+                raise RuntimeError(
+                    "selective activation checkpointing saves shuffles for one backward pass, not for two"
+                )
+            return self._kept.popleft().take()
         outputs = func(*args, **(kwargs or {}))
-        if func in SHUFFLE_OPS:
+        if is_shuffle:
             self._kept.append(_Kept(outputs))
         return outputs
-
-
-class _Reusing(TorchDispatchMode):
-    def __init__(self, kept: deque[_Kept]) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in SHUFFLE_OPS:
-            return func(*args, **(kwargs or {}))
-        if not self._kept:
-            raise RuntimeError("selective activation checkpointing saves shuffles for one backward pass, not for two")
-        return self._kept.popleft().take()

@@ -12,17 +12,11 @@ _MAX_SHOWN = 6
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A module that looks like experts.
+    """A module that looks like experts."""
 
-    Attributes:
-        name: of the module in its model.
-        module: the module.
-        obstacle: the reason why it cannot be distributed.
-    """
-
-    name: str
-    module: nn.Module
-    obstacle: str
+    name: str  # of the module in its model
+    module: nn.Module  # the module
+    obstacle: str  # the reason why it cannot be distributed
 
     def describe(self) -> str:
         """Return the candidate's class, parameters and obstacle, without its name."""

@@ -37,17 +37,10 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
 
 
 def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
-    """Raise for a parameter that is in several of the modules that FSDP wraps separately.
+    """Raise ``ValueError``, with both names, for a parameter that is in several modules that FSDP wraps separately.
 
     FSDP shards it once for each of them; each copy is then trained and saved separately. Within one module, such as
-    embeddings and output weights of the root, it stays one parameter.
-
-    Args:
-        model: the root, not sharded yet.
-        wrapped: modules within it that FSDP wraps separately.
-
-    Raises:
-        ValueError: with both names of the first such parameter.
+    embeddings and output weights of the root, it stays one parameter. The root ``model`` is not sharded yet.
     """
     units = set(wrapped)
     first: dict[nn.Parameter, tuple[str, nn.Module]] = {}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.core.config import Launch, Settings
+from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import ops
@@ -41,6 +41,7 @@ class FuscoDispatcher:
         ranks_per_node: int | None = None,
         settings: Settings | None = None,
         launch: Launch | None = None,
+        static: StaticRows | None = None,
     ) -> None:
         """Set the capacity and options of the communicators.
 
@@ -53,6 +54,8 @@ class FuscoDispatcher:
                 ``Launch(num_sms=32)``, since FSDP gathers and reduces parameters on other streams at the same time:
                 all kernels of NCCL and fusco that wait for peers must be resident. ``own_stream`` and ``event`` are not
                 allowed.
+            static: a fixed number of rows for every dispatch, so that the host waits for none: experts' results of the
+                rows behind the last block are ignored. ``None`` means exactly as many as needed.
         """
         if max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank must be positive, got {max_tokens_per_rank}")
@@ -60,7 +63,7 @@ class FuscoDispatcher:
         if self.launch.own_stream or self.launch.event is not None:
             raise ValueError("a dispatcher's launch must have neither own_stream nor event: results are used at once")
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
-        self._num_ranks = group.size()
+        self.static, self._num_ranks = static, group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
         self._open, self._is_closed = ExitStack(), False
@@ -75,7 +78,7 @@ class FuscoDispatcher:
             rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
             return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
         comm = self.communicator(num_experts, topk_idx.shape[1], x)
-        sent = comm.dispatch(x, topk_idx, topk_weights, launch=self.launch)
+        sent = comm.dispatch(x, topk_idx, topk_weights, static=self.static, launch=self.launch)
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:

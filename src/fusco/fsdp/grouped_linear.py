@@ -22,7 +22,8 @@ def grouped_linear(
         rows: (num_rows, num_inputs), expert-major.
         weight: (num_experts, num_inputs, num_outputs), in any order of strides; of the dtype of the rows.
         bias: (num_experts, num_outputs), or ``None``.
-        num_rows_per_expert: int64 (num_experts,), adding up to ``num_rows``.
+        num_rows_per_expert: int64 (num_experts,), adding up to ``num_rows``, or to fewer: results of the other rows, at
+            the end, are undefined.
         sizes: the same on the host, from ``sizes_for``; without them the loop copies them to the host.
 
     Returns:
@@ -37,7 +38,9 @@ def grouped_linear(
     else:
         out = _one_by_one(rows, weight, num_rows_per_expert, sizes)
     if bias is not None:
-        out = out + bias.repeat_interleave(num_rows_per_expert, dim=0, output_size=len(rows))
+        # The last row of biases is for rows of no expert, so that their gradients go nowhere.
+        ends, numbers = num_rows_per_expert.cumsum(0), torch.arange(len(rows), device=rows.device)
+        out = out + F.pad(bias, (0, 0, 0, 1))[torch.searchsorted(ends, numbers, right=True)]
     return out
 
 
@@ -65,8 +68,11 @@ def _one_by_one(
     rows: torch.Tensor, weight: torch.Tensor, num_rows_per_expert: torch.Tensor, sizes: list[int] | None
 ) -> torch.Tensor:
     # An expert without rows has an empty block, so that its gradient is zero and not missing.
-    blocks = torch.split(rows, num_rows_per_expert.tolist() if sizes is None else sizes)
-    return torch.cat([block @ matrix for block, matrix in zip(blocks, weight.unbind(), strict=True)])
+    sizes = num_rows_per_expert.tolist() if sizes is None else sizes
+    num_others = len(rows) - sum(sizes)
+    *blocks, _ = torch.split(rows, [*sizes, num_others])
+    results = [block @ matrix for block, matrix in zip(blocks, weight.unbind(), strict=True)]
+    return torch.cat([*results, rows.new_zeros(num_others, weight.shape[2])])
 
 
 def _obstacle(rows: torch.Tensor, weight: torch.Tensor) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from fusco.fsdp.original_classes import original_class, original_classes
 
 Part = tuple[slice, ...]
 
@@ -173,16 +173,11 @@ class _Files:
 
 @dataclass
 class _Source:
-    """The tensors in files that a parameter is made from, by the pattern that their names match, and the converter.
+    """The tensors in files that a parameter is made from, by the pattern that their names match, and the converter."""
 
-    Attributes:
-        name: of the parameter or buffer, the first one if there are several.
-        converter: of transformers; ``None`` if the tensor needs no conversion.
-        pattern_to_keys: for each pattern of the converter the names in the files, in order of experts.
-    """
-
-    name: str
-    converter: Any
+    name: str  # of the parameter or buffer, the first one if there are several
+    converter: Any  # of transformers; ``None`` if the tensor needs no conversion
+    # for each pattern of the converter the names in the files, in order of experts
     pattern_to_keys: dict[str, list[str]] = field(default_factory=dict)
 
     def names(self) -> set[str]:
@@ -265,3 +260,31 @@ def _local_values(tensor: torch.Tensor) -> torch.Tensor:
 def _check_shape(name: str, target: torch.Tensor, shape: Iterable[int]) -> None:
     if tuple(target.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(target.shape)} in the model and {tuple(shape)} in the files")
+
+
+@contextmanager
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """Restore the classes that modules had before ``fully_shard``, for the duration of the block.
+
+    ``fully_shard`` derives a class ``FSDP<Name>`` in a PyTorch module. transformers (5.23) finds the names of weights
+    in files by the name of a class, and treats a class from another module as user code, without such names. Only
+    classes change: hooks and state of FSDP stay. The model must not run in the block.
+    """
+    sharded: list[tuple[nn.Module, type[nn.Module]]] = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    try:
+        for module, sharded_class in sharded:
+            module.__class__ = original_class(sharded_class)
+        yield
+    finally:
+        for module, sharded_class in sharded:
+            module.__class__ = sharded_class
+
+
+def original_class(sharded_class: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that ``fully_shard`` derived this one from; any other class is returned as it is."""
+    if FSDPModule not in sharded_class.__bases__:
+        return sharded_class
+    (original,) = (base for base in sharded_class.__bases__ if base is not FSDPModule)
+    return original

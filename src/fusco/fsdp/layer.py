@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts
@@ -30,3 +32,27 @@ class ExpertParallelLayer:
         arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, self.experts.num_experts)
         y = self.experts.run(arrival.rows, arrival.num_rows_per_expert)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class SlicedLayer:
+    """A layer whose tokens several ranks have: each computes a slice, and all get all slices.
+
+    Attributes:
+        layer: of a slice.
+        mesh: of one dimension, the ranks with the same tokens. All of them get the same gradients.
+    """
+
+    layer: ExpertParallelLayer
+    mesh: DeviceMesh
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what ``layer`` returns for all tokens."""
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        whole = [DTensor.from_local(each, self.mesh, [Replicate()], run_check=False) for each in inputs]
+        out = self.layer(*(each.redistribute(placements=[Shard(0)]).to_local() for each in whole))
+        shape = hidden_states.shape
+        slices = DTensor.from_local(out, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
+        return slices.full_tensor()

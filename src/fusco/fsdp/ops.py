@@ -17,7 +17,7 @@ import torch
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle, without_weights
-from fusco.core.config import Launch
+from fusco.core.config import Launch, StaticRows
 
 
 class CommunicatorSource(Protocol):
@@ -26,6 +26,11 @@ class CommunicatorSource(Protocol):
     @property
     def launch(self) -> Launch:
         """The launch options of all calls."""
+        ...
+
+    @property
+    def static(self) -> StaticRows | None:
+        """The number of rows of every dispatch, if it is fixed."""
         ...
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
@@ -41,6 +46,7 @@ class _Held:
         self.verbs = Verbs(
             lambda x, handle: comm.dispatch_again(x, handle, launch=launch)[0],
             lambda y, handle: comm.combine(y, handle, launch=launch),
+            lambda ys, handle: comm.combine_all(ys, handle, launch=launch),
         )
 
 
@@ -94,7 +100,7 @@ def dispatch(
     maker = _key_to_source[source]
     comm = maker.communicator(num_experts, topk_idx.shape[1], x)
     with torch.no_grad():
-        sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), launch=maker.launch)
+        sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), static=maker.static, launch=maker.launch)
     assert len(sent.num_rows_per_expert) == num_local_experts
     return sent.rows, sent.num_rows_per_expert, _ticket_of(_Held(comm, sent.handle, maker.launch))
 

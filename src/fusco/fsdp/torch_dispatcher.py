@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
 from fusco.fsdp.dispatcher import Arrival
 
@@ -69,5 +69,7 @@ class TorchDispatcher:
             torch.cuda.current_stream().synchronize()
 
     def _exchange(self, rows: torch.Tensor, num_received: list[int], num_sent: list[int]) -> torch.Tensor:
-        moved: torch.Tensor = all_to_all_single_autograd(rows.contiguous(), num_received, num_sent, self.group)
+        # PyTorch 2.11 has no kernel for the differentiable one in inference mode.
+        exchange = all_to_all_single_autograd if torch.is_grad_enabled() else all_to_all_single
+        moved: torch.Tensor = exchange(rows.contiguous(), num_received, num_sent, self.group)
         return moved.wait() if hasattr(moved, "wait") else moved

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,67 +18,83 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fusco.core.config import Settings
+from fusco.core.config import Launch, Settings, StaticRows
+from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import FormulaChecks
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
-from fusco.fsdp.layer import ExpertParallelLayer
+from fusco.fsdp.layer import ExpertParallelLayer, SlicedLayer
+
+MakeDispatcher = Callable[[dist.ProcessGroup], Dispatcher]
 
 
 @contextmanager
 def registered_with_transformers(
-    max_tokens_per_rank: int, *, name: str = "fusco", settings: Settings | None = None
+    max_tokens_per_rank: int,
+    *,
+    name: str = "fusco",
+    settings: Settings | None = None,
+    launch: Launch | None = None,
+    static: StaticRows | None = None,
+    dispatcher: MakeDispatcher | None = None,
 ) -> Iterator[None]:
     """Move the tokens of models that transformers distributes with fusco.
 
     In the block, ``from_pretrained(..., distributed_config=DistributedConfig(..., ep_implementation="fusco"))`` makes
-    models whose experts use fusco. They run in the block only; its end closes the communicators, a collective.
+    models whose experts use fusco. They run in the block only; its end closes the communicators, a collective. Ranks of
+    a tensor-parallel group, which have the same batch, dispatch a slice of it each.
 
     Args:
         max_tokens_per_rank: as for ``FuscoDispatcher``.
         name: the value of ``ep_implementation``.
         settings: of the communicators.
+        launch: as for ``FuscoDispatcher``; ``Launch()`` uses all multiprocessors, for models without FSDP.
+        static: as for ``FuscoDispatcher``: in exchange for memory, the host waits for no dispatch.
+        dispatcher: makes another dispatcher of a group, such as ``TorchDispatcher``; settings, launch and static are
+            unused then.
 
     Raises:
         ImportError: if transformers is missing or older than 5.23.
-        ValueError: from ``from_pretrained``, for experts that do not compute what ``Experts.run`` computes, and with
-            tensor parallelism, where several ranks have the same batch.
+        ValueError: from ``from_pretrained``, for experts that do not compute what ``Experts.run`` computes.
     """
     module = importlib.import_module("transformers.distributed.expert_parallel")
     registry = getattr(module, "EPImplementationInterface", None)
     if registry is None:
         raise ImportError("transformers has no EPImplementationInterface: 5.23 is the first version with it")
-    dispatchers: dict[DeviceMesh, FuscoDispatcher] = {}
+    dispatchers: dict[DeviceMesh, Dispatcher] = {}
     formulas = FormulaChecks()
+    make_dispatcher = dispatcher or partial(
+        FuscoDispatcher, max_tokens_per_rank=max_tokens_per_rank, settings=settings, launch=launch, static=static
+    )
+    with ExitStack() as opened:
 
-    def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer:
-        if tp_mesh.size() > 1:
-            raise ValueError(f"fusco's experts need a different batch on every rank, got tp_size={tp_mesh.size()}")
-        if ep_mesh not in dispatchers:
-            dispatchers[ep_mesh] = FuscoDispatcher(ep_mesh.get_group(), max_tokens_per_rank, settings=settings)
-        (found,) = find_experts(experts)
-        formulas.check(found)
-        # transformers has distributed the experts already; num_experts is that of this rank.
-        num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
-        return ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
+        def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer | SlicedLayer:
+            if ep_mesh not in dispatchers:
+                dispatchers[ep_mesh] = _opened(opened, make_dispatcher(ep_mesh.get_group()))
+            (found,) = find_experts(experts)
+            formulas.check(found)
+            # transformers has distributed the experts already; num_experts is that of this rank.
+            num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
+            layer = ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
+            return SlicedLayer(layer, tp_mesh) if tp_mesh.size() > 1 else layer
 
-    registry.register(name, make)
-    try:
-        yield
-    except BaseException as error:
-        for dispatcher in dispatchers.values():
-            dispatcher.__exit__(type(error), error, error.__traceback__)
-        raise
-    else:
-        for dispatcher in dispatchers.values():
-            dispatcher.close()
-    finally:
-        registry._global_mapping.pop(name, None)  # noqa: SLF001  no public call removes a name
+        registry.register(name, make)
+        try:
+            yield
+        finally:
+            registry._global_mapping.pop(name, None)  # noqa: SLF001  no public call removes a name
 
 
 @contextmanager
 def registered_as_experts_implementation(
-    group: dist.ProcessGroup, max_tokens_per_rank: int, *, name: str = "fusco", settings: Settings | None = None
+    group: dist.ProcessGroup,
+    max_tokens_per_rank: int,
+    *,
+    name: str = "fusco",
+    settings: Settings | None = None,
+    launch: Launch | None = None,
+    static: StaticRows | None = None,
+    dispatcher: MakeDispatcher | None = None,
 ) -> Iterator[None]:
     """Run experts that are already distributed, and move their tokens with fusco.
 
@@ -91,6 +108,10 @@ def registered_as_experts_implementation(
         max_tokens_per_rank: as for ``FuscoDispatcher``.
         name: of the implementation.
         settings: of the communicators.
+        launch: as for ``FuscoDispatcher``; ``Launch()`` uses all multiprocessors, for models without FSDP.
+        static: as for ``FuscoDispatcher``: in exchange for memory, the host waits for no dispatch.
+        dispatcher: makes another dispatcher of a group, such as ``TorchDispatcher``; settings, launch and static are
+            unused then.
 
     Raises:
         ImportError: if transformers is missing or has no such registry.
@@ -104,7 +125,11 @@ def registered_as_experts_implementation(
     # Weak references, so that models can be freed before the block ends.
     known: weakref.WeakKeyDictionary[nn.Module, Experts] = weakref.WeakKeyDictionary()
     formulas = FormulaChecks()
-    with FuscoDispatcher(group, max_tokens_per_rank, settings=settings) as dispatcher:
+    make_dispatcher = dispatcher or partial(
+        FuscoDispatcher, max_tokens_per_rank=max_tokens_per_rank, settings=settings, launch=launch, static=static
+    )
+    with ExitStack() as opened:
+        made = _opened(opened, make_dispatcher(group))
 
         def run(
             module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -112,7 +137,7 @@ def registered_as_experts_implementation(
             if module not in known:
                 proxy: Any = weakref.proxy(module)
                 known[module] = replace(_distributed(module, group.size(), formulas), module=proxy)
-            layer = ExpertParallelLayer(replace(known[module], module=module), dispatcher)
+            layer = ExpertParallelLayer(replace(known[module], module=module), made)
             return layer(hidden_states, top_k_index, top_k_weights)
 
         registry.ALL_EXPERTS_FUNCTIONS.register(name, run)
@@ -120,6 +145,11 @@ def registered_as_experts_implementation(
             yield
         finally:
             registry.ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)  # noqa: SLF001  as above
+
+
+def _opened(opened: ExitStack, dispatcher: Dispatcher) -> Dispatcher:
+    """Return a dispatcher, which is closed with ``opened`` if it can be."""
+    return opened.enter_context(dispatcher) if isinstance(dispatcher, AbstractContextManager) else dispatcher
 
 
 def _distributed(module: nn.Module, num_ranks: int, formulas: FormulaChecks) -> Experts:

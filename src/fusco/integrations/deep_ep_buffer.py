@@ -253,11 +253,11 @@ class Buffer:
         """
         wait_for(previous_event)
         sent, launch = checked_handle(handle[1]), self._launch(config)
-        sums = combine(x, sent, launch)
+        parts = (x,) if topk_weights is None else (x, topk_weights.float())
+        sums, *of_tokens = combine(parts, sent, launch)
         for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
             sums += each
-        weights = None if topk_weights is None else combine(topk_weights.float(), sent, launch)
-        return sums, weights, finished(async_finish)
+        return sums, of_tokens[0] if of_tokens else None, finished(async_finish)
 
     internode_dispatch, internode_combine = dispatch, combine
 

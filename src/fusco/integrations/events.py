@@ -48,10 +48,11 @@ class EventOverlap:
         self.current_stream_wait()
 
 
-def wait_for(previous_event: EventOverlap | None) -> None:
-    """Make the current stream wait for a caller's event."""
-    if previous_event is not None:
-        previous_event.current_stream_wait()
+def wait_for(*previous_events: EventOverlap | EventHandle | None) -> None:
+    """Make the current stream wait for a caller's events."""
+    for event in previous_events:
+        if event is not None:
+            event.current_stream_wait()
 
 
 def finished(is_asynchronous: bool) -> EventOverlap:

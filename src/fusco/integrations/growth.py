@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import Settings
-from fusco.core.errors import FuscoError, MismatchError, RejectedInputError, SharedMemoryError
+from fusco.core.errors import ClosedError, FuscoError, MismatchError, RejectedInputError, SharedMemoryError
 
 _Result = TypeVar("_Result")
 
@@ -60,7 +60,9 @@ class GrowingCommunicator:
         settings: Settings | None = None,
     ) -> None:
         """Nothing is allocated before the first call. The device is that of the first call's tensors."""
-        self._group, self._num_experts, self._ranks_per_node = group, num_experts, ranks_per_node
+        # Weak, so that one may live as long as its group.
+        self._group = weakref.ref(group)
+        self._num_experts, self._ranks_per_node = num_experts, ranks_per_node
         self._settings = settings or Settings()
         self._capacity: Need | None = None
         self._communicators: list[Communicator] = []
@@ -92,7 +94,10 @@ class GrowingCommunicator:
 
     def _grow(self, need: Need, device: torch.device) -> bool:
         """Make a larger communicator if a rank needs one; a collective. Returns whether one was made."""
-        gather = StoreGather(self._group, self._settings.timeout_s)
+        group = self._group()
+        if group is None:
+            raise ClosedError("the process group of these calls is destroyed")
+        gather = StoreGather(group, self._settings.timeout_s)
         needs = [Need(**values) for values in gather.all_gather("what the call needs", asdict(need))]
         if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
             return False
@@ -104,7 +109,7 @@ class GrowingCommunicator:
         self._capacity = capacity.with_reserve()
         self._communicators.append(
             Communicator(
-                self._group,
+                group,
                 num_experts=self._num_experts,
                 **asdict(self._capacity),
                 ranks_per_node=self._ranks_per_node,

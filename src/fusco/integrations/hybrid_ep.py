@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.api.autograd import rows_of_weights
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
@@ -75,7 +76,7 @@ class HybridEPBuffer:
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
             num_local_experts: experts of each rank.
-            use_fp8: rows come as uint8 with scales.
+            use_fp8: ignored; rows may come as uint8 with scales in any call.
             num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
             num_sms_combine_api: multiprocessors of a combine.
             num_sms_preprocessing_api: accepted and ignored, as are blocks, cached kernels, shared buffers and MNNVL:
@@ -93,7 +94,7 @@ class HybridEPBuffer:
         self._ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._ranks_per_node
         self.num_of_nodes, self.local_rank = self.group_size // self._ranks_per_node, self.rank % self._ranks_per_node
-        self.max_num_of_tokens_per_rank, self._use_fp8 = max_num_of_tokens_per_rank, use_fp8
+        self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
         self.configurer = SimpleNamespace(
             buffer_config=SimpleNamespace(
                 hidden_dim=hidden_dim,
@@ -103,6 +104,7 @@ class HybridEPBuffer:
         )
         self._num_experts = num_local_experts * self.group_size
         self._num_topk = 0
+        self._lost_on_host: torch.Tensor | None = None
         self._dispatch_launch, self._combine_launch = (
             Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
         )
@@ -164,8 +166,8 @@ class HybridEPBuffer:
             routing_map: bool (num_tokens, num_experts).
             probs: float32 (num_tokens, num_experts), the weights.
             scaling_factor: float32 (num_tokens, hidden_dim / 128).
-            num_permuted_tokens: with ``non_blocking`` and without a handle, the number of rows of the output. HybridEP
-                drops rows that do not fit; here the next call raises ``RowOverflowError``. Otherwise ignored.
+            num_permuted_tokens: with ``non_blocking`` and without a handle, the number of rows of the output; those
+                that do not fit are dropped, the last experts' first. Otherwise ignored.
             pad_multiple: every expert's block is padded with zero rows to a multiple of this.
             handle: of an earlier dispatch: the same routing, which is not planned again.
             non_blocking: do not wait for the number of rows; needs ``num_permuted_tokens``.
@@ -176,23 +178,21 @@ class HybridEPBuffer:
         Returns:
             Rows (num_rows, hidden_dim); the weight of each row, float32 (num_rows,), or ``None`` without weights; the
             scales of each row or ``None``; the rows of each local expert with padding, int64, in host memory unless
-            ``non_blocking``; the handle.
+            ``non_blocking``; the handle, whose last element is int32 (1,) on the device, one if something was dropped.
         """
         payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
             return self._dispatch_again(payloads, handle, probs, topk_weights)
         self._check_experts(num_of_experts_per_rank, num_of_experts)
+        lost = None
         if routing_map is not None:
             topk_idx = self._indices(routing_map)
+            lost = self._count_lost(routing_map, topk_idx)
         if topk_idx is None:
             raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
         if probs is not None:
             topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
-        static = None
-        if non_blocking:
-            if num_permuted_tokens is None:
-                raise ValueError("dispatch_with_permute with non_blocking=True needs num_permuted_tokens")
-            static = StaticRows(int(num_permuted_tokens))
+        static = _static_rows(num_permuted_tokens) if non_blocking else None
         weights = None if topk_weights is None else topk_weights.float()
         ids = topk_idx
 
@@ -211,15 +211,18 @@ class HybridEPBuffer:
             return comm, padded, sent
 
         comm, ids, sent = self._comms.run(self._need(payloads, ids), hidden.device, dispatch)
-        counts = sent.num_rows_per_expert
+        counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
+        if lost is not None:
+            has_overflow = has_overflow | (lost > 0)
+        if not non_blocking:
+            assert sent.num_rows_per_expert_on_host is not None
+            counts = sent.num_rows_per_expert_on_host
+            self._require_none_lost()
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
-        if not non_blocking:
-            counts = self._counts_on_host(counts, ids, routing_map)
         scales = None if scaling_factor is None else sent.payloads[1]
-        no_overflow = torch.zeros(1, dtype=torch.int32, device=hidden.device)
         kept = _Sent(comm, sent.handle, ids, counts)
-        return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, no_overflow)
+        return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, has_overflow.int())
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -248,10 +251,10 @@ class HybridEPBuffer:
         """
         sent = _sent(handle)
         launch = self._combine_launch
-        sums = sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch)
         if probs is None:
-            return sums, None
-        values = sent.comm.combine_weights(probs.reshape(-1).contiguous(), sent.handle, launch=launch)
+            return sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch), None
+        parts = (hidden.contiguous(), rows_of_weights(probs.reshape(-1).float(), sent.handle))
+        sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
         return sums, dense_weights(sent.topk_idx, values, self._num_experts)
 
     @torch.no_grad()
@@ -319,11 +322,10 @@ class HybridEPBuffer:
         if handle is None:
             raise ValueError("combine needs the handle of a dispatch")
         sent = checked_handle(handle[0])
-        sums = combine(hidden, sent, self._combine_launch)
         if probs is None:
-            return sums, None
+            return combine([hidden], sent, self._combine_launch)[0], None
         first = self.local_rank * self.num_local_experts
-        return sums, combine_dense(probs[:, first : first + self.num_local_experts], sent, self._combine_launch)
+        return combine_dense(hidden, probs[:, first : first + self.num_local_experts], sent, self._combine_launch)
 
     def _dispatch_again(
         self,
@@ -357,20 +359,25 @@ class HybridEPBuffer:
             self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts), 1)
         return map_to_indices(routing_map, self._num_topk)
 
-    def _counts_on_host(
-        self, counts: torch.Tensor, ids: torch.Tensor, routing_map: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return counts in host memory; in the same copy, check that the indices have all experts of the map."""
-        if routing_map is None or not routing_map.is_cuda:
-            return counts.cpu()
-        lost = routing_map.sum() - (ids >= 0).sum()
-        *on_host, num_lost = torch.cat([counts, lost[None]]).cpu()
-        if num_lost:
+    def _count_lost(self, routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor | None:
+        """Return how many experts of a map the indices lack, int64 (1,); ``None`` on the CPU, where they lack none.
+
+        Its copy on the host is there when the host has waited for the dispatch that follows on the stream.
+        """
+        self._lost_on_host = None
+        if not routing_map.is_cuda:
+            return None
+        lost = (routing_map.sum() - (topk_idx >= 0).sum())[None]
+        self._lost_on_host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._lost_on_host.copy_(lost, non_blocking=True)
+        return lost
+
+    def _require_none_lost(self) -> None:
+        if self._lost_on_host is not None and int(self._lost_on_host):
             raise ValueError(
                 f"routing_map has tokens with more than {self._num_topk} experts, the most of the first call rounded "
                 f"up; pass topk_idx, whose width may grow"
             )
-        return torch.stack(on_host)
 
     def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
         return Need(
@@ -385,6 +392,12 @@ def _sent(handle: tuple[Any, ...] | None) -> _Sent:
     if not handle or not isinstance(handle[0], _Sent):
         raise ValueError("this call needs the handle of a dispatch_with_permute")
     return handle[0]
+
+
+def _static_rows(num_permuted_tokens: int | torch.Tensor | None) -> StaticRows:
+    if num_permuted_tokens is None:
+        raise ValueError("dispatch_with_permute with non_blocking=True needs num_permuted_tokens")
+    return StaticRows(int(num_permuted_tokens), on_overflow="drop")
 
 
 def _padded(of_tokens: torch.Tensor, width: int, value: int) -> torch.Tensor:

@@ -143,23 +143,28 @@ def dispatch_again(
     return routing.comm.dispatch_again([each.contiguous() for each in payloads], routing.handle, launch=launch)
 
 
-def combine(rows: torch.Tensor, routing: RankRouting, launch: Launch | None = None) -> torch.Tensor:
-    """Add up the rows of each token, one from each rank: (num_tokens, hidden)."""
-    return routing.comm.combine(rows.contiguous(), routing.handle, weights=None, launch=launch)
+def combine(
+    parts: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Add up the rows of each token, one from each rank, in each of several tensors: (num_tokens, hidden)."""
+    return routing.comm.combine_all([part.contiguous() for part in parts], routing.handle, launch=launch)
 
 
-def combine_dense(local_values: torch.Tensor, routing: RankRouting, launch: Launch | None = None) -> torch.Tensor:
-    """Return values of rows and local experts (num_rows, num_local_experts) to tokens: float32 (num_tokens, experts).
+def combine_dense(
+    rows: torch.Tensor, local_values: torch.Tensor, routing: RankRouting, launch: Launch | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add up the rows of each token, and values of rows and local experts (num_rows, num_local_experts).
 
-    Values of experts that a row was not sent for are ignored.
+    Returns (num_tokens, hidden), and float32 (num_tokens, num_experts). Values of experts that a row was not sent for
+    are ignored.
     """
     assert routing.topk_idx is not None
     idx = routing.local_idx()
     values = local_values.float().gather(1, idx.clamp(min=0)) * (idx >= 0)
-    of_tokens = combine(values, routing, launch)
+    sums, of_tokens = combine((rows, values), routing, launch)
     places = torch.where(routing.topk_idx < 0, routing.num_experts, routing.topk_idx)
     dense = of_tokens.new_zeros(len(of_tokens), routing.num_experts + 1)
-    return dense.scatter_(1, places, of_tokens)[:, :-1]
+    return sums, dense.scatter_(1, places, of_tokens)[:, :-1]
 
 
 def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:

@@ -80,6 +80,15 @@ class DispatchPlan:
         """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
         return self.distribution.num_rows_per_expert
 
+    @property
+    def num_rows_per_expert_on_host(self) -> torch.Tensor:
+        return self.num_rows_per_expert.cpu()
+
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        needed = self.distribution.num_slots_needed
+        return torch.tensor([needed], dtype=torch.int32, device=self.num_rows_per_expert.device)
+
     @cached_property
     def weights(self) -> torch.Tensor | None:
         """Weight of each pair of ``distribution``, in the dtype of the routing: float32 or float64 (num_pairs,)."""

@@ -14,41 +14,27 @@ from fusco.planner.forwarding import mark_destinations
 
 @dataclass(frozen=True)
 class NodeRouting:
-    """Routing of all tokens whose rows are on a node, by source rank, tokens ascending.
+    """Routing of all tokens whose rows are on a node, by source rank, tokens ascending."""
 
-    Attributes:
-        topk_idx: int (num_rows, num_topk); sources of other nodes contribute only the tokens that they send here.
-        topk_weights: floating, of the same shape, or ``None``.
-        src_to_first_row: ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to
-            ``src_to_first_row[s + 1]``.
-    """
-
+    # int (num_rows, num_topk); sources of other nodes contribute only the tokens that they send here
     topk_idx: torch.Tensor
-    topk_weights: torch.Tensor | None
+    topk_weights: torch.Tensor | None  # floating, of the same shape, or ``None``
+    # ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to ``src_to_first_row[s + 1]``
     src_to_first_row: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ExpertDistribution:
-    """Sources of one rank's expert-major rows. Pairs are in order of (row, k).
+    """Sources of one rank's expert-major rows. Pairs are in order of (row, k)."""
 
-    Attributes:
-        pair_to_row: int64 (num_pairs,), row of the node's routing, ascending.
-        pair_to_k: int64 (num_pairs,), index among the token's experts.
-        pair_to_slot: int64 (num_pairs,), row of the expert-major output.
-        num_rows_per_expert: int64 (num_local_experts,), rows of each block without padding.
-        block_to_first_slot: ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last.
-        num_slots_needed: slots that all rows need, with padding.
-        num_slots: rows of the expert-major output; fewer than needed if some pairs were dropped.
-    """
-
-    pair_to_row: torch.Tensor
-    pair_to_k: torch.Tensor
-    pair_to_slot: torch.Tensor
-    num_rows_per_expert: torch.Tensor
+    pair_to_row: torch.Tensor  # int64 (num_pairs,), row of the node's routing, ascending
+    pair_to_k: torch.Tensor  # int64 (num_pairs,), index among the token's experts
+    pair_to_slot: torch.Tensor  # int64 (num_pairs,), row of the expert-major output
+    num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,), rows of each block without padding
+    # ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last
     block_to_first_slot: tuple[int, ...]
-    num_slots_needed: int
-    num_slots: int
+    num_slots_needed: int  # slots that all rows need, with padding
+    num_slots: int  # rows of the expert-major output; fewer than needed if some pairs were dropped
 
     @property
     def has_padding(self) -> bool:

@@ -27,15 +27,11 @@ class NodeForwarding:
 
 @dataclass(frozen=True)
 class DeviceForwarding:
-    """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows.
+    """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows."""
 
-    Attributes:
-        node_to_tokens: int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are
-            undefined.
-        token_to_place: int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none.
-    """
-
+    # int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are undefined
     node_to_tokens: torch.Tensor
+    # int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none
     token_to_place: torch.Tensor
 
 

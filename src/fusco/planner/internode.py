@@ -43,15 +43,10 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class Forwarders:
-    """Forwarders of all ranks, from the view of one rank.
+    """Forwarders of all ranks, from the view of one rank."""
 
-    Attributes:
-        rank: this rank.
-        groups: the communication groups.
-    """
-
-    rank: int
-    groups: Groups
+    rank: int  # this rank
+    groups: Groups  # the communication groups
 
     @property
     def node(self) -> int:
@@ -92,12 +87,9 @@ class Forwarders:
 
 @dataclass(frozen=True)
 class InternodeTraffic(Forwarders):
-    """Rows between nodes: sources, destinations and numbers.
+    """Rows between nodes: sources, destinations and numbers."""
 
-    Attributes:
-        num_rows: ``num_rows[r][n]`` tokens of rank ``r`` have experts on node ``n``, if ``n`` is not the node of ``r``.
-    """
-
+    # ``num_rows[r][n]`` tokens of rank ``r`` have experts on node ``n``, if ``n`` is not the node of ``r``
     num_rows: Sequence[Sequence[int]]
 
     def num_rows_on_node(self, num_tokens: Sequence[int]) -> list[int]:

@@ -33,9 +33,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fusco.core.errors import SharedMemoryError, reason_of
-from fusco.rails.rail import MAX_RAILS, Rail
+from fusco.rails.rail import MAX_RAILS
 
 MAX_WORKERS = 64
 FIELDS = 8  # 64-bit fields of a cell
@@ -62,9 +63,26 @@ class WorkerRow:
     direct: int
 
 
+class NamedRail(Protocol):
+    """What the board keeps of a rail."""
+
+    @property
+    def interface(self) -> str:
+        """Its name, of at most 15 bytes."""
+
+    @property
+    def bits_per_s(self) -> int:
+        """Its speed; 0 if unknown."""
+
+
+def named_path(kind: str, namespace: int) -> Path:
+    """Return the board of this user for one kind of rails, in the namespace of an inode."""
+    return _DIRECTORY / f"fusco-{kind}-v{_VERSION}-{os.getuid()}-{namespace}"
+
+
 def default_path() -> Path:
     """Return the board of this user and network namespace: NICs belong to namespaces."""
-    return _DIRECTORY / f"fusco-rails-v{_VERSION}-{os.getuid()}-{os.stat('/proc/self/ns/net').st_ino}"
+    return named_path("rails", os.stat("/proc/self/ns/net").st_ino)
 
 
 class Board:
@@ -81,10 +99,11 @@ class Board:
         self.fields = memoryview(self._map).cast("Q")
 
     def close(self) -> None:
-        """Unmap the board; without registered workers, remove its file."""
+        """Unmap the board; without registered workers that live, remove its file."""
         if self._fd < 0:
             return
         with self._locked():
+            self._reset_dead()
             if not self.workers():
                 self.path.unlink(missing_ok=True)
         self.fields.release()
@@ -94,11 +113,16 @@ class Board:
         self._fd = -1
 
     @property
+    def memory(self) -> mmap.mmap:
+        """The mapped file."""
+        return self._map
+
+    @property
     def generation(self) -> int:
         """A number that changes whenever a worker registers or leaves."""
         return self.fields[_GENERATION]
 
-    def register(self, worker: int, direct: int, rails: Sequence[Rail]) -> int:
+    def register(self, worker: int, direct: int, rails: Sequence[NamedRail]) -> int:
         """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken."""
         with self._locked():
             self._reset_dead()

@@ -15,19 +15,12 @@ _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The reason why a rank has no result.
+    """The reason why a rank has no result."""
 
-    Attributes:
-        sentence: the failure.
-        traceback: of the error, if one was raised.
-        says_enough: whether the sentence explains a mistake of the caller or a limit of the machine.
-        cause: for an error that follows from another rank's, that rank's failure; empty for all others.
-    """
-
-    sentence: str
-    traceback: str = ""
-    says_enough: bool = True
-    cause: str = ""
+    sentence: str  # the failure
+    traceback: str = ""  # of the error, if one was raised
+    says_enough: bool = True  # whether the sentence explains a mistake of the caller or a limit of the machine
+    cause: str = ""  # for an error that follows from another rank's, that rank's failure; empty for all others
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -65,9 +64,7 @@ class JoinedWorld:
     def __enter__(self) -> JoinedWorld:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:  # after an error others may still be in a collective; the launcher ends them
             dist.destroy_process_group()
 

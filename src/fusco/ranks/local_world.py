@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -175,9 +174,7 @@ class LocalWorld:
     def __enter__(self) -> LocalWorld:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
             self.kill()  # they may be in a call that does not return
         self.close()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from fusco.core.available_memory import available_memory_bytes
+from fusco.core.memory_size import available_memory_bytes
 from fusco.ranks.torchrun import launched
 
 
 def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
     """Raise ``ValueError`` if the ranks on this machine (all, or those that a launcher started here) need too much.
 
-    Args:
-        what: a name for the memory, with the options that make it smaller.
-        bytes_per_rank: lower bound of the memory of a rank.
-        num_ranks: of the benchmark.
+    ``what`` names the memory, with the options that make it smaller; ``bytes_per_rank`` is a lower bound of it.
     """
     job = launched()
     num_local = job.local_world_size if job else num_ranks

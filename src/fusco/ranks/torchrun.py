@@ -46,13 +46,8 @@ def launched() -> Launched | None:
 def join_torchrun(device: str) -> Launched:
     """Choose this rank's GPU and initialise the default process group with all ranks of the launched job.
 
-    The caller destroys the process group.
-
-    Args:
-        device: ``"cpu"`` (gloo), or ``"cuda"`` (gloo for CPU tensors, NCCL for CUDA tensors).
-
-    Raises:
-        ValueError: if no launcher started this process, or if it has no GPU for this rank.
+    With ``"cpu"`` it has gloo, with ``"cuda"`` gloo for CPU tensors and NCCL for CUDA tensors. The caller destroys it.
+    Raises ``ValueError`` if no launcher started this process, or if it has no GPU for this rank.
     """
     rank = launched()
     if rank is None:

@@ -14,19 +14,13 @@ DROPPED = -2  # the pair's expert is here, but its slot is beyond the last one
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlots:
-    """Slots of rows on one rank. Rows are the tokens of all ranks, by source rank.
+    """Slots of rows on one rank. Rows are the tokens of all ranks, by source rank."""
 
-    Attributes:
-        row_to_slots: int32 (num_rows, num_topk): the slot of each pair, ``NOT_HERE`` or ``DROPPED``.
-        num_rows_per_expert: int64 (num_local_experts,), without padding and dropped pairs.
-        block_to_first_slot: int32 (num_local_experts + 1,): the first slot of each block, and the end of the last.
-        num_slots_needed: slots that all rows would fill, including padding, independent of ``max_slots``.
-    """
-
-    row_to_slots: torch.Tensor
-    num_rows_per_expert: torch.Tensor
+    row_to_slots: torch.Tensor  # int32 (num_rows, num_topk): the slot of each pair, ``NOT_HERE`` or ``DROPPED``
+    num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,), without padding and dropped pairs
+    # int32 (num_local_experts + 1,): the first slot of each block, and the end of the last
     block_to_first_slot: torch.Tensor
-    num_slots_needed: int
+    num_slots_needed: int  # slots that all rows would fill, including padding, independent of ``max_slots``
 
 
 def plan_slots(

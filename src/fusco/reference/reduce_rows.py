@@ -1,4 +1,4 @@
-"""PyTorch twin of ``reduce_rows``."""
+"""PyTorch twin of ``reduce_row``, for many rows at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ def reduce_rows(
     term_weight: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """See ``fusco.cpu.kernels.reduce_rows``."""
+    """Set ``sums[i]`` to the sum of ``term_weight[j] * rows[term_to_row[j]]`` over its terms ``j``, in order.
+
+    Row ``i`` of ``sums``, ``accumulation_dtype(rows.dtype)`` (num_sums, hidden), has the terms
+    ``row_to_first_term[i]`` to ``[i + 1]``.
+
+    >>> sums, rows = torch.empty(2, 1), torch.tensor([[1.0], [10.0], [100.0]])
+    >>> reduce_rows(rows, torch.tensor([0, 2, 3]), torch.tensor([2, 0, 1]), torch.tensor([1.0, 2.0, 3.0]), sums)
+    >>> sums.tolist()
+    [[102.0], [30.0]]
+    """
     sums.zero_()
     num_terms = row_to_first_term.diff()
     for position in range(int(num_terms.max()) if len(num_terms) else 0):

@@ -13,10 +13,10 @@ from fusco.schedule.cost import choose_mode as choose_mode
 from fusco.schedule.cost import schedule_us as schedule_us
 from fusco.schedule.cost import stages_us as stages_us
 from fusco.schedule.decomposition import decompose as decompose
+from fusco.schedule.decomposition import spread_out as spread_out
 from fusco.schedule.schedule import Schedule as Schedule
 from fusco.schedule.schedule import make_schedule as make_schedule
 from fusco.schedule.schedule import warm_up as warm_up
-from fusco.schedule.spread_out import spread_out as spread_out
 from fusco.schedule.stages import Stages as Stages
 from fusco.schedule.stages import lower_bound_bytes as lower_bound_bytes
 from fusco.schedule.transfers import Transfers as Transfers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.schedule.matching import DST_OF, NUM_ROWS, clear, complete, part
+from fusco.schedule.matching import DST_OF, NUM_ROWS, clear, complete, mark, part
 
 _MAX_BYTES = np.iinfo(np.int64).max
 
@@ -67,22 +67,6 @@ def _embed(node_bytes: Any, sums: Any, target: int, rest: Any, padding: Any) -> 
 
 
 @compiled()
-def _mark(rest: Any, adjacent: Any) -> int:
-    """Set the bits of all positive entries and return their number."""
-    num_nodes = rest.shape[0]
-    num_entries = 0
-    for src in range(num_nodes):
-        for word in range(adjacent.shape[1]):
-            bits = 0
-            for dst in range(word << 6, min(num_nodes, (word << 6) + 64)):
-                if rest[src, dst] > 0:
-                    bits |= 1 << (dst & 63)
-                    num_entries += 1
-            adjacent[src, word] = bits
-    return num_entries
-
-
-@compiled()
 def _serve(rest: Any, padding: Any, match: Any, adjacent: Any, dst_node: Any, num_bytes: Any) -> int:
     """Take one stage, as long as its smallest entry; used-up entries leave the matching. Returns its length."""
     num_nodes = rest.shape[0]
@@ -120,7 +104,7 @@ def decompose_exactly(node_bytes: Any) -> Any:
     if left < 0:
         raise ValueError
     _embed(node_bytes, sums, left, rest, padding)
-    num_entries = _mark(rest, adjacent)
+    num_entries = mark(rest, 1, _MAX_BYTES, adjacent)
     # Every stage uses up an entry, the last one num_nodes; and Johnson, Dulmage and Mendelsohn's bound.
     limit = max(0, min(num_nodes * num_nodes - 2 * num_nodes + 2, num_entries - num_nodes + 1))
     dst_node = np.empty((limit, num_nodes), np.int64)

@@ -47,6 +47,21 @@ def clear(match: Any) -> None:
 
 
 @compiled()
+def mark(entries: Any, least: int, most: int, adjacent: Any) -> int:
+    """Set the bits of all entries from ``least`` to ``most``, clear all others, and return the number of bits set."""
+    num_nodes, num_marked = entries.shape[0], 0
+    for src in range(num_nodes):
+        for word in range(adjacent.shape[1]):
+            bits, first = 0, word << 6
+            for bit in range(min(64, num_nodes - first)):
+                is_marked = int((entries[src, first + bit] >= least) & (entries[src, first + bit] <= most))
+                bits |= is_marked << bit
+                num_marked += is_marked
+            adjacent[src, word] = bits
+    return num_marked
+
+
+@compiled()
 def part(match: Any, src: int) -> None:
     """Remove the pair of a source from the matching."""
     dst = match[DST_OF, src]

@@ -21,16 +21,11 @@ MEMORY, OFFSET, NUM_BYTES, REGION = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Byte stream from one rank to another, with the same number of bytes on both ends.
+    """Byte stream from one rank to another, with the same number of bytes on both ends."""
 
-    Attributes:
-        peer: the other rank.
-        stage: of the schedule, -1 for none.
-        pieces: int64 (num_pieces, 4) with the columns named above: the source or target of the bytes on this rank.
-    """
-
-    peer: int
-    stage: int
+    peer: int  # the other rank
+    stage: int  # of the schedule, -1 for none
+    # int64 (num_pieces, 4) with the columns named above: the source or target of the bytes on this rank
     pieces: IntArray
 
     @property
@@ -47,24 +42,15 @@ class RankSchedule:
     order in which they leave the node), the message between the two, then, stage by stage, the bytes that arrived for
     the other (*redistribution*). Each flow depends only on earlier stages or on earlier flows of its list, so there is
     no circular wait.
-
-    Attributes:
-        own: the rank's message to itself: one piece of ``INPUT`` and one of ``OUTPUT``.
-        sends_within: flows to each other rank of the node, by rank.
-        receives_within: flows from each of them.
-        sends_across: flows to counterparts on other nodes, by stage, at most one in each.
-        receives_across: flows from counterparts.
-        memory_bytes: size of each memory (``INPUT``, ``OUTPUT``, ``CARRIED``, ``ARRIVED``).
-        num_regions: total regions of ``CARRIED`` and ``ARRIVED``.
     """
 
-    own: tuple[IntArray, IntArray]
-    sends_within: dict[int, list[Flow]]
-    receives_within: dict[int, list[Flow]]
-    sends_across: list[Flow]
-    receives_across: list[Flow]
-    memory_bytes: tuple[int, ...]
-    num_regions: int
+    own: tuple[IntArray, IntArray]  # the rank's message to itself: one piece of ``INPUT`` and one of ``OUTPUT``
+    sends_within: dict[int, list[Flow]]  # flows to each other rank of the node, by rank
+    receives_within: dict[int, list[Flow]]  # flows from each of them
+    sends_across: list[Flow]  # flows to counterparts on other nodes, by stage, at most one in each
+    receives_across: list[Flow]  # flows from counterparts
+    memory_bytes: tuple[int, ...]  # size of each memory (``INPUT``, ``OUTPUT``, ``CARRIED``, ``ARRIVED``)
+    num_regions: int  # total regions of ``CARRIED`` and ``ARRIVED``
 
     @property
     def spare_bytes(self) -> tuple[int, int]:

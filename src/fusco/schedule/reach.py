@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.schedule.matching import DST_OF, augment, clear, complete, part
+from fusco.schedule.matching import DST_OF, augment, clear, complete, mark, part
 
 _MAX_BYTES = np.iinfo(np.int64).max
 
@@ -60,22 +60,10 @@ def find_reach(rest: Any, waits: Any, reach: Any) -> int:
 
 
 @compiled()
-def _mark_reaching(reach: Any, length: int, adjacent: Any) -> None:
-    num_nodes = reach.shape[0]
-    for src in range(num_nodes):
-        for word in range(adjacent.shape[1]):
-            bits = 0
-            first = word << 6
-            for bit in range(min(64, num_nodes - first)):
-                bits |= int(reach[src, first + bit] >= length) << bit
-            adjacent[src, word] = bits
-
-
-@compiled()
 def _try_length(reach: Any, length: int, adjacent: Any, match: Any) -> int:
     """Repair the matching for a stage of ``length``; returns the length that it then allows, -1 if there is none."""
     num_nodes = reach.shape[0]
-    _mark_reaching(reach, length, adjacent)
+    mark(reach, length, _MAX_BYTES, adjacent)
     for src in range(num_nodes):
         dst = match[DST_OF, src]
         if dst >= 0 and reach[src, dst] < length:
@@ -112,16 +100,11 @@ def find_longest(reach: Any, limit: int, adjacent: Any, match: Any, kept: Any) -
 def match_finishing_first(rest: Any, reach: Any, length: int, adjacent: Any, finishing: Any, match: Any) -> None:
     """Make a perfect matching for a stage of ``length`` that uses up many entries."""
     num_nodes = rest.shape[0]
-    _mark_reaching(reach, length, adjacent)
+    mark(reach, length, _MAX_BYTES, adjacent)
     clear(match)
+    mark(rest, 1, length, finishing)
     for src in range(num_nodes):
         for word in range(adjacent.shape[1]):
-            bits = 0
-            first = word << 6
-            for bit in range(min(64, num_nodes - first)):
-                size = rest[src, first + bit]
-                bits |= int((size > 0) & (size <= length)) << bit
-            finishing[src, word] = bits & adjacent[src, word]
-    for src in range(num_nodes):
+            finishing[src, word] &= adjacent[src, word]
         augment(finishing, match, src)
     complete(adjacent, match)

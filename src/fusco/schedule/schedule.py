@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from fusco.core.topology import Topology
 from fusco.schedule import lanes
-from fusco.schedule.decomposition import decompose
+from fusco.schedule.decomposition import decompose, spread_out
 from fusco.schedule.matrix import as_matrix
-from fusco.schedule.spread_out import spread_out
 from fusco.schedule.stages import IntArray, Stages
 from fusco.schedule.transfers import Transfers
 
 ScheduleMode = Literal["exact", "few", "spread-out"]
+
+_SRC_LOCAL, _SRC_LANE = (lanes.SRC_NODE, lanes.SRC_LOCAL), (lanes.SRC_NODE, lanes.LANE)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,7 +78,9 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     stages = spread_out(node_bytes) if mode == "spread-out" else decompose(node_bytes, mode=mode).shortest_first()
     shape = (topology.num_nodes, topology.ranks_per_node)
     pieces = _sorted_pieces(lanes.cut_into_lanes(tiles), *shape)
-    internode = _internode(lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes), node_to_ranks)
+    cut = lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes)
+    internode = _transfers(cut, node_to_ranks, _SRC_LANE, (lanes.DST_NODE, lanes.LANE), cut[:, lanes.NUM_COLUMNS])
+    arrived = internode.select(internode.to_rank != internode.dst_rank)
     return Schedule(
         topology=topology,
         rank_bytes=matrix,
@@ -86,7 +89,7 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
         local=_local(matrix, topology),
         balancing=_balancing(pieces, node_to_ranks),
         internode=internode,
-        redistribution=_redistribution(internode),
+        redistribution=replace(arrived, from_rank=arrived.to_rank, to_rank=arrived.dst_rank),
     )
 
 
@@ -136,7 +139,6 @@ def _local(rank_bytes: IntArray, topology: Topology) -> Transfers:
     shift = (rank_to_local[dst] - rank_to_local[src]) % topology.ranks_per_node
     order = np.argsort(shift, kind="stable")
     src, dst = src[order], dst[order]
-    none = np.full(len(src), -1)
     return Transfers(
         from_rank=src,
         to_rank=dst,
@@ -144,7 +146,7 @@ def _local(rank_bytes: IntArray, topology: Topology) -> Transfers:
         dst_rank=dst,
         first_byte=np.zeros(len(src), np.int64),
         num_bytes=rank_bytes[src, dst],
-        stage=none,
+        stage=np.full(len(src), -1),
     )
 
 
@@ -152,38 +154,23 @@ def _balancing(pieces: IntArray, node_to_ranks: IntArray) -> Transfers:
     moved = pieces[pieces[:, lanes.LANE] != pieces[:, lanes.SRC_LOCAL]]
     shift = (moved[:, lanes.LANE] - moved[:, lanes.SRC_LOCAL]) % node_to_ranks.shape[1]
     moved = moved[np.argsort(shift, kind="stable")]
-    src_rank = node_to_ranks[moved[:, lanes.SRC_NODE], moved[:, lanes.SRC_LOCAL]]
+    return _transfers(moved, node_to_ranks, _SRC_LOCAL, _SRC_LANE, np.full(len(moved), -1))
+
+
+def _transfers(
+    pieces: IntArray, node_to_ranks: IntArray, sender: tuple[int, int], receiver: tuple[int, int], stage: IntArray
+) -> Transfers:
+    """Return pieces as transfers; ``sender`` and ``receiver`` are the columns of their nodes and local ranks."""
+
+    def ranks(columns: tuple[int, int]) -> IntArray:
+        return node_to_ranks[pieces[:, columns[0]], pieces[:, columns[1]]]
+
     return Transfers(
-        from_rank=src_rank,
-        to_rank=node_to_ranks[moved[:, lanes.SRC_NODE], moved[:, lanes.LANE]],
-        src_rank=src_rank,
-        dst_rank=node_to_ranks[moved[:, lanes.DST_NODE], moved[:, lanes.DST_LOCAL]],
-        first_byte=moved[:, lanes.FIRST_BYTE].copy(),
-        num_bytes=moved[:, lanes.NUM_BYTES].copy(),
-        stage=np.full(len(moved), -1),
-    )
-
-
-def _internode(cut: IntArray, node_to_ranks: IntArray) -> Transfers:
-    return Transfers(
-        from_rank=node_to_ranks[cut[:, lanes.SRC_NODE], cut[:, lanes.LANE]],
-        to_rank=node_to_ranks[cut[:, lanes.DST_NODE], cut[:, lanes.LANE]],
-        src_rank=node_to_ranks[cut[:, lanes.SRC_NODE], cut[:, lanes.SRC_LOCAL]],
-        dst_rank=node_to_ranks[cut[:, lanes.DST_NODE], cut[:, lanes.DST_LOCAL]],
-        first_byte=cut[:, lanes.FIRST_BYTE].copy(),
-        num_bytes=cut[:, lanes.NUM_BYTES].copy(),
-        stage=cut[:, lanes.NUM_COLUMNS].copy(),
-    )
-
-
-def _redistribution(internode: Transfers) -> Transfers:
-    arrived = internode.select(internode.to_rank != internode.dst_rank)
-    return Transfers(
-        from_rank=arrived.to_rank,
-        to_rank=arrived.dst_rank,
-        src_rank=arrived.src_rank,
-        dst_rank=arrived.dst_rank,
-        first_byte=arrived.first_byte,
-        num_bytes=arrived.num_bytes,
-        stage=arrived.stage,
+        from_rank=ranks(sender),
+        to_rank=ranks(receiver),
+        src_rank=ranks(_SRC_LOCAL),
+        dst_rank=ranks((lanes.DST_NODE, lanes.DST_LOCAL)),
+        first_byte=pieces[:, lanes.FIRST_BYTE].copy(),
+        num_bytes=pieces[:, lanes.NUM_BYTES].copy(),
+        stage=stage.copy(),
     )

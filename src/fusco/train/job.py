@@ -15,22 +15,15 @@ _HEAD_DIM = 32
 class ModelShape:
     """The sizes of a Qwen3-MoE whose tokens are bytes; every layer has experts.
 
-    Attributes:
-        num_layers: blocks.
-        hidden: elements of a token's row; a multiple of 32.
-        num_experts: of each layer.
-        num_topk: experts per token (top-k).
-        moe_intermediate: inner width of an expert.
-
     Raises:
         ValueError: for sizes that do not fit together.
     """
 
-    num_layers: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    moe_intermediate: int
+    num_layers: int  # blocks
+    hidden: int  # elements of a token's row; a multiple of 32
+    num_experts: int  # of each layer
+    num_topk: int  # experts per token (top-k)
+    moe_intermediate: int  # inner width of an expert
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_experts", "num_topk", "moe_intermediate"):
@@ -61,47 +54,30 @@ class ModelShape:
 class TrainingJob:
     """A training run.
 
-    Attributes:
-        shape: of the model.
-        device: ``"cpu"``, or ``"cuda"`` with one rank per GPU.
-        num_ranks: processes.
-        ep_size: number of ranks over which a layer's experts are distributed.
-        tokens: of each rank in each step.
-        length: of a sequence; divides ``tokens``.
-        num_steps: optimizer steps.
-        learning_rate: of AdamW.
-        warmup_steps: steps of linear learning-rate warm-up; 0 for none.
-        router_loss: weight of ``balance_loss``, which evens out the experts' loads.
-        dispatchers: ``"fusco"`` or ``"torch"``, one run each, from the same weights and data.
-        activation_checkpointing: as for ``fusco.fsdp.parallelize``.
-        dtype: ``"float32"``; or ``"bfloat16"`` for computation, while parameters, accumulated gradients and the
-            optimizer stay in float32.
-        seed: of weights and batches.
-        text: a file or directory to train on; ``None`` means the Python sources of this machine.
-        text_bytes: maximum number of bytes of the text.
-        timeout_s: the limit of every wait in fusco, in seconds.
-
     Raises:
         ValueError: for values that do not fit together.
     """
 
-    shape: ModelShape
-    device: Literal["cpu", "cuda"] = "cpu"
-    num_ranks: int = 4
-    ep_size: int = 2
-    tokens: int
-    length: int
-    num_steps: int = 200
-    learning_rate: float
-    warmup_steps: int = 0
-    router_loss: float = 0.01
+    shape: ModelShape  # of the model
+    device: Literal["cpu", "cuda"] = "cpu"  # ``"cpu"``, or ``"cuda"`` with one rank per GPU
+    num_ranks: int = 4  # processes
+    ep_size: int = 2  # number of ranks over which a layer's experts are distributed
+    tokens: int  # of each rank in each step
+    length: int  # of a sequence; divides ``tokens``
+    num_steps: int = 200  # optimizer steps
+    learning_rate: float  # of AdamW
+    warmup_steps: int = 0  # steps of linear learning-rate warm-up; 0 for none
+    router_loss: float = 0.01  # weight of ``balance_loss``, which evens out the experts' loads
+    # ``"fusco"`` or ``"torch"``, one run each, from the same weights and data
     dispatchers: tuple[str, ...] = ("fusco",)
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: Checkpointing = "none"  # as for ``fusco.fsdp.parallelize``
+    # ``"float32"``; or ``"bfloat16"`` for computation, while parameters, accumulated gradients and the optimizer stay
+    # in float32
     dtype: Literal["float32", "bfloat16"]
-    seed: int = 0
-    text: Path | None = None
-    text_bytes: int = 32 << 20
-    timeout_s: float = 60.0
+    seed: int = 0  # of weights and batches
+    text: Path | None = None  # a file or directory to train on; ``None`` means the Python sources of this machine
+    text_bytes: int = 32 << 20  # maximum number of bytes of the text
+    timeout_s: float = 60.0  # the limit of every wait in fusco, in seconds
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
 from fusco.train.job import ModelShape, TrainingJob
-from fusco.train.seeds import mix_seed
+from fusco.train.text import mix_seed
 
 _STD = 0.02  # of initial weights, as in Qwen3
 

@@ -44,22 +44,15 @@ class ObservingDispatcher:
     A section lasts until the verb returns, on CUDA until its work on the stream is done; it includes waiting for other
     ranks and for the host. The backward sections last from the gradient of the verb's output to that of its input.
     Verbs that activation checkpointing repeats count as forward.
-
-    Attributes:
-        inner: the dispatcher that moves the rows.
-        timer: adds up the times.
-        num_layers: calls of a forward pass; later ones in a step are recomputations and not recorded.
-        keeps_routing: whether to record ``topk_idx``.
-        num_rows: for each layer of this step, the rows of each local expert.
-        topk_idx: for each layer of this step, the routing, if recorded.
     """
 
-    inner: Dispatcher
-    timer: SectionTimer
-    num_layers: int
-    keeps_routing: bool = False
+    inner: Dispatcher  # the dispatcher that moves the rows
+    timer: SectionTimer  # adds up the times
+    num_layers: int  # calls of a forward pass; later ones in a step are recomputations and not recorded
+    keeps_routing: bool = False  # whether to record ``topk_idx``
+    # for each layer of this step, the rows of each local expert
     num_rows: list[torch.Tensor] = field(default_factory=list)
-    topk_idx: list[torch.Tensor] = field(default_factory=list)
+    topk_idx: list[torch.Tensor] = field(default_factory=list)  # for each layer of this step, the routing, if recorded
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -29,13 +29,8 @@ _MAX_GRAD_NORM = 1.0
 def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:
     """Train one rank's part of a job; a collective of all ranks of the default group.
 
-    Args:
-        job: the same on all ranks.
-        report: called after every step.
-        keeps_routing: whether to gather the routing of the last step on rank 0.
-
-    Returns:
-        One run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
+    ``report`` is called after every step; ``keeps_routing`` gathers the routing of the last step on rank 0. Returns one
+    run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
     """
     text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
     runs = []

@@ -12,65 +12,44 @@ import numpy.typing as npt
 
 from fusco.bench.environment import commit, hardware, versions
 from fusco.train.job import TrainingJob
+from fusco.train.observer import SECTIONS
 
 _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of all ranks.
-
-    Attributes:
-        dispatcher: its name.
-        step: counted from 0.
-        loss: mean over the tokens of all ranks, in nats, before the step.
-        gradient_norm: before clipping.
-        step_ms: the slowest rank's, from the batch to the updated parameters, after a barrier.
-        tokens_per_s: of all ranks.
-        dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included.
-        dispatch_backward_ms, combine_backward_ms: likewise, backward.
-        shuffle_share: these four over the step, mean over ranks.
-        expert_imbalance: rows of the busiest expert over those of the mean expert, mean over layers.
-    """
+    """One step of all ranks."""
 
     kind: str = "step"
-    dispatcher: str
-    step: int
-    loss: float
-    gradient_norm: float
-    step_ms: float
-    tokens_per_s: int
+    dispatcher: str  # its name
+    step: int  # counted from 0
+    loss: float  # mean over the tokens of all ranks, in nats, before the step
+    gradient_norm: float  # before clipping
+    step_ms: float  # the slowest rank's, from the batch to the updated parameters, after a barrier
+    tokens_per_s: int  # of all ranks
+    # dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included
     dispatch_ms: float
     combine_ms: float
+    # dispatch_backward_ms, combine_backward_ms: likewise, backward
     dispatch_backward_ms: float
     combine_backward_ms: float
-    shuffle_share: float
-    expert_imbalance: float
+    shuffle_share: float  # these four over the step, mean over ranks
+    expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``.
-
-    Attributes:
-        job: its configuration.
-        first_loss: of the first step.
-        last_loss: mean of the last ten steps.
-        max_loss_difference: the largest difference between the losses of a step of this run and of the first run.
-        num_parameters: of the whole model.
-        num_warm_ups: steps that medians exclude.
-        peak_memory_gib: peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU.
-        total_s: of all steps.
-    """
+    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``."""
 
     kind: str = "run"
     dispatcher: str
-    job: dict[str, Any]
-    num_parameters: int
-    first_loss: float
-    last_loss: float
-    max_loss_difference: float
-    num_warm_ups: int
+    job: dict[str, Any]  # its configuration
+    num_parameters: int  # of the whole model
+    first_loss: float  # of the first step
+    last_loss: float  # mean of the last ten steps
+    max_loss_difference: float  # the largest difference between the losses of a step of this run and of the first run
+    num_warm_ups: int  # steps that medians exclude
     step_ms: float
     tokens_per_s: int
     dispatch_ms: float
@@ -80,8 +59,8 @@ class RunRecord:
     shuffle_share: float
     first_expert_imbalance: float
     last_expert_imbalance: float
-    peak_memory_gib: float
-    total_s: float
+    peak_memory_gib: float  # peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU
+    total_s: float  # of all steps
     versions: dict[str, str]
     hardware: dict[str, str | int | float]
     commit: str
@@ -106,7 +85,7 @@ class Run:
 
 def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
     """Return one record for each run."""
-    return [_summarize(job, run.steps, run, runs[0].steps) for run in runs]
+    return [_summarize(job, run, runs[0].steps) for run in runs]
 
 
 def num_warm_ups(num_steps: int) -> int:
@@ -114,12 +93,13 @@ def num_warm_ups(num_steps: int) -> int:
     return min(10, num_steps // 10)
 
 
-def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list[StepRecord]) -> RunRecord:
-    warm_ups = num_warm_ups(len(steps))
+def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecord:
+    steps, warm_ups = run.steps, num_warm_ups(len(run.steps))
 
     def typical(name: str) -> float:
         return round(float(median(getattr(step, name) for step in steps[warm_ups:])), 4)
 
+    medians: dict[str, Any] = {name: typical(name) for name in (*(f"{each}_ms" for each in SECTIONS), "shuffle_share")}
     last = [step.loss for step in steps[-_NUM_AVERAGED:]]
     step_ms = typical("step_ms")
     return RunRecord(
@@ -132,11 +112,7 @@ def _summarize(job: TrainingJob, steps: list[StepRecord], run: Run, others: list
         num_warm_ups=warm_ups,
         step_ms=step_ms,
         tokens_per_s=round(job.num_ranks * job.tokens / step_ms * 1e3),
-        dispatch_ms=typical("dispatch_ms"),
-        combine_ms=typical("combine_ms"),
-        dispatch_backward_ms=typical("dispatch_backward_ms"),
-        combine_backward_ms=typical("combine_backward_ms"),
-        shuffle_share=typical("shuffle_share"),
+        **medians,
         first_expert_imbalance=steps[0].expert_imbalance,
         last_expert_imbalance=steps[-1].expert_imbalance,
         peak_memory_gib=round(run.peak_memory_bytes / 2**30, 2),

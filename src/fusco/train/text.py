@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from fusco.train.job import TrainingJob
-from fusco.train.seeds import mix_seed
 
 _NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
+_FACTOR, _NUM_SEEDS = 1_000_003, 2**63  # PyTorch's generators take no more than 64 bits, with a sign
 
 
 def load_text(job: TrainingJob) -> torch.Tensor:
@@ -41,6 +41,20 @@ def make_batch(text: torch.Tensor, job: TrainingJob, rank: int, step: int) -> to
     generator = torch.Generator().manual_seed(mix_seed(job.seed, step, rank))
     first = torch.randint(len(text) - job.length, (job.num_sequences, 1), generator=generator, device="cpu")
     return text[first + torch.arange(job.length + 1, device="cpu")].long()
+
+
+def mix_seed(*numbers: int) -> int:
+    """Return a seed for a generator from numbers of any size; it is unique for up to three below a million.
+
+    >>> mix_seed(0, 2, 1)
+    2000007
+    >>> mix_seed(2**31, 2, 1) < 2**63
+    True
+    """
+    mixed = 0
+    for number in numbers:
+        mixed = mixed * _FACTOR + number
+    return mixed % _NUM_SEEDS
 
 
 def _python_sources() -> Iterator[Path]:

@@ -39,11 +39,8 @@ def run_here(
 ) -> list[Run]:
     """Run a job on ranks started on this machine.
 
-    Args:
-        job: the same on all ranks.
-        report: called periodically with the number of finished steps and a description of the latest one.
-        keeps_routing: whether the first run includes the routing of its last step.
-        log: a file to which every step's record is appended when the step is done.
+    ``report`` is called periodically with the number of finished steps and a description of the latest one. A record of
+    every step is appended to ``log`` when it is done. With ``keeps_routing`` runs include the routing of the last step.
     """
     warm_up_cpu()  # in this process, so that the ranks load compiled kernels from disk
     with LocalWorld(job.num_ranks, job.device, limit_s=_LIMIT_S) as world:

@@ -1,4 +1,4 @@
-"""What becomes of communicators that nobody closes, and of those that a forked process has a copy of."""
+"""What becomes of communicators that are not closed, and of those that a forked process has a copy of."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ if not child:
 
 
 @pytest.mark.parametrize(("num_ranks", "end"), [(1, "comm = None; sys.exit(3)"), (2, "sys.exit(3)")])
-def test_a_forked_process_ends_in_silence_with_a_communicator_that_nobody_closed(num_ranks, end):
+def test_a_forked_process_ends_in_silence_with_a_communicator_that_was_not_closed(num_ranks, end):
     program = f"""
 comm = make()
 use(comm)
@@ -269,7 +269,7 @@ fusco.all_to_all(torch.empty(4), torch.ones(4))
     assert errors == ""
 
 
-def test_a_process_ends_with_a_communicator_that_nobody_closed():
+def test_a_process_ends_with_a_communicator_that_was_not_closed():
     lines, errors = output_of("comm = make(); use(comm); print('done')")
     assert lines == ["done"]
     assert "ResourceWarning: a communicator of rank 0 (num_experts=4, device cpu) was dropped without" in errors

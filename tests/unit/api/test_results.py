@@ -70,3 +70,20 @@ def test_other_weights_are_refused(comm, weights, error, words):
     with pytest.raises(error, match=words):
         comm.combine(torch.ones(3, 1), sent.handle, weights=weights)
     assert comm.combine(torch.ones(3, 1), sent.handle).tolist() == [[5.0], [0.5]]
+
+
+def test_several_tensors_return_together_without_weights(comm):
+    sent = comm.dispatch(torch.zeros(2, 1), IDS, WEIGHTS)
+    wide, narrow = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]]), torch.ones(3, 1, dtype=torch.bfloat16)
+    first, second = comm.combine_all([wide, narrow], sent.handle)
+    assert first.tolist() == [[11.0, 22.0], [100.0, 200.0]]
+    assert (second.tolist(), second.dtype) == ([[2.0], [1.0]], torch.bfloat16)
+
+
+def test_counts_on_the_host_and_rows_that_are_missing(comm):
+    exact = comm.dispatch(torch.zeros(2, 1), IDS)
+    assert exact.num_rows_per_expert_on_host.tolist() == [1, 2]
+    assert (exact.num_rows_needed > len(exact.rows)).tolist() == [False]
+    cut = comm.dispatch(torch.zeros(2, 1), IDS, static=fusco.StaticRows(2, on_overflow="drop"))
+    assert (cut.num_rows_needed > len(cut.rows)).tolist() == [True]
+    assert cut.num_rows_per_expert_on_host.tolist() == [1, 1]

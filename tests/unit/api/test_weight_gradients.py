@@ -140,7 +140,7 @@ def test_combines_backward_makes_no_other_rows_either(monkeypatch):
     grad_out, y, weights = inputs(160, 64, torch.bfloat16, torch.float32)
     expected, dots = reference(grad_out, y, weights)
     plan: Any = Slots(weights)
-    verbs = Verbs(dispatch=lambda rows, _: rows, combine=lambda rows, _: rows)
+    verbs = Verbs(lambda rows, _: rows, lambda rows, _: rows, lambda many, _: many)
     with Largest() as largest:
         grad_y, grad_weights = gradients_of_combine(grad_out, y, Handle(plan, weights[:, None], 0), verbs)
     assert largest.num_bytes <= 16 * 64 * 4

@@ -1,5 +1,7 @@
 """Matrices of the all-to-all benchmark: of the size asked for, and of the shape of their name."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def test_a_token_goes_once_for_each_of_its_experts():
     assert rows_of_routing(by_hand).tolist() == [[2, 1, 0, 1]] * 4
 
 
-@pytest.mark.parametrize("matrix", list(ExchangeMatrix))
+@pytest.mark.parametrize("matrix", get_args(ExchangeMatrix))
 def test_ranks_send_others_what_was_asked_for(matrix):
     rank_bytes = make_rank_bytes(matrix, 4, 1_000_000, skew=0.8, seed=3, workload=workload([[0, 1], [2, 3]]))
     to_others = rank_bytes.sum() - np.trace(rank_bytes)
@@ -42,4 +44,4 @@ def test_a_trace_that_stays_at_home_needs_no_bytes():
         num_topk=1,
         trace=Trace(np.array([[0]]), "by hand"),
     )
-    assert make_rank_bytes(ExchangeMatrix.TRACE, 1, 100, workload=one).tolist() == [[0]]
+    assert make_rank_bytes("trace", 1, 100, workload=one).tolist() == [[0]]

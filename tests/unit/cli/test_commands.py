@@ -34,6 +34,8 @@ def test_help_answers_within_half_a_second():
         start = time.monotonic()
         done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
         best = min(best, time.monotonic() - start)
+        if best < 0.5:
+            break
     assert "bench" in done.stdout
     assert best < 0.5
 
@@ -372,7 +374,8 @@ def test_warm_up_compiles_for_the_architectures_it_is_given(monkeypatch):
 
 
 def test_warm_up_leaves_no_cpu_kernel_to_compile(tmp_path):
-    variables = {**os.environ, "FUSCO_CACHE_DIR": str(tmp_path)}
+    # Optimised less, which takes three quarters of the time and changes nothing here.
+    variables = {**os.environ, "FUSCO_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "1"}
     # In a separate parent: this process may have compiled, and printed that for its children as well.
     command = ["sh", "-c", f"{sys.executable} -m fusco warm-up; exit $?"]
     first = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)

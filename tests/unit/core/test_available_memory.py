@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fusco.core.available_memory import available_memory_bytes
+from fusco.core.memory_size import available_memory_bytes
 
 PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -21,7 +21,7 @@ PHYSICAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 def test_linux_estimate_or_else_all_physical_memory(tmp_path, monkeypatch, meminfo, num_bytes):
     table = tmp_path / "meminfo"
     table.write_text(meminfo, encoding="utf-8")
-    monkeypatch.setattr("fusco.core.available_memory._MEMINFO", table)
+    monkeypatch.setattr("fusco.core.memory_size._MEMINFO", table)
     assert available_memory_bytes() == num_bytes
 
 

@@ -1,12 +1,19 @@
-"""``reduce_rows`` against its PyTorch twin, bit for bit."""
+"""``reduce_row`` against its PyTorch twin, bit for bit."""
 
 import pytest
 import torch
 
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
-from fusco.cpu.kernels.reduce_rows import reduce_rows
+from fusco.cpu.kernels.reduce_rows import as_array, reduce_row
 from fusco.reference.reduce_rows import reduce_rows as reference
 from generator import number_of, random_of, values
+
+
+def reduce_rows(rows, row_to_first_term, term_to_row, term_weight, sums):
+    """The kernel for each row of sums."""
+    of_terms, first = (term_to_row.numpy(), term_weight.numpy()), row_to_first_term.numpy()
+    for i, total in enumerate(sums.numpy()):
+        reduce_row(as_array(rows), first[i], first[i + 1], *of_terms, total)
 
 
 def both(rows, row_to_first_term, term_to_row, term_weight):

@@ -159,7 +159,7 @@ def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, obj
 
 
 class EmulatedLibrary:
-    """Stands in for ``Library`` on a simulated machine."""
+    """Replaces ``Library`` on a simulated machine."""
 
     def __init__(self, machine: Machine, emulator: Emulator, num_sms: int) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), num_sms, 227 << 10
@@ -170,7 +170,7 @@ class EmulatedLibrary:
 
 
 class EmulatedKernel:
-    """Stands in for ``Kernel``. Of a grid, no more blocks are there at once than there are multiprocessors."""
+    """Replaces ``Kernel``. Of a grid, no more blocks are there at once than there are multiprocessors."""
 
     def __init__(
         self, machine: Machine, emulator: Emulator, name: str, constants: Mapping[str, Any], num_sms: int

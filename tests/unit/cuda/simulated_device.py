@@ -36,7 +36,7 @@ class Over(BaseException):
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     device: torch.device | None = None
 
@@ -62,7 +62,7 @@ class Event:
 
 @dataclass
 class Stream:
-    """Stands in for ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
     cuda_stream: int
     favour: int

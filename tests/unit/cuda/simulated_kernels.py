@@ -37,7 +37,7 @@ class NodeWords:
 
 
 class SimulatedLibrary:
-    """Stands in for ``Library``."""
+    """Replaces ``Library``."""
 
     def __init__(self, machine: Machine, words: NodeWords) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), 132, 227 << 10
@@ -53,7 +53,7 @@ def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
 
 
 class SimulatedKernel:
-    """Stands in for ``Kernel``."""
+    """Replaces ``Kernel``."""
 
     def __init__(self, machine: Machine, words: NodeWords, name: str, constants: Mapping[str, Any]) -> None:
         self._machine, self._words, self._name, self._constants = machine, words, name, constants
@@ -108,7 +108,8 @@ class SimulatedKernel:
         plan = plan_slots(ids, to_local, num_local, args.expert_alignment, args.max_slots)
         self._at(args.row_to_slots, _I32, ids.shape).copy_(plan.row_to_slots)
         self._at(args.num_rows_per_expert, torch.int64, (num_local,)).copy_(plan.num_rows_per_expert)
-        self._at(args.block_to_first_slot, _I32, (num_local + 1,)).copy_(plan.block_to_first_slot)
+        needed = torch.tensor([plan.num_slots_needed], dtype=_I32)
+        self._at(args.block_to_first_slot, _I32, (num_local + 2,)).copy_(torch.cat([plan.block_to_first_slot, needed]))
         marks = torch.cat([mark_ranks(of_source[src], to_rank) for src in args.held])
         self._at(args.token_to_ranks, _I32, marks.shape).copy_(marks)
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
@@ -121,6 +122,8 @@ class SimulatedKernel:
                 report.bad_src, report.bad_ticket = src, args.ticket
         report.num_slots = plan.num_slots_needed
         if args.ticket:
+            counts = (ctypes.c_int32 * num_local).from_address(args.reported_counts)
+            counts[:] = plan.num_rows_per_expert.tolist()
             report.ticket = args.ticket
 
     def _scatter_rows(self, stream: Stream, args: Any) -> None:

@@ -107,7 +107,7 @@ class SimulatedNccl:
 
 
 class SimulatedNetwork:
-    """Stands in for ``Network``."""
+    """Replaces ``Network``."""
 
     def __init__(self, nccl: SimulatedNccl, rank: int, stream: Stream) -> None:
         self.stream = stream
@@ -122,7 +122,7 @@ class SimulatedNetwork:
 
 
 class SimulatedSession:
-    """Stands in for ``Session``."""
+    """Replaces ``Session``."""
 
     def __init__(self, gathers: AllGathers, rank: int) -> None:
         self.profile = CallProfile()
@@ -170,7 +170,7 @@ class Roll:
 
 @dataclass(frozen=True)
 class Mapped:
-    """Stands in for PyTorch's handle of symmetric memory."""
+    """Replaces PyTorch's handle of symmetric memory."""
 
     memories: Sequence[torch.Tensor]
 

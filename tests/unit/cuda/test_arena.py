@@ -32,7 +32,7 @@ class Handle:
 
 
 class SymmetricMemory:
-    """Stands in for ``_SymmetricMemory``; memory that begins with 7 is out of reach."""
+    """Replaces ``_SymmetricMemory``; memory that begins with 7 is out of reach."""
 
     def set_group_info(self, name, rank, world_size, store) -> None:
         pass

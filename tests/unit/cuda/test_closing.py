@@ -51,7 +51,7 @@ class Device:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     def __init__(self) -> None:
         self._device = OWN.device
@@ -64,7 +64,7 @@ class Event:
 
 
 class Nccl:
-    """Stands in for ``NcclTransport``."""
+    """Replaces ``NcclTransport``."""
 
     failure = ""
 

@@ -30,6 +30,7 @@ from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.cuda.tuning import combine_shape
+from fusco.offload.driver import COPY_CHUNK
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
 from cuda.bindings import nvrtc
@@ -211,6 +212,7 @@ GRID: dict[str, list[Constants]] = {
         weighted_sum(2, 5, "F64"),
     ],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
+    "copy_chunk": [COPY_CHUNK],
 }
 CASES = [(name, constants) for name, grid in GRID.items() for constants in grid]
 SMALLEST = GRID["copy_segments"][0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusco.bench.matrices import MatrixKind, make_matrix
+from fusco.bench.matrices import make_matrix
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import MessageRounds
@@ -23,7 +23,7 @@ _LIMIT_S = 30.0
 
 
 class Network:
-    """Stands in for ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
+    """Replaces ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
 
     Both ends of a message must have it in the same round, and all come to their rounds in order: NCCL would wait for
     ever otherwise.
@@ -49,7 +49,7 @@ def matrices(num_ranks):
     return {
         "uniform": np.full(shape, 9),
         "random": random.integers(0, 40, shape),
-        "zipf": make_matrix(MatrixKind.ZIPF, num_ranks, largest=200, skew=0.8),
+        "zipf": make_matrix("zipf", num_ranks, largest=200, skew=0.8),
         "one sender": one_sender,
         "one receiver": one_sender.T.copy(),
         "empty splits": random.integers(0, 40, shape) * (random.random(shape) < 0.3),

@@ -223,6 +223,10 @@ class Play:
         law, plan = self.scene.law, outcome.plan
         num_slots = len(law.slots(rank))
         assert plan.num_rows_per_expert.tolist() == law.counts(rank)
+        assert plan.num_rows_needed.tolist() == [num_slots]
+        on_host = plan.num_rows_per_expert_on_host
+        # Static rows, of which no host waits for anything, have no counts there.
+        assert (on_host is None) if self.scene.is_static else (on_host.tolist() == law.counts(rank))
         for what, outputs in outcome.moved.items():
             for p, output in enumerate(outputs):
                 expected = law.rows(rank, [payloads[p] for payloads in self.x[what]])

@@ -92,7 +92,7 @@ def streams() -> Iterator[CpuSegmentChannels]:
 
 
 class Shuffle:
-    """Stands in for ``IntranodeShuffle``: nothing moves, and the stream is noted."""
+    """Replaces ``IntranodeShuffle``: nothing moves, and the stream is noted."""
 
     stream: Stream
 

@@ -24,7 +24,7 @@ SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
 
 
 class Library:
-    """Stands in for libnccl. ``results`` says what a function gives, instead of success."""
+    """Replaces libnccl. ``results`` says what a function gives, instead of success."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []

@@ -224,7 +224,7 @@ def test_a_guard_looks_now_and_then():
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     made: list[Event]
 

@@ -24,7 +24,7 @@ COUNTS = own_backlog("the number of rows for each node")
 
 
 class Patience:
-    """Stands in for ``Watchdog``: asks for words at the beginning of a wait, and at its end."""
+    """Replaces ``Watchdog``: asks for words at the beginning of a wait, and at its end."""
 
     def __init__(self, machine: Machine, work: Work) -> None:
         self._machine, self._work = machine, work

@@ -27,7 +27,7 @@ OWN = Launch(own_stream=True)
 
 
 class At:
-    """Stands in for ``torch.cuda.StreamContext``, which can be entered again."""
+    """Replaces ``torch.cuda.StreamContext``, which can be entered again."""
 
     def __init__(self, streams: Streams, stream: Stream) -> None:
         self._streams, self._stream = streams, stream

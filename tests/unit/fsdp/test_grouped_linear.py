@@ -70,3 +70,21 @@ def test_the_host_reads_sizes_only_if_needed(recwarn):
         assert sizes_for(OnCuda(torch.bfloat16), weights, torch.tensor([1, 2])) is None
     assert sizes_for(torch.zeros(3, 3), [torch.zeros(2, 3, 3)], torch.tensor([1, 2])) == [1, 2]
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "dtype"), [(8, 12, torch.float32), (5, 3, torch.float64)])
+def test_rows_behind_the_last_block_change_nothing(num_inputs, num_outputs, dtype):
+    rows, weight, bias = operands((3, 0, 4, 5), num_inputs, num_outputs, dtype)
+    weight, bias, counts = weight[:3].detach(), bias[:3].detach(), torch.tensor([3, 0, 4])
+    with torch.no_grad():
+        rows[7:] = float("nan")
+    results = []
+    for given in (rows, rows[:7]):
+        leaves = [leaf.clone().requires_grad_() for leaf in (weight, bias)]
+        out = grouped_linear(given, leaves[0].transpose(1, 2), leaves[1], counts)
+        assert len(out) == len(given)
+        cotangent = torch.full_like(out, float("nan"))
+        cotangent[:7] = 1
+        results.append([out[:7], *torch.autograd.grad(out, leaves, cotangent)])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fusco.cli.main import app
 from fusco.integrations import deep_ep_buffer, hybrid_ep
+from fusco.integrations.elastic_buffer import ElasticBuffer
 from fusco.integrations.events import EventHandle, EventOverlap
 
 _ASYNC = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
@@ -53,7 +54,34 @@ SIGNATURES = {
     "Buffer.dispatch": f"{_DISPATCH}, num_worst_tokens=0, config=None, {_ASYNC}",
     "Buffer.combine": f"x, handle, topk_weights=None, bias=None, config=None, {_ASYNC}",
 }
-CLASSES = {"HybridEPBuffer": hybrid_ep.HybridEPBuffer, "Buffer": deep_ep_buffer.Buffer}
+_V2_EVENTS = (
+    "previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False, "
+    "allocate_on_comm_stream=False"
+)
+# DeepEP 2.1 at dd758ca (deep_ep/buffers/elastic.py).
+SIGNATURES |= {
+    "ElasticBuffer.__init__": "group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, "
+    "num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
+    "prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300, "
+    "num_gpu_timeout_secs=100, explicitly_destroy=False",
+    "ElasticBuffer.destroy": "",
+    "ElasticBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False, "
+    "allow_hybrid_mode=True, allow_multiple_reduction=True",
+    "ElasticBuffer.barrier": "use_comm_stream=True, with_cpu_sync=False, sequential=True",
+    "ElasticBuffer.capture": "",
+    "ElasticBuffer.get_comm_stream": "",
+    "ElasticBuffer.get_physical_domain_size": "",
+    "ElasticBuffer.get_logical_domain_size": "",
+    "ElasticBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
+    "sm_read_gbs=200, sm_write_gbs=50",
+    "ElasticBuffer.get_theoretical_num_qps": "num_sms",
+    "ElasticBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, "
+    f"{_V2_EVENTS}, handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False, "
+    "use_tma_aligned_col_major_sf=False",
+    "ElasticBuffer.combine": f"x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, {_V2_EVENTS}",
+}
+CLASSES = {"HybridEPBuffer": hybrid_ep.HybridEPBuffer, "Buffer": deep_ep_buffer.Buffer, "ElasticBuffer": ElasticBuffer}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -64,18 +92,30 @@ def test_arguments_have_their_names_places_and_defaults(name):
     assert ", ".join(given) == SIGNATURES[name]
 
 
-def test_the_module_is_found_first_on_the_path_that_the_command_prints():
+def test_the_module_is_found_first_and_has_the_second_version_on_request():
     path = CliRunner().invoke(app, ["integrations", "--path", "deep_ep"]).output.strip()
     code = (
+        "import os, sys\n"
         "import deep_ep, deep_ep.utils, deep_ep.buffer\n"
         "from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map\n"
         "print(deep_ep.__version__, deep_ep.Buffer.__module__, deep_ep.HybridEPBuffer is HybridEPBuffer)\n"
+        "print(hasattr(deep_ep, 'ElasticBuffer'))\n"
+        "for requested in ('1', 'yes'):\n"
+        "    del sys.modules['deep_ep']\n"
+        "    os.environ['FUSCO_ELASTIC_BUFFER'] = requested\n"
+        "    try:\n"
+        "        import deep_ep\n"
+        "        print(hasattr(deep_ep, 'ElasticBuffer'))\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    version, *rest = done.stdout.split()
+    first, *rest = done.stdout.splitlines()
+    version, *others = first.split()
     assert version.startswith("1.2.1+fusco.")
-    assert rest == ["fusco.integrations.deep_ep_buffer", "True"]
+    assert others == ["fusco.integrations.deep_ep_buffer", "True"]
+    assert rest == ["False", "True", "FUSCO_ELASTIC_BUFFER must be 0 or 1, got 'yes'"]
 
 
 def test_the_command_lists_modules_and_refuses_others():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
-from fusco.rails import POLICIES
 from fusco.testbed import Testbed
 
 _SINK_BYTES = 16 << 20
@@ -18,7 +17,7 @@ def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report:
     """Measure a flow of one worker for each policy and number of rails."""
     for name in policies:
         for num_rails in [1] if name == "direct" else range(1, bed.layout.num_rails + 1):
-            with Crew(bed, POLICIES[name], num_rails=num_rails) as crew:
+            with Crew(bed, VARIANTS[name], num_rails=num_rails) as crew:
                 sender, receiver = crew.hire((0, 0), (1, 0))
                 crew.connect([(sender, receiver)])
                 before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]

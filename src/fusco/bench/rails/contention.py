@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Policy
 from fusco.testbed import Testbed
@@ -52,7 +52,7 @@ def measure_contention(bed: Testbed, policies: list[str], seconds: float, report
     for case in CASES:
         if case.num_flows < bed.layout.num_rails:
             for name in policies:
-                report(str(case), name, run(bed, POLICIES[name], Limits(), case, seconds))
+                report(str(case), name, run(bed, VARIANTS[name], Limits(), case, seconds))
 
 
 def measure_steps(bed: Testbed, _policies: list[str], seconds: float, report: Report) -> None:

@@ -7,15 +7,17 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fusco.rails import Address, Channel, Endpoint, Limits, Policy, Rail
+from fusco.rails import POLICIES, Address, Channel, Endpoint, Limits, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
 
+#: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
+VARIANTS = {**POLICIES, "nccl": replace(POLICIES["fuselink"], name="nccl")}
 _ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 
@@ -75,9 +77,16 @@ class Office:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.endpoint = Endpoint(
-            worker=place.worker, rails=place.rails, policy=place.policy, limits=place.limits, board=place.board
-        )
+        options: dict[str, Any] = {"limits": place.limits, "board": place.board}
+        self.endpoint: Any
+        self.address: Any = Address
+        if place.policy.name == "nccl":
+            from fusco.bench.rails.plugin import Handle, PluginEndpoint  # noqa: PLC0415  loads torch
+
+            self.address = Handle
+            self.endpoint = PluginEndpoint(worker=place.worker, rails=place.rails, policy="fuselink", **options)
+        else:
+            self.endpoint = Endpoint(worker=place.worker, rails=place.rails, policy=place.policy, **options)
         self.channels: list[Channel] = []
 
 
@@ -145,11 +154,12 @@ def _serve(pipe: Connection, place: Place, namespaces: Namespaces) -> None:
 
 
 def _listen(office: Office) -> bytes:
-    return office.endpoint.listen().to_bytes()
+    address: bytes = office.endpoint.listen().to_bytes()
+    return address
 
 
 def _connect(office: Office, address: bytes) -> None:
-    office.channels.append(office.endpoint.connect(Address.from_bytes(address)))
+    office.channels.append(office.endpoint.connect(office.address.from_bytes(address)))
 
 
 def _accept(office: Office) -> None:

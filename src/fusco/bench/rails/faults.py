@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
-from fusco.rails import POLICIES
 from fusco.rails.board import TX_BYTES, Board
 from fusco.testbed import Testbed
 
@@ -31,7 +30,7 @@ def flap(bed: Testbed, policy: str, seconds: float) -> dict[str, float]:
     """Take a random rail of a random host down or up every 0.5 s; at least one rail works."""
     num_rails, rng = bed.layout.num_rails, random.Random(0)  # noqa: S311  no secret
     down: dict[int, int] = {}  # rail to host
-    with Crew(bed, POLICIES[policy]) as crew:
+    with Crew(bed, VARIANTS[policy]) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
         receiver.begin(roles.checked_sink)
@@ -75,7 +74,7 @@ def flap(bed: Testbed, policy: str, seconds: float) -> dict[str, float]:
 
 def kill(bed: Testbed, policy: str) -> float:
     """Return the seconds from the death of a rail's owner, which was sending, to 1 MB of another worker on its rail."""
-    with Crew(bed, POLICIES[policy], num_rails=2) as crew:
+    with Crew(bed, VARIANTS[policy], num_rails=2) as crew:
         senders, receivers = crew.hire((0, 0), (0, 1)), crew.hire((1, 0), (1, 1))
         crew.connect(list(zip(senders, receivers, strict=True)))
         for receiver, sender in zip(receivers, senders, strict=True):

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import VARIANTS, Crew
 from fusco.bench.rails.record import Report, percentile_ms, scaled
-from fusco.rails import POLICIES
 from fusco.testbed import Testbed
 
 _VICTIM_BYTES, _PERIOD_S = 16_000_000, 0.3
@@ -20,9 +19,11 @@ def measure_incast(bed: Testbed, policies: list[str], seconds: float, report: Re
 
     The victim's rail is idle on host 0, so only the receiver knows that it is busy.
     """
-    variants = [POLICIES[name] for name in policies]
+    variants = [VARIANTS[name] for name in policies]
     variants += [
-        replace(policy, name=f"{policy.name}, no mask", heeds_receiver=False) for policy in variants if policy.monitored
+        replace(policy, name=f"{policy.name}, no mask", heeds_receiver=False)
+        for policy in variants
+        if policy.monitored and policy.name != "nccl"
     ]
     for policy in variants:
         with Crew(bed, policy, num_rails=2) as crew:

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from fusco.bench.rails import roles
 from fusco.bench.rails.arrivals import Arrivals, azure, poisson
 from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate, percentile_ms
-from fusco.rails import POLICIES, Policy
+from fusco.rails import Policy
 from fusco.testbed import Testbed
 
 _LOAD = 0.5
@@ -30,7 +30,7 @@ def measure_serving(bed: Testbed, policies: list[str], seconds: float, report: R
             for i in range(instances)
         ]
         for name in policies:
-            latencies = run(bed, POLICIES[name], arrivals)
+            latencies = run(bed, VARIANTS[name], arrivals)
             results = {
                 "P50 ms": percentile_ms(latencies, 50),
                 "P99 ms": percentile_ms(latencies, 99),

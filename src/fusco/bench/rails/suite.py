@@ -40,6 +40,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "faults": Benchmark("none", measure_faults, seconds=6.0),
 }
 
+_OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "faults")  # traffic in one direction only
+
 
 @dataclass(frozen=True)
 class RailsSuite:
@@ -47,7 +49,7 @@ class RailsSuite:
 
     Attributes:
         names: of ``BENCHMARKS``.
-        policies: of ``fusco.rails.POLICIES``.
+        policies: of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin.
         num_rails: rails of each host.
         rate: of a rail, for example ``"2gbit"``.
         seconds: of a case; by default each benchmark's own.
@@ -65,7 +67,8 @@ class RailsSuite:
             benchmark = BENCHMARKS[name]
             with Testbed(benchmark.num_hosts, self.num_rails, self.rate) as bed:
                 report = partial(_report, show, name, bed)
-                benchmark.measure(bed, list(self.policies), self.seconds or benchmark.seconds, report)
+                policies = [each for each in self.policies if each != "nccl" or name in _OF_PLUGIN]
+                benchmark.measure(bed, policies, self.seconds or benchmark.seconds, report)
 
 
 def _report(

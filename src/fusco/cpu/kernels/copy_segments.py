@@ -39,12 +39,9 @@ def copy_segments(
 
 
 def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], dst: torch.Tensor) -> None:
-    """Copy segments of memory one after the other.
+    """Copy segments of memory one after the other to ``dst``, contiguous and of their total size.
 
-    Args:
-        addresses: int64 (num_segments,), of segments that this process may read.
-        num_bytes: int64 (num_segments,).
-        dst: contiguous, of their total size.
+    ``addresses`` and ``num_bytes`` are int64 (num_segments,), of memory that this process may read.
     """
     assert dst.nbytes == num_bytes.sum(), (dst.nbytes, num_bytes)
     _concatenate(addresses, num_bytes, dst.data_ptr())

@@ -16,17 +16,12 @@ from fusco.planner.distribution import ExpertDistribution, NodeRouting
 
 @dataclass(frozen=True)
 class PlannedPairs:
-    """Slots of one rank's pairs, and the ranks of the node that need each row.
+    """Slots of one rank's pairs, and the ranks of the node that need each row."""
 
-    Attributes:
-        distribution: see ``ExpertDistribution``.
-        row_to_first_pair: int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``.
-        row_to_locals: True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node).
-    """
-
-    distribution: ExpertDistribution
+    distribution: ExpertDistribution  # see ``ExpertDistribution``
+    # int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``
     row_to_first_pair: torch.Tensor
-    row_to_locals: torch.Tensor
+    row_to_locals: torch.Tensor  # True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node)
 
 
 def plan_pairs(

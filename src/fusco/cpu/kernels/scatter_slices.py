@@ -14,25 +14,15 @@ from fusco.cpu.kernels.intrinsics import copy_memory
 
 
 class SourceRows(NamedTuple):
-    """Rows of one source in a pool of this node; integers, or arrays of those of all sources.
+    """Rows of one source in a pool of this node; integers, or arrays of those of all sources."""
 
-    Attributes:
-        flag: address of the flag that announces them.
-        before: its value while none is there.
-        rows_per_step: rows that every further increment announces.
-        pool: address of the first row.
-        first_row: its index among the node's rows.
-        num_rows: number of rows.
-        is_of_peer: 1 if they are in the pool of another rank.
-    """
-
-    flag: Any
-    before: Any
-    rows_per_step: Any
-    pool: Any
-    first_row: Any
-    num_rows: Any
-    is_of_peer: Any
+    flag: Any  # address of the flag that announces them
+    before: Any  # its value while none is there
+    rows_per_step: Any  # rows that every further increment announces
+    pool: Any  # address of the first row
+    first_row: Any  # its index among the node's rows
+    num_rows: Any  # number of rows
+    is_of_peer: Any  # 1 if they are in the pool of another rank
 
 
 class Scattered(NamedTuple):

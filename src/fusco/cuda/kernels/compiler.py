@@ -6,7 +6,6 @@ It needs neither a GPU nor a driver, so any machine can check that all kernels c
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -76,25 +75,10 @@ class Compiler:
         return f"{version('cuda-core')} {nvrtc.nvrtcVersion()}"
 
     def _keep(self, file: str, cubin: bytes) -> None:
-        """Write a file atomically: no process sees a partial file."""
         self.folder.warn()
-        if self.folder.used is None:
-            return
-        try:
-            self.folder.used.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder.used, delete=False) as temporary_file:
-                temporary = Path(temporary_file.name)
-                try:
-                    temporary_file.write(cubin)
-                    temporary_file.flush()
-                    temporary.chmod(0o644)  # other users of the folder may read it
-                    temporary.replace(self.folder.used / file)
-                except BaseException:
-                    temporary.unlink(missing_ok=True)
-                    raise
-        except OSError as error:
+        if self.folder.used is not None and (problem := self.folder.keep(file, cubin)):
             # Warn once: the error names another temporary file every time.
-            self.folder = CacheFolder(self.folder.used, None, error.strerror or str(error))
+            self.folder = CacheFolder(self.folder.used, None, problem)
             self.folder.warn()
 
 

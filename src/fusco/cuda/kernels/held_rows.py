@@ -42,20 +42,14 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldRows:
-    """Rows in the pools of a node's ranks, and their slots on this rank.
+    """Rows in the pools of a node's ranks, and their slots on this rank."""
 
-    Attributes:
-        first_row: ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to
-            ``first_row[r + 1]``.
-        row_to_slots: int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped.
-        weights: float32 or float64 (num_rows, num_topk), or ``None``.
-        token_to_ranks: int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an
-            expert of it.
-    """
-
+    # ``ranks_per_node + 1`` entries; rank ``r`` of the node holds rows ``first_row[r]`` to ``first_row[r + 1]``
     first_row: tuple[int, ...]
+    # int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped
     row_to_slots: torch.Tensor
-    weights: torch.Tensor | None
+    weights: torch.Tensor | None  # float32 or float64 (num_rows, num_topk), or ``None``
+    # int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an expert of it
     token_to_ranks: torch.Tensor
 
     @property

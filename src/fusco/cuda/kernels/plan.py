@@ -42,6 +42,7 @@ class PlanTables:
         num_local_experts: experts of this rank.
         run_counts: int32 (num_sms * num_local_experts,), scratch.
         report: the address of a ``Report``.
+        reported_counts: int32 (num_local_experts,) in host memory: rows of each local expert, part of a report.
     """
 
     expert_to_local: torch.Tensor
@@ -50,6 +51,7 @@ class PlanTables:
     num_local_experts: int
     run_counts: torch.Tensor
     report: int
+    reported_counts: torch.Tensor
 
 
 class PlanTerms(NamedTuple):
@@ -86,7 +88,7 @@ class PlanShape:
             "num_rows_per_expert": 8 * self.num_local_experts,
             "weights": num_pairs * (self.weight_dtype.itemsize if self.weight_dtype else 0),
             "row_to_slots": 4 * num_pairs,
-            "block_to_first_slot": 4 * (self.num_local_experts + 1),
+            "block_to_first_slot": 4 * (self.num_local_experts + 2),
             "token_to_ranks": 4 * self.num_held_rows,
         }
         offsets, end = {}, 0
@@ -136,7 +138,12 @@ class PlanTensors:
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 1,))
+        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 2,))[:-1]
+
+    @cached_property
+    def num_rows_needed(self) -> torch.Tensor:
+        """See ``PlannedRows``."""
+        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 2,))[-1:]
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
@@ -190,6 +197,11 @@ class PlannedRows:
         """First slot of each local expert's block, then the end of the last: int32 (num_local_experts + 1,)."""
         return self.tables.block_to_first_slot
 
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        """Slots that all rows need, padding included, even if there are fewer: int32 (1,)."""
+        return self.tables.num_rows_needed
+
 
 @cache
 def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
@@ -200,7 +212,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
     fields = [
         ("comm", comm_type(num_ranks)),
         *((name, POINTER * num_nodes) for name in ("topk_idx", "topk_weights")),
-        *((name, POINTER) for name in (*tables, *made, "run_counts", "report")),
+        *((name, POINTER) for name in (*tables, *made, "run_counts", "reported_counts", "report")),
         ("first_row", I32 * (num_sources + 1)),
         ("publishers", I32 * num_sources),
         *((name, I32 * num_nodes) for name in ("published", "held")),
@@ -262,6 +274,7 @@ def _prepare(
         expert_to_rank=tables.expert_to_rank.data_ptr(),
         run_counts=tables.run_counts.data_ptr(),
         report=tables.report,
+        reported_counts=tables.reported_counts.data_ptr(),
         first_row=plan.first_row,
         publishers=tables.publishers,
         published=tuple(routing.source for routing in published),

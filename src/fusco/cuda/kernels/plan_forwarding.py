@@ -81,17 +81,12 @@ class ForwardingSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardingTerms:
-    """Sizes of messages.
+    """Sizes of messages."""
 
-    Attributes:
-        max_rows: tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size.
-        is_overflow_reported: True if tokens that are left out are an error.
-        ticket: the number of the launch, from 1 on, below 2**32.
-    """
-
+    # tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size
     max_rows: int | None
-    is_overflow_reported: bool
-    ticket: int
+    is_overflow_reported: bool  # True if tokens that are left out are an error
+    ticket: int  # the number of the launch, from 1 on, below 2**32
 
 
 def plan_forwarding(

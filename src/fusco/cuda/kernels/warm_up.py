@@ -103,6 +103,7 @@ def _plan(launcher: Launcher, planned: DevicePlan, weights: torch.Tensor) -> Non
         num_local_experts=1,
         run_counts=table,
         report=0,
+        reported_counts=table,
     )
     ids = torch.zeros(1, planned.num_topk, dtype=torch.int64, device="cpu")
     terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, num_sms=None)

@@ -31,9 +31,10 @@ struct PlanArgs {
     i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
     u8* row_weights;           // [row][k]
     i64* num_rows_per_expert;
-    i32* block_to_first_slot;  // [num_local_experts + 1]
+    i32* block_to_first_slot;  // [num_local_experts + 2]: behind the end of the last block, the slots that all rows need
     u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
     i32* run_counts;           // [block][expert]: scratch
+    i32* reported_counts;      // [num_local_experts] in host memory: num_rows_per_expert, if the host waits for the report
     Report* report;
     i32 first_row[NUM_SOURCES + 1];
     i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
@@ -164,6 +165,7 @@ __device__ __noinline__ void forget_rows(const PlanArgs& args, i32 first_row, i3
     if (blockIdx.x == 0)
         for (i32 expert = threadIdx.x; expert < args.num_local_experts; expert += NUM_THREADS)
             args.num_rows_per_expert[expert] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.block_to_first_slot[args.num_local_experts + 1] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
@@ -311,12 +313,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
             const i32 first = min(first_slot[expert], args.max_slots);
             args.block_to_first_slot[expert] = first;
-            if (expert < num_experts) args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
+            if (expert == num_experts) continue;
+            args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
+            if (args.ticket) args.reported_counts[expert] = num_all[expert];
         }
+        __syncthreads();  // the fence before the ticket is for the counts of all threads, too
         if (threadIdx.x == 0) {
             const u32 bad = *reinterpret_cast<volatile u32*>(comm.state + FIRST_BAD_PAIR);
             const i32 needed = first_slot[num_experts];
             Report* const report = args.report;
+            args.block_to_first_slot[num_experts + 1] = needed;
             if (bad) {
                 const i32 pair = static_cast<i32>(~bad);
                 const RowPlace place = place_of(args, pair / NUM_TOPK);

@@ -1,0 +1,246 @@
+"""Copies between GPUs and pinned host memory: over one PCIe link, over those of idle GPUs, and beside their owners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+
+import torch
+
+from fusco.bench import environment
+from fusco.bench.offload_peer import Owner
+from fusco.core.errors import FuscoError
+from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
+from fusco.offload.links import nvml_links
+from fusco.offload.settings import LINK_LIMITS
+from fusco.rails.limits import Limits
+
+MB = 1 << 20
+SIZES = tuple(size * MB for size in (1, 16, 64, 256, 1024))
+CHUNKS = (512 << 10, 2 * MB, 8 * MB)
+_OUTSTANDING_BYTES = 8 * MB  # borrowed on a link at most, whatever the size of chunks
+_NUM_REPEATS = 5
+_DIRECTIONS = {"to host": copy_to_host, "from host": copy_from_host}
+#: What moves chunks over the GPU's own link and over others, by name (FuseLink, Figure 6).
+VARIANTS = {
+    "D4": OffloadSettings(min_bytes=0, relays_by="nothing"),
+    "D3": OffloadSettings(min_bytes=0, relays_by="nothing", own_link_by="threads"),
+    "D1": OffloadSettings(min_bytes=0, own_link_by="nothing", relays_by="threads"),
+    "D2": OffloadSettings(min_bytes=0, own_link_by="nothing"),
+    "D4 + D1": OffloadSettings(min_bytes=0, relays_by="threads"),
+    "D4 + D2": OffloadSettings(min_bytes=0),
+}
+
+
+@dataclass(frozen=True)
+class OffloadRecord:
+    """One row of a table.
+
+    Attributes:
+        benchmark: its name.
+        case: what is copied, in words.
+        variant: what copies it: ``cudaMemcpyAsync``, or a name of ``VARIANTS``.
+        num_bytes: bytes of a copy.
+        chunk_bytes: bytes of what one launch copies; 0: all of it.
+        results: measured values by name, with units. GB/s are 1e9 bytes.
+    """
+
+    benchmark: str
+    case: str
+    variant: str
+    num_bytes: int
+    chunk_bytes: int
+    results: dict[str, float]
+    versions: dict[str, str] = field(default_factory=environment.versions)
+    hardware: dict[str, str | int | float] = field(default_factory=lambda: environment.hardware("cuda"))
+    commit: str = field(default_factory=environment.commit)
+
+
+Show = Callable[[OffloadRecord], None]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Memory:
+    """The largest pair of tensors on one GPU and in pinned host memory; smaller ones are parts of it."""
+
+    def __init__(self, device: int, num_bytes: int) -> None:
+        self.device = device
+        generator = torch.Generator(f"cuda:{device}").manual_seed(device)
+        self._tensor = torch.randint(255, (num_bytes,), dtype=torch.uint8, device=f"cuda:{device}", generator=generator)
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def of(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first bytes of both."""
+        return self._tensor[:num_bytes], self._pinned[:num_bytes]
+
+    def verify(self, copier: Copier, num_bytes: int) -> None:
+        """Copy there and back and compare; raises ``FuscoError``."""
+        tensor, pinned = self.of(num_bytes)
+        pinned.fill_(7)
+        copy_to_host(tensor, pinned, copier=copier).synchronize()
+        back = torch.full_like(tensor, 7)
+        copy_from_host(back, pinned, copier=copier).wait()
+        if not torch.equal(pinned, tensor.cpu()) or not torch.equal(back, tensor):
+            raise FuscoError(f"{num_bytes:,} bytes did not arrive as they were on GPU {self.device}")
+
+    def plain_gbs(self, case: str, num_bytes: int) -> float:
+        """Return the GB/s of one ``cudaMemcpyAsync``."""
+        tensor, pinned = self.of(num_bytes)
+        source, to = (tensor, pinned) if case == "to host" else (pinned, tensor)
+        return num_bytes / 1e9 / _seconds(lambda: to.copy_(source, non_blocking=True))
+
+    def gbs(self, case: str, num_bytes: int, copier: Copier) -> float:
+        """Return the GB/s of a copy by a copier."""
+        tensor, pinned = self.of(num_bytes)
+        return num_bytes / 1e9 / _seconds(lambda: _DIRECTIONS[case](tensor, pinned, copier=copier).wait())
+
+
+def _seconds(start: Callable[[], object]) -> float:
+    """Return the median seconds from a call until the stream is done with what it has started."""
+    times = []
+    for _ in range(_NUM_REPEATS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        start()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
+
+
+def with_chunks(settings: OffloadSettings, launch_bytes: int) -> OffloadSettings:
+    """Return settings with launches of exactly that size, and as many as keep 8 MB on a link, at least two."""
+    depth = max(2, _OUTSTANDING_BYTES // launch_bytes)
+    limits = Limits(
+        chunk_bytes=launch_bytes, direct_first=depth, direct_depth=2 * depth, borrowed_per_rail=depth, batch=1
+    )
+    return replace(settings, limits=limits)
+
+
+def measure_sizes(show: Show, sizes: Sequence[int], memory: Memory) -> None:
+    """Compare copies as they are by default with ``cudaMemcpyAsync``, by size."""
+    start = time.perf_counter()
+    with Copier(memory.device, OffloadSettings()) as copier:
+        opening_ms = 1e3 * (time.perf_counter() - start)
+        held = sum(relay.held_bytes for relay in copier.relays)
+        costs = {"opening ms": round(opening_ms), "MiB on relays": round(held / MB), "relays": len(copier.relays)}
+        show(OffloadRecord("costs", copier.reason or "opening", "default", 0, 0, {**costs}))
+        memory.verify(copier, max(sizes))
+        launch_bytes = LINK_LIMITS.batch * LINK_LIMITS.chunk_bytes
+        for case in _DIRECTIONS:
+            for num_bytes in sizes:
+                plain = memory.plain_gbs(case, num_bytes)
+                gbs = memory.gbs(case, num_bytes, copier)
+                results = {
+                    "cudaMemcpyAsync GB/s": round(plain, 2),
+                    "GB/s": round(gbs, 2),
+                    "ratio": round(gbs / plain, 3),
+                }
+                show(OffloadRecord("sizes", case, "default", num_bytes, launch_bytes, results))
+
+
+def measure_variants(show: Show, chunks: Sequence[int], names: Sequence[str], memory: Memory, num_bytes: int) -> None:
+    """Measure D1 to D4 by the size of a launch."""
+    plain = {case: memory.plain_gbs(case, num_bytes) for case in _DIRECTIONS}
+    for name in names:
+        for launch_bytes in chunks:
+            settings = with_chunks(VARIANTS[name], launch_bytes)
+            with Copier(memory.device, settings) as copier:
+                memory.verify(copier, 16 * MB)
+                results: dict[str, float] = {}
+                for case in _DIRECTIONS:
+                    gbs = memory.gbs(case, num_bytes, copier)
+                    results |= {f"{case} GB/s": round(gbs, 2), f"{case} / one link": round(gbs / plain[case], 3)}
+            show(OffloadRecord("variants", "the other GPU is idle", name, num_bytes, launch_bytes, results))
+
+
+def measure_both_busy(show: Show, memories: Sequence[Memory], num_bytes: int) -> None:
+    """Two GPUs of this process copy at the same time; each may borrow the other's link when it is idle."""
+    pairs = [memory.of(num_bytes) for memory in memories]
+    for case, copy in _DIRECTIONS.items():
+        plain = num_bytes / 1e9 / _seconds(partial(_copy_plainly, pairs, case))
+        with ExitStack() as ending:
+            copiers = [ending.enter_context(Copier(memory.device)) for memory in memories]
+            gbs = num_bytes / 1e9 / _seconds(partial(_copy_all, copy, pairs, copiers))
+        results = {"cudaMemcpyAsync GB/s": round(plain, 2), "GB/s": round(gbs, 2), "ratio": round(gbs / plain, 3)}
+        show(OffloadRecord("both busy", f"{case}, each GPU", "default", num_bytes, 0, results))
+
+
+def _copy_plainly(pairs: Sequence[Pair], case: str) -> None:
+    for tensor, pinned in pairs:
+        source, to = (tensor, pinned) if case == "to host" else (pinned, tensor)
+        to.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(pairs[-1][0].device)
+
+
+def _copy_all(copy: Callable[..., Copy], pairs: Sequence[Pair], copiers: Sequence[Copier]) -> None:
+    copies = [copy(*pair, copier=copier) for pair, copier in zip(pairs, copiers, strict=True)]
+    for each in copies:
+        each.synchronize()
+
+
+def measure_owner(show: Show, memory: Memory, owner: Owner, burst_bytes: int, long_bytes: int) -> None:
+    """A GPU copies all the time over both links; another process owns the other one and copies bursts now and then."""
+    tensor, pinned = memory.of(long_bytes)
+    for uses in ("fusco", "cudaMemcpyAsync"):
+        alone = owner.bursts(burst_bytes, uses)
+        with Copier(memory.device, OffloadSettings()) as copier:
+            copy_to_host(tensor, pinned, copier=copier).synchronize()
+            owner.begin(burst_bytes, uses)
+            start, num_bytes = time.perf_counter(), 0
+            while not owner.is_done():
+                copy_to_host(tensor, pinned, copier=copier).synchronize()
+                num_bytes += long_bytes
+            gbs = num_bytes / 1e9 / (time.perf_counter() - start)
+            with_borrower = owner.end()
+        speed = [burst_bytes / 1e9 / median(times) for times in (alone, with_borrower)]
+        slowest = burst_bytes / 1e9 / max(with_borrower)
+        results = {
+            "owner alone GB/s": round(speed[0], 2),
+            "beside a borrower": round(speed[1], 2),
+            "ratio": round(speed[1] / speed[0], 3),
+            "slowest burst": round(slowest / speed[0], 3),
+            "borrower GB/s": round(gbs, 2),
+        }
+        case = f"bursts of {1e3 * burst_bytes / 1e9 / speed[0]:.1f} ms, by {uses}"
+        show(OffloadRecord("owner comes back", case, "default", burst_bytes, 0, results))
+
+
+def measure_memory(show: Show, memory: Memory, owner: Owner) -> None:
+    """PyTorch in another process fills the relay GPU: what copies hold there is given back, and taken again later."""
+    tensor, pinned = memory.of(256 * MB)
+    with Copier(memory.device) as copier:
+        relay, links = copier.relays[0], nvml_links()
+        held = relay.held_bytes
+        copy = copy_to_host(tensor, pinned, copier=copier)
+        owner.fill(1024 * MB)
+        seconds = _wait_until(lambda: bool(copier.reason), 3)
+        copy.synchronize()
+        low = links.free_bytes(relay.link)
+        own = memory.gbs("to host", 256 * MB, copier)
+        owner.fill(-1)
+        _wait_until(lambda: not copier.reason, 6)
+        again = memory.gbs("to host", 256 * MB, copier)
+        memory.verify(copier, 64 * MB)
+    results = {
+        "held MiB": round(held / MB),
+        "free MiB when full": 1024,
+        "after it was given back": round(low / MB),
+        "given back within ms": round(1e3 * seconds, 1),
+        "GB/s without": round(own, 2),
+        "taken again": round(again, 2),
+    }
+    show(OffloadRecord("memory", "PyTorch fills the relay", "default", 256 * MB, 0, results))
+
+
+def _wait_until(holds: Callable[[], bool], limit_s: float) -> float:
+    """Return the seconds until something holds; raises ``FuscoError`` after the limit."""
+    start = time.perf_counter()
+    while not holds():
+        if time.perf_counter() - start > limit_s:
+            raise FuscoError(f"the memory of the relay GPU was not given back or taken again within {limit_s:g} s")
+        time.sleep(0.001)
+    return time.perf_counter() - start

@@ -1,0 +1,64 @@
+"""Batches of a prefill: the lengths of each rank's prompts, which follow each other without padding."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+
+_TRACE = "azure_llm_2023_conv.npz"
+_TOKENS_OF_TRACE = 8192  # a batch of this many tokens has prompts of the lengths of the trace
+_SKEW = 8
+
+
+def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return the lengths of every rank's prompts.
+
+    Args:
+        batch: a number of equal prompts on each rank; or ``"skewed"``, one prompt on each rank, an eighth as long on
+            all ranks but the first; or ``"ragged"``, prompts of the Azure trace in order of arrival, as many as fit on
+            a rank, their lengths scaled by ``tokens / 8192``.
+        tokens: most tokens of a rank.
+        num_ranks: how many ranks there are.
+
+    Raises:
+        ValueError: for another name, and for prompts that do not divide ``tokens``.
+
+    >>> prompt_lengths("2", 8, 2), prompt_lengths("skewed", 16, 2)
+    ([(4, 4), (4, 4)], [(16,), (2,)])
+    """
+    if batch == "skewed":
+        return [(tokens if rank == 0 else max(1, tokens // _SKEW),) for rank in range(num_ranks)]
+    if batch == "ragged":
+        return _ragged(tokens, num_ranks)
+    if not batch.isdecimal() or not int(batch):
+        raise ValueError(f"batch {batch!r} is neither a number of prompts nor 'ragged' nor 'skewed'")
+    if tokens % int(batch):
+        raise ValueError(f"{batch} equal prompts do not divide {tokens} tokens")
+    return [(tokens // int(batch),) * int(batch)] * num_ranks
+
+
+def _ragged(tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+    with resources.as_file(resources.files("fusco.data") / _TRACE) as path, np.load(path) as trace:
+        lengths = -(-trace["context_tokens"].astype(int) * tokens // _TOKENS_OF_TRACE)
+    ranks, next_one = [], 0
+    for _ in range(num_ranks):
+        prompts: list[int] = []
+        while sum(prompts) + lengths[next_one % len(lengths)] <= tokens:
+            prompts.append(int(lengths[next_one % len(lengths)]))
+            next_one += 1
+        ranks.append(tuple(prompts))
+    return ranks
+
+
+def describe(batch: str, lengths: list[tuple[int, ...]]) -> str:
+    """Describe a batch for a table.
+
+    >>> describe("2", [(4, 4), (4, 4)]), describe("skewed", [(16,), (2,)]), describe("ragged", [(3, 4), (5,)])
+    ('2 x 4', 'skewed: 16, 2', 'ragged: 2 of 7, 1 of 5')
+    """
+    if batch.isdecimal():
+        return f"{batch} x {lengths[0][0]}"
+    if batch == "skewed":
+        return "skewed: " + ", ".join(str(sum(rank)) for rank in lengths)
+    return "ragged: " + ", ".join(f"{len(rank)} of {sum(rank)}" for rank in lengths)

@@ -1,0 +1,160 @@
+"""Dispatchers and layers of the variants, with the time of dispatch and combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusco.bench.stopwatch import Stopwatch
+from fusco.core.config import StaticRows
+from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
+
+
+@dataclass
+class SectionClock:
+    """Marks the beginning and end of dispatch and combine in every layer, while it is on.
+
+    On CUDA these are events on the current stream, so a section includes waiting for other ranks and for the host.
+    """
+
+    device: str
+    is_on: bool = False
+    _marks: dict[str, list[Any]] = field(default_factory=dict)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Mark a section around the block."""
+        self.mark(name)
+        yield
+        self.mark(name)
+
+    def mark(self, name: str) -> None:
+        """Begin a section, or end the one that has begun."""
+        if self.is_on:
+            self._marks.setdefault(name, []).append(Stopwatch(self.device).mark())
+
+    def take_ms(self, name: str) -> float:
+        """Return the sum of a section's times since the last call; the device must have reached all marks."""
+        marks, watch = self._marks.pop(name, []), Stopwatch(self.device)
+        return sum(watch.elapsed_ms(start, end) for start, end in zip(marks[::2], marks[1::2], strict=True))
+
+
+@dataclass
+class TimedDispatcher:
+    """Wraps a dispatcher and marks the sections "dispatch" and "combine"."""
+
+    inner: Dispatcher
+    clock: SectionClock
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """See ``Dispatcher``."""
+        return self.inner.group
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """See ``Dispatcher``."""
+        with self.clock.section("dispatch"):
+            return self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
+
+    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        """See ``Dispatcher``."""
+        with self.clock.section("combine"):
+            return self.inner.combine(y, arrival)
+
+    def synchronize(self) -> None:
+        """See ``Dispatcher``."""
+        self.inner.synchronize()
+
+
+class TimedTransformersLayer:
+    """Runs an ``EPImplementation``; what precedes its experts is "dispatch", what follows is "combine".
+
+    Rows reach its experts by source rank, so a permutation of theirs is not in these sections.
+    """
+
+    def __init__(self, implementation: Any, clock: SectionClock) -> None:
+        self._implementation, self._clock = implementation, clock
+        self._experts_forward, implementation.experts_forward = implementation.experts_forward, self._run_experts
+
+    def __call__(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts."""
+        self._clock.mark("dispatch")
+        out: torch.Tensor = self._implementation(x, topk_idx, topk_weights)
+        self._clock.mark("combine")
+        return out
+
+    def _run_experts(self, *arguments: torch.Tensor) -> torch.Tensor:
+        self._clock.mark("dispatch")
+        out: torch.Tensor = self._experts_forward(*arguments)
+        self._clock.mark("combine")
+        return out
+
+
+class StaticDispatcher(FuscoDispatcher):
+    """Dispatches into static rows.
+
+    Attributes:
+        num_rows: of the output, enough for the routing.
+    """
+
+    num_rows = 1
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts; rows behind the last block are uninitialised."""
+        comm = self.communicator(num_experts, topk_idx.shape[1], x)
+        sent = comm.dispatch(x, topk_idx, topk_weights, static=StaticRows(self.num_rows), launch=self.launch)
+        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
+
+
+class ShuffleDispatcher:
+    """Moves rows by two functions: what ``fusco bench shuffle`` compares fusco with.
+
+    ``send`` takes rows, ids and float32 weights, and returns expert-major rows, the rows of each local expert on the
+    host, and a handle; ``give_back`` takes the experts' results and the handle.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sequence[int], Any]],
+        give_back: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
+        self.group, self._send, self._give_back = group, send, give_back
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts."""
+        assert num_experts % self.group.size() == 0
+        rows, on_host, handle = self._send(x, topk_idx, topk_weights.float())
+        # From pinned memory, as the host would wait for the stream otherwise.
+        counts = torch.tensor(on_host, dtype=torch.int64, device="cpu", pin_memory=x.is_cuda)
+        return Arrival(rows, counts.to(x.device, non_blocking=True), handle)
+
+    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        """Return the experts' results to their tokens."""
+        return self._give_back(y, arrival.ticket)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+
+
+class ReferenceDispatcher(TorchDispatcher):
+    """PyTorch's all-to-all with weights in float32, and therefore sums in float32 that are rounded once."""
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+    ) -> Arrival:
+        """Send tokens to their experts."""
+        return super().dispatch(x, topk_idx, topk_weights.float(), num_experts)

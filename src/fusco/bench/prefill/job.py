@@ -1,0 +1,74 @@
+"""Configuration of ``fusco bench prefill``, validated before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fusco.bench.prefill.batches import prompt_lengths
+from fusco.bench.prefill.routing import ROUTINGS, check_routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a Qwen3-MoE; the defaults are those of Qwen3-30B-A3B."""
+
+    num_layers: int = 48  # blocks, each with experts
+    hidden: int = 2048  # elements of a token's row
+    num_heads: int = 32  # attention heads of ``head_dim`` elements
+    num_key_value_heads: int = 4  # heads of keys and values
+    head_dim: int = 128  # elements of a head
+    num_experts: int = 128  # of each layer
+    num_topk: int = 8  # experts per token (top-k)
+    moe_intermediate: int = 768  # inner width of an expert
+    vocab: int = 151_936  # tokens of the vocabulary
+
+
+# Small enough for two cores; experts and top-k are those of the routing that is replayed.
+TINY = ModelShape(
+    num_layers=2, hidden=256, num_heads=4, num_key_value_heads=2, head_dim=64, moe_intermediate=64, vocab=512
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillJob:
+    """A run: every batch with every routing, by every variant.
+
+    Raises:
+        ValueError: for values that do not fit together.
+    """
+
+    shape: ModelShape  # of the model
+    device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``
+    num_ranks: int  # processes; each has its prompts, and its part of the experts
+    ranks_per_node: int  # consecutive ranks that form a node
+    tokens: int  # most tokens of a rank in one prefill
+    batches: tuple[str, ...]  # see ``prompt_lengths``
+    routings: tuple[str, ...] = ROUTINGS  # names of ``ROUTINGS``
+    variants: tuple[str, ...]  # names of ``fusco.bench.prefill.variants.VARIANTS``, the ones that can run here
+    dtype: Literal["float32", "bfloat16"]  # of weights and rows
+    num_iterations: int  # timed prefills of each variant
+    seed: int = 0  # of weights, token ids and random routing
+    timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
+
+    def __post_init__(self) -> None:
+        if self.shape.num_experts % self.num_ranks:
+            raise ValueError(f"{self.shape.num_experts} experts do not divide evenly among {self.num_ranks} ranks")
+        for routing in self.routings:
+            check_routing(routing, self.shape.num_experts, self.shape.num_topk)
+        for batch in self.batches:
+            prompt_lengths(batch, self.tokens, self.num_ranks)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts of each layer on a rank."""
+        return self.shape.num_experts // self.num_ranks
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a rank's parameters without norms: dense ones, and its experts."""
+        shape, size = self.shape, 4 if self.dtype == "float32" else 2
+        heads = 2 * (shape.num_heads + shape.num_key_value_heads) * shape.head_dim
+        experts = 3 * self.num_local_experts * shape.moe_intermediate
+        per_layer = shape.hidden * (heads + experts + shape.num_experts)
+        return size * (shape.num_layers * per_layer + 2 * shape.vocab * shape.hidden)

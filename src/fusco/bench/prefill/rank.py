@@ -1,0 +1,189 @@
+"""Each rank's part of ``fusco bench prefill``: compare all variants in every case, then time them in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusco.bench.json_lines import write_json_lines
+from fusco.bench.prefill.batches import prompt_lengths
+from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
+from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.prefill.model import PrefillModel, Prompts
+from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
+from fusco.bench.prefill.routing import make_routing, rows_per_rank
+from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
+from fusco.ranks.progress import ProgressReporter
+
+_NUM_WARM_UPS = 2
+_NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed
+
+
+def num_steps(job: PrefillJob) -> int:
+    """Return the steps that a rank reports: a comparison and the timed rounds of every case."""
+    return len(job.batches) * len(job.routings) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
+
+
+def prefill_rank(
+    group: dist.ProcessGroup, job: PrefillJob, log: Path | None, progress_port: int | None
+) -> list[PrefillRecord]:
+    """Measure one rank's part of a job; a collective.
+
+    Args:
+        group: all ranks.
+        job: the same on all ranks.
+        log: a file to which rank 0 appends the records of each case when it is done.
+        progress_port: of the store of the process that started the ranks.
+
+    Returns:
+        The records of all cases, the same on all ranks. Variants that are not verified are not timed.
+    """
+    rank = group.rank()
+    reporter, records = ProgressReporter.of_rank(rank, progress_port), []
+    with torch.no_grad(), ExitStack() as stack:
+        model = PrefillModel(job, rank)
+        reference = reference_layers(group, model.experts)
+        variants = make_variants(job, group, model.experts, stack)  # before it, as transformers keeps their forward
+        bench = PrefillBench(job, group, model, reference)
+        for routing in job.routings:
+            for batch in job.batches:
+                found = bench.run(batch, routing, variants, reporter.advance)
+                if log and rank == 0:
+                    write_json_lines(found, log, appends=True)
+                records += found
+    return records
+
+
+class PrefillBench:
+    """The model of a rank, with whatever moves tokens at the moment in the place of its experts."""
+
+    def __init__(
+        self, job: PrefillJob, group: dist.ProcessGroup, model: PrefillModel, reference: Sequence[Layer]
+    ) -> None:
+        self._job, self._group, self._model, self._reference = job, group, model, reference
+        self._layers: Sequence[Layer] = reference
+        self._routing = torch.empty(0, dtype=torch.int64, device=job.device)
+        for index, each in enumerate(model.experts):
+            each.module.forward = self._forward_of(index)
+
+    def run(
+        self, batch: str, routing: str, variants: Sequence[Variant], on_step: Callable[[], None] = lambda: None
+    ) -> list[PrefillRecord]:
+        """Compare and time all variants in one case; a collective."""
+        case, prompts = self._prepare(batch, routing, variants)
+        deviations = self._compare(prompts, variants)
+        on_step()
+        all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
+        times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        sections: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
+        verified = [
+            variant
+            for variant in variants
+            if not any(deviation.failures(self._job.dtype) for deviation in all_of[variant.name])
+        ]
+        for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
+            for variant in verified:
+                times[variant.name].append(self._prefill_ms(prompts, variant))
+            on_step()
+        sections.update(self._sections(prompts, verified, on_step))
+        peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
+        return [
+            summarize(
+                self._job,
+                case,
+                name,
+                Measured(ttft_ms=times[name][_NUM_WARM_UPS:], section_ms=sections[name], deviations=all_of[name]),
+                peak,
+            )
+            for name in times
+        ]
+
+    def _prepare(self, batch: str, routing: str, variants: Sequence[Variant]) -> tuple[Case, Prompts]:
+        """Set the routing of all layers, and the static rows that it needs."""
+        job, shape, rank = self._job, self._job.shape, self._group.rank()
+        lengths = prompt_lengths(batch, job.tokens, job.num_ranks)
+        sizes = (shape.num_layers, sum(lengths[rank]), shape.num_experts, shape.num_topk)
+        ids = make_routing(routing, sizes, rank, job.num_ranks, job.seed)
+        rows = rows_per_rank(ids, shape.num_experts, job.num_ranks)
+        dist.all_reduce(rows, group=self._group)
+        for variant in variants:
+            variant.set_static_rows(int(rows.max()))
+        self._routing = ids.to(job.device)
+        imbalance = float((rows.max(1).values / rows.double().mean(1)).mean())
+        case = Case(batch=batch, routing=routing, lengths=lengths, imbalance=imbalance)
+        return case, Prompts.make(lengths[rank], job, rank)
+
+    def _forward_of(self, index: int) -> Layer:
+        def forward(x: torch.Tensor, _: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+            return self._layers[index](x, self._routing[index], topk_weights)
+
+        return forward
+
+    def _compare(self, prompts: Prompts, variants: Sequence[Variant]) -> Mapping[str, Deviation]:
+        """Compare every layer on the reference's hidden states, then logits; a collective."""
+        deviations = {variant.name: Deviation() for variant in variants}
+
+        def compared(index: int) -> Layer:
+            layers = {variant.name: variant.layers[index] for variant in variants}
+            return lambda *inputs: compare_layer(layers, self._reference[index], inputs, deviations)
+
+        self._layers = [compared(index) for index in range(len(self._reference))]
+        expected, exact = self._model.hidden_states(prompts), None
+        for variant in variants:
+            self._layers, deviation = variant.layers, deviations[variant.name]
+            hidden = self._model.hidden_states(prompts)
+            variant.synchronize()
+            compare_logits(hidden, expected, self._model.logits, deviation)
+            if variant.name in EXACT:
+                exact = self._model.hidden_states(prompts) if exact is None else exact
+                deviation.num_inexact += not torch.equal(hidden, exact)
+        return deviations
+
+    def _prefill_ms(self, prompts: Prompts, variant: Variant) -> float:
+        """Return the slowest rank's milliseconds from a barrier to the first tokens; a collective."""
+        self._layers = variant.layers
+        took = torch.tensor([self._timed_ms(prompts)], dtype=torch.float64, device="cpu")
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=self._group)
+        return float(took)
+
+    def _timed_ms(self, prompts: Prompts) -> float:
+        if self._job.device == "cuda":
+            torch.cuda.synchronize()
+        # A barrier on the host: one of NCCL would leave a kernel on the device.
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=self._group)
+        start = time.perf_counter()
+        self._model.first_tokens(prompts)
+        return (time.perf_counter() - start) * 1e3
+
+    def _sections(
+        self, prompts: Prompts, variants: Sequence[Variant], on_step: Callable[[], None]
+    ) -> dict[str, dict[str, float]]:
+        """Return every variant's times of dispatch, combine and prefill, from prefills with marks; a collective."""
+        names = ("dispatch", "combine", "prefill")
+        rounds: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
+        for _ in range(_NUM_SECTIONED):
+            for variant in variants:
+                self._layers, variant.clock.is_on = variant.layers, True
+                took = self._timed_ms(prompts)
+                variant.clock.is_on = False
+                means = torch.tensor(
+                    [*(variant.clock.take_ms(name) for name in names[:2]), took], dtype=torch.float64, device="cpu"
+                )
+                dist.all_reduce(means, group=self._group)
+                rounds[variant.name].append((means / self._job.num_ranks).tolist())
+            on_step()
+        return {
+            name: dict(zip(names, map(median, zip(*each, strict=True)), strict=True)) for name, each in rounds.items()
+        }
+
+    def _gather(self, local: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self._job.num_ranks
+        dist.all_gather_object(gathered, local, group=self._group)
+        return gathered

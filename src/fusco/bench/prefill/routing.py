@@ -1,0 +1,57 @@
+"""Routing of a prefill: the experts of each token in each layer, which replace those that the random routers choose.
+
+Random weights route most tokens to few experts, and where two experts have nearly the same probability, a rounding
+decides. With given experts all variants move the same rows; the weights of a token's experts remain the router's, which
+depend continuously on the hidden states. So logits of variants differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import numpy as np
+import torch
+
+_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
+ROUTINGS = ("random", "trace")
+
+
+def check_routing(routing: str, num_experts: int, num_topk: int) -> None:
+    """Raise ``ValueError`` unless the routing exists for so many experts."""
+    if routing not in ROUTINGS:
+        raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
+    if routing == "trace" and (num_experts, num_topk) != (128, 8):
+        raise ValueError(f"the trace has top-8 of 128 experts, not top-{num_topk} of {num_experts}: use random routing")
+
+
+def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_ranks: int, seed: int) -> torch.Tensor:
+    """Return the experts of a rank's tokens, int64 (num_layers, num_tokens, num_topk) on the CPU.
+
+    Args:
+        routing: ``"random"``: different experts with equal probability; ``"trace"``: those of Qwen3-30B-A3B, layer by
+            layer, repeated as often as there are tokens. Ranks begin at different tokens of the trace.
+        shape: (num_layers, num_tokens, num_experts, num_topk).
+        rank: whose tokens.
+        num_ranks: how many ranks there are.
+        seed: of random routing.
+    """
+    num_layers, num_tokens, num_experts, num_topk = shape
+    if routing == "trace":
+        with resources.as_file(resources.files("fusco.data") / _TRACE) as path, np.load(path) as trace:
+            ids = trace["topk_idx"]
+        tokens = (np.arange(num_tokens) + rank * len(ids) // num_ranks) % len(ids)
+        layers = np.arange(num_layers) % ids.shape[1]
+        return torch.from_numpy(ids[tokens][:, layers].astype(np.int64)).transpose(0, 1).contiguous()
+    generator = torch.Generator("cpu").manual_seed(seed * 65537 + rank)
+    scores = (
+        torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(num_layers)
+    )
+    return torch.stack([score.topk(num_topk, dim=1).indices for score in scores])
+
+
+def rows_per_rank(routing: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
+    """Return the rows that this routing sends to each rank in each layer, int64 (num_layers, num_ranks)."""
+    ranks = routing.flatten(1) // (num_experts // num_ranks)
+    rows = torch.zeros(len(ranks), num_ranks, dtype=torch.int64, device=ranks.device)
+    return rows.scatter_add_(1, ranks, torch.ones_like(ranks))

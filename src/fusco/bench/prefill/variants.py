@@ -1,0 +1,151 @@
+"""What moves tokens between experts: fusco, PyTorch's all-to-all, transformers' expert parallelism, DeepEP.
+
+Each variant replaces the ``forward`` of a layer's experts. Dispatchers run this rank's experts as one grouped product
+on expert-major rows; transformers' expert parallelism runs its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusco.bench.baseline import BaselineShuffle
+from fusco.bench.peers import BufferShuffle
+from fusco.bench.prefill.dispatchers import (
+    ReferenceDispatcher,
+    SectionClock,
+    ShuffleDispatcher,
+    StaticDispatcher,
+    TimedDispatcher,
+    TimedTransformersLayer,
+)
+from fusco.bench.prefill.job import PrefillJob
+from fusco.core.config import Launch, Settings
+from fusco.core.placement import ExpertPlacement
+from fusco.core.requirements import installed, is_recent
+from fusco.core.topology import Topology
+from fusco.cuda.tuning import FSDP_SMS
+from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TorchDispatcher
+from fusco.fsdp.layer import ExpertParallelLayer
+from fusco.planner.routing import Routing
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+VARIANTS = {
+    "fusco": "rows sized exactly, all multiprocessors",
+    "fusco-32": f"rows sized exactly, {FSDP_SMS} multiprocessors",
+    "fusco-static": "static rows, all multiprocessors: the host does not wait",
+    "torch": "all_to_all_single (NCCL or gloo) between permutations: TorchDispatcher",
+    "baseline": "the same as fast as these operations allow, the baseline of fusco bench shuffle",
+    "transformers": "transformers' own all_to_all expert parallelism and grouped products",
+    "deep_ep": "DeepEP's Buffer, rows permuted to expert-major and back",
+}
+EXACT = ("fusco", "fusco-32", "fusco-static")  # the same sums in the same order: equal bit for bit
+_LEAST_TRANSFORMERS = "5.23"
+
+
+def obstacle(variant: str, device: str, dtype: str) -> str:
+    """Return why a variant cannot run here; empty if it can."""
+    found = ""
+    if variant == "fusco-32" and device == "cpu":
+        found = "there are no multiprocessors on the CPU"
+    elif variant == "fusco-static" and (device, dtype) == ("cuda", "float32"):
+        found = "PyTorch's grouped product on CUDA takes bfloat16 only, and a loop needs rows sized exactly"
+    elif variant == "transformers" and not is_recent(installed("transformers"), _LEAST_TRANSFORMERS):
+        found = f"transformers {installed('transformers')} has no all_to_all; {_LEAST_TRANSFORMERS} is the first"
+    elif variant == "deep_ep":
+        found = _obstacle_of_deep_ep(device)
+    return found
+
+
+def _obstacle_of_deep_ep(device: str) -> str:
+    if importlib.util.find_spec("deep_ep") is None:
+        return "deep_ep is not installed"
+    try:
+        version = deep_ep_version()
+    except (ImportError, OSError) as error:
+        return f"deep_ep cannot be imported: {error}"
+    return f"deep_ep {version} needs GPUs" if device == "cpu" and "fusco" not in version else ""
+
+
+def deep_ep_version() -> str:
+    """Return the version of the module, which fusco's own names fusco in."""
+    return str(getattr(importlib.import_module("deep_ep"), "__version__", "unknown"))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to move tokens."""
+
+    name: str  # of ``VARIANTS``
+    layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
+    clock: SectionClock  # of its dispatches and combines
+    dispatcher: Dispatcher | None  # ``None`` for transformers
+
+    def set_static_rows(self, num_rows: int) -> None:
+        """Set the rows of static outputs, where the variant has them."""
+        if self.dispatcher and isinstance(self.dispatcher, TimedDispatcher):
+            inner = self.dispatcher.inner
+            if isinstance(inner, StaticDispatcher):
+                inner.num_rows = num_rows
+
+    def synchronize(self) -> None:
+        """Wait for everything that was moved; raises if something did not arrive."""
+        if self.dispatcher:
+            self.dispatcher.synchronize()
+
+
+def make_variants(
+    job: PrefillJob, group: dist.ProcessGroup, experts: Sequence[Experts], stack: ExitStack
+) -> list[Variant]:
+    """Return the job's variants; a collective. ``stack`` closes them."""
+    return [_make(name, job, group, experts, stack) for name in job.variants]
+
+
+def reference_layers(group: dist.ProcessGroup, experts: Sequence[Experts]) -> list[Layer]:
+    """Return the layers that others are compared with: PyTorch's all-to-all, sums in float32, rounded once."""
+    return [ExpertParallelLayer(each, ReferenceDispatcher(group)) for each in experts]
+
+
+def _make(
+    name: str, job: PrefillJob, group: dist.ProcessGroup, experts: Sequence[Experts], stack: ExitStack
+) -> Variant:
+    clock = SectionClock(job.device)
+    if name == "transformers":
+        return Variant(name, _transformers_layers(job, experts, clock), clock, None)
+    dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)
+    return Variant(name, [ExpertParallelLayer(each, dispatcher) for each in experts], clock, dispatcher)
+
+
+def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: ExitStack) -> Dispatcher:
+    if name == "torch":
+        return TorchDispatcher(group)
+    num_experts = job.shape.num_experts
+    if name == "baseline":
+        placement = ExpertPlacement.contiguous(num_experts, job.num_ranks)
+        topology = Topology.of_equal_nodes(job.num_ranks, job.ranks_per_node)
+        baseline = BaselineShuffle(group, placement, topology, job.device)
+        return ShuffleDispatcher(group, baseline.dispatch, baseline.combine)
+    if name == "deep_ep":
+        peer = BufferShuffle(group, num_experts, None)
+        return ShuffleDispatcher(group, lambda x, ids, weights: peer.dispatch(x, Routing(ids, weights)), peer.combine)
+    kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
+    launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)
+    settings = Settings(timeout_s=job.timeout_s)
+    return stack.enter_context(
+        kind(group, job.tokens, ranks_per_node=job.ranks_per_node, settings=settings, launch=launch)
+    )
+
+
+def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: SectionClock) -> list[Layer]:
+    module: Any = importlib.import_module("transformers.distributed.expert_parallel")
+    mesh = dist.device_mesh.init_device_mesh(job.device, (job.num_ranks, 1), mesh_dim_names=("ep", "tp"))
+    all_to_all = module.EPImplementationInterface()["all_to_all"]
+    return [TimedTransformersLayer(all_to_all(each.module, mesh["ep"], mesh["tp"]), clock) for each in experts]

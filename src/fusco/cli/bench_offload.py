@@ -1,0 +1,85 @@
+"""``fusco bench offload``: copies between GPUs and pinned host memory over one PCIe link and over several."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from fusco.cli import options
+from fusco.cli.origin import describe_origin
+from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fusco.bench.offload import OffloadRecord
+
+_MB = 1 << 20
+
+
+def offload(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Benchmarks: sizes, variants, both-busy, owner, memory. Default: all, about a minute."),
+    ] = None,
+    size: Annotated[
+        list[float] | None, typer.Option(min=1 / 1024, help="MiB of a copy. Default: 1, 16, 64, 256, 1024.")
+    ] = None,
+    chunk: Annotated[
+        list[float] | None, typer.Option(min=1 / 16, max=8, help="MiB of a launch, for variants. Default: 0.5, 2, 8.")
+    ] = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Variants: D1 to D4 and what combines them. Default: all.")
+    ] = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Copy between a GPU and pinned host memory, verified, beside cudaMemcpyAsync; GPU 1 is the idle one.
+
+    Variants are those of FuseLink's Figure 6. Over the other GPU's link, its buffer is filled by threads (D1) or by a
+    copy engine (D2); over the own link, threads (D3) or a copy engine (D4) write to host memory.
+    """
+    import torch
+
+    from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.offload import CHUNKS, SIZES, VARIANTS
+    from fusco.bench.offload_suite import BENCHMARKS, run
+
+    names = options.choose_names(only, list(BENCHMARKS), "only")
+    variants = options.choose_names(variant, list(VARIANTS), "variant")
+    if not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU that PyTorch can use")
+    console = new_console(json)
+    records: list[OffloadRecord] = []
+    with console.status("starting") as status:
+
+        def show(record: OffloadRecord) -> None:
+            records.append(record)
+            status.update(escape(f"{record.benchmark}: {record.case}, {record.variant}"))
+
+        sizes, chunks = (
+            [int(_MB * each) for each in given] if given else default
+            for given, default in ((size, SIZES), (chunk, CHUNKS))
+        )
+        run(show, names, sizes, chunks, variants)
+    show_records(records, console)
+    if json:
+        write_json_lines(records, json)
+
+
+def show_records(records: list[OffloadRecord], console: Console) -> None:
+    """Print a table for each benchmark."""
+    for (benchmark, _), group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
+        rows = list(group)
+        columns = ("case", "variant", "MiB", "launch MiB", *rows[0].results)
+        table = new_table(benchmark, columns, left=("case", "variant"))
+        for record in rows:
+            sizes = (f"{each / _MB:g}" if each else "" for each in (record.num_bytes, record.chunk_bytes))
+            table.add_row(
+                escape(record.case), record.variant, *sizes, *(f"{value:g}" for value in record.results.values())
+            )
+        console.print(table)
+    console.print(describe_origin(records[0], 1))

@@ -1,0 +1,240 @@
+"""``fusco bench prefill``: time to the first token of a Qwen3-MoE with expert parallelism."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from enum import Enum
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from fusco.bench.names import STDOUT
+from fusco.cli import options
+from fusco.cli.options import Device
+from fusco.cli.origin import describe_origin
+from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
+from fusco.core.requirements import check_fsdp
+from fusco.ranks.emulation import emulated_network
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fusco.bench.prefill.job import PrefillJob
+    from fusco.bench.prefill.records import PrefillRecord
+    from fusco.core.topology import Topology
+
+
+class ModelName(str, Enum):
+    """Models to prefill."""
+
+    TINY = "tiny"
+    QWEN3 = "qwen3-30b-a3b"
+
+
+def prefill(
+    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
+    model: Annotated[
+        ModelName | None, typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None,
+    nodes: options.AnyNodes = None,
+    ranks_per_node: options.AnyRanksPerNode = None,
+    testbed: Shape = None,
+    rate: Rate = None,
+    rails: Rails = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None,
+    batches: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[NUMBER|ragged|skewed],...",
+            help="Prompts of each rank: a number of equal ones; ragged, of the Azure trace; skewed, all ranks but one "
+            "an eighth.",
+        ),
+    ] = ["1,4,ragged,skewed"],  # noqa: B006  typer's way of giving a default
+    routing: Annotated[
+        list[str],
+        typer.Option(metavar="[random|trace],...", help="Experts of tokens: random, or those of Qwen3-30B-A3B."),
+    ] = ["random,trace"],  # noqa: B006  as above
+    variants: Annotated[
+        list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Default: float32, on CUDA bfloat16.")
+    ] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None,
+    seed: options.Seed = 0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait in fusco, in seconds.")] = 60.0,
+    json: options.JsonFile = None,
+) -> None:
+    """Measure the time to the first token of a Qwen3-MoE with random weights, its experts distributed over all ranks.
+
+    Each rank has its own prompts. The outputs of all layers, and the logits of all tokens, are compared between
+    variants before anything is timed; exit code 1 if they differ by more than rounding. Needs transformers.
+
+    On GPUs: fusco bench prefill --device cuda --layers 24
+    """
+    try:
+        check_fsdp("fusco bench prefill")
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.prefill.records import SkippedRecord
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+    bed = BenchTestbed.of(testbed, rate, rails)
+    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
+    if device is Device.CPU and bed.layout is None and not bed.launched():
+        nodes = nodes or 1
+    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
+    is_cuda = device is Device.CUDA
+    model = model or (ModelName.QWEN3 if is_cuda else ModelName.TINY)
+    dtype = dtype or ("bfloat16" if is_cuda else "float32")
+    chosen, skipped = _choose_variants(variants, device.value, dtype)
+    job = _make_job(
+        (model, layers, tokens),
+        num_ranks=nodes * ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        device=device.value,
+        batches=tuple(options.choose_names(batches, (), "batches")),
+        routings=tuple(options.choose_names(routing, (), "routing")),
+        variants=chosen,
+        dtype=dtype,
+        num_iterations=iterations or (10 if model is ModelName.TINY else 20),
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    bed.run_there((warm_up_cpu,))
+    console = new_console(json)
+    if json and os.environ.get("RANK", "0") == "0":
+        write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)
+    records = _run(job, console, json)
+    if records is None:
+        return
+    _print(job, records, skipped, console)
+    if not all(record.verified for record in records):
+        raise typer.Exit(1)
+
+
+def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the variants that can run, and why the others cannot."""
+    from fusco.bench.prefill.variants import VARIANTS, obstacle
+
+    wanted = options.choose_names(given, list(VARIANTS), "variants")
+    skipped = {name: why for name in wanted if (why := obstacle(name, device, dtype))}
+    chosen = tuple(name for name in wanted if name not in skipped)
+    if not chosen:
+        raise ValueError("no variant can run here: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+    return chosen, skipped
+
+
+def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: Any) -> PrefillJob:
+    from fusco.bench.prefill.job import TINY, ModelShape, PrefillJob
+
+    model, layers, tokens = sizes
+    shape = TINY if model is ModelName.TINY else ModelShape()
+    return PrefillJob(
+        shape=replace(shape, num_layers=layers or shape.num_layers),
+        tokens=tokens or (256 if model is ModelName.TINY else 8192),
+        **configuration,
+    )
+
+
+def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
+    """Run the job; problems of the machine raise before any process starts."""
+    from fusco.api.validation import check_cuda_core
+    from fusco.bench.prefill.rank import num_steps, prefill_rank
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.ranks.memory_check import check_room
+
+    if job.device == "cuda":
+        check_cuda_core()
+    else:
+        check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
+    path = json.resolve() if json and json != STDOUT else json  # the ranks' working directory may differ
+    results = run_on_ranks(
+        prefill_rank,
+        (job, path),
+        job.num_ranks,
+        num_steps(job),
+        console,
+        device=job.device,
+        environment=emulated_network(_hosts(job), os.environ) if job.device == "cuda" else None,
+        prepare=(warm_up_cpu,),
+    )
+    return results[0] if results else None
+
+
+def _hosts(job: PrefillJob) -> Topology:
+    """Return which ranks NCCL must take for those of one host: of one node, but it refuses ranks that share a GPU."""
+    from fusco.core.topology import Topology
+
+    has_shared = job.num_ranks > num_devices(job.device)
+    return Topology.of_equal_nodes(job.num_ranks, 1 if has_shared else job.ranks_per_node)
+
+
+_COLUMNS = (
+    *("routing", "batch", "variant", "first token\nms", "p99\nms", "torch\n/ this", "tokens\n/s"),
+    *("dispatch\nms", "combine\nms", "share of\nboth", "error of\na layer", "of\nlogits", "verified"),
+)
+
+
+def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
+    from fusco.bench.prefill.variants import VARIANTS
+
+    one, shape = records[0], job.shape
+    title = (
+        f"prefill, {job.num_ranks} ranks on {job.device}, {job.tokens} tokens a rank, {job.dtype}: {shape.num_layers} "
+        f"layers, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of width "
+        f"{shape.moe_intermediate}"
+    )
+    notes = (
+        f"time from a barrier to the first tokens on the host, the slowest rank's, median of {job.num_iterations}; "
+        "dispatch and combine are those of all layers, in separate prefills, means over ranks, waiting included",
+        "errors: largest of a token, relative to its vector, against all_to_all_single with sums in float32",
+        describe_origin(one, job.num_ranks, ("torch", "transformers")),
+    )
+    table = new_table(title, _COLUMNS, notes, left=("routing", "batch", "variant"))
+    for _, of_case in groupby(records, lambda record: (record.routing, record.batch)):
+        case = list(of_case)
+        torch_ms = next((record.ttft_ms for record in case if record.variant == "torch"), 0.0)
+        for record in case:
+            table.add_row(*_cells(record, case[0], torch_ms), end_section=record is case[-1])
+    console.print(table)
+    for name in job.variants:
+        console.print(f"{name}: {VARIANTS[name]}", markup=False, highlight=False, soft_wrap=True)
+    for name, why in skipped.items():
+        console.print(f"{name} skipped: {why}", markup=False, highlight=False, soft_wrap=True)
+    for record in records:
+        for error in record.errors:
+            console.print(f"[red]{record.routing}, {record.batch}, {record.variant}: {error}[/]")
+
+
+def _cells(record: PrefillRecord, first: PrefillRecord, torch_ms: float) -> list[str]:
+    is_first, is_timed = record is first, record.ttft_ms > 0
+    return [
+        record.routing if is_first else "",
+        record.batch if is_first else "",
+        record.variant,
+        *(
+            (
+                f"{record.ttft_ms:,.1f}",
+                f"{record.p99_ms:,.1f}",
+                f"{torch_ms / record.ttft_ms:.2f}" if torch_ms else "-",
+                f"{record.tokens_per_s:,}",
+                f"{record.dispatch_ms:,.2f}",
+                f"{record.combine_ms:,.2f}",
+                f"{record.shuffle_share:.1%}",
+            )
+            if is_timed
+            else ("-",) * 7
+        ),
+        f"{record.layer_error:.1e}",
+        f"{record.logits_error:.1e}",
+        verified_cell(record.verified),
+    ]

@@ -1,0 +1,362 @@
+"""DeepEP's buffer (version 2) on fusco, in its expanded layout: rows by local expert, as experts need them.
+
+Contract: DeepEP 2.1 (dd758ca), ``deep_ep/buffers/elastic.py`` (MIT licence), and its callers in SGLang and vLLM.
+Everything runs on the current stream. Nothing here has gradients: frameworks call it from their own autograd functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.autograd import rows_of_weights
+from fusco.core.config import Launch, StaticRows
+from fusco.cuda.tuning import FSDP_SMS
+from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
+from fusco.integrations.expert_rows import ExpertRows, SentRows
+
+_UNSUPPORTED = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
+_NO_BUFFER_BYTES = 1  # of size hints: memory is allocated by the calls' own sizes
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What a dispatch was asked for.
+
+    Attributes:
+        num_experts: of all ranks together.
+        expert_alignment: of the experts' blocks, in rows.
+        num_max_tokens_per_rank: as given.
+        num_sms: as given; 0 means fusco's default.
+        topk_idx: int64 (num_tokens, num_topk), a copy unless ``do_handle_copy`` was false.
+    """
+
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class EPHandle(_Asked):
+    """A dispatch; any number of combines and other dispatches along it may use it. Attributes are also ``_Asked``'s.
+
+    Attributes:
+        num_expanded_tokens: rows, with padding.
+        num_recv_tokens_per_expert_list: rows of each local expert with padding; empty without a wait of the host.
+        num_unaligned_recv_tokens_per_expert: without padding, int32 (num_local_experts,) on the device.
+        psum_num_recv_tokens_per_expert: the end of each local expert's rows: the start of its block and the number of
+            its rows; int32 (num_local_experts,) on the device.
+        sent: fusco's own.
+        do_expand: true.
+    """
+
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    sent: SentRows
+    do_expand: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("num_recv_tokens", "psum_num_recv_tokens_per_scaleup_rank"):
+            raise NotImplementedError(f"fusco's expanded layout has no {name}: a token is counted for each expert")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class ElasticBuffer:
+    """Dispatch and combine among the ranks of a group, by the calls of DeepEP's second version.
+
+    Attributes:
+        num_bytes: as given.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        """Nothing is allocated before the first call, and calls may be larger than these sizes.
+
+        Args:
+            group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
+            num_bytes: kept as an attribute.
+            num_cpu_bytes: must be 0.
+            num_max_tokens_per_rank: tokens of a rank in calls without one of their own.
+            hidden: ignored, as are the following: fusco sees rows when they come, and is deterministic.
+            num_topk: ignored.
+            use_fp8_dispatch: ignored; rows may be FP8 with scales in any call.
+            deterministic: ignored.
+            allow_hybrid_mode: ignored; nodes are derived from the hosts.
+            allow_multiple_reduction: ignored.
+            prefer_overlap_with_compute: halves ``get_theoretical_num_sms``.
+            sl_idx: ignored.
+            num_allocated_qps: ignored.
+            num_cpu_timeout_secs: ignored; waits end after 60 s.
+            num_gpu_timeout_secs: ignored.
+            explicitly_destroy: kept as an attribute; ``destroy`` always works.
+        """
+        if num_cpu_bytes:
+            raise NotImplementedError(
+                f"fusco's ElasticBuffer has no buffers on the CPU, got num_cpu_bytes={num_cpu_bytes}"
+            )
+        self.group, self.rank_idx, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.num_bytes = _NO_BUFFER_BYTES if num_bytes is None else num_bytes
+        self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self._by_num_experts: dict[int, ExpertRows] = {}
+
+    def destroy(self) -> None:
+        """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
+        for rows in self._by_num_experts.values():
+            rows.abort()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return the same for all sizes."""
+        return _NO_BUFFER_BYTES
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return an event recorded on the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Return the current stream, on which everything runs."""
+        return torch.cuda.current_stream()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait for all ranks on the host, as all arguments allow."""
+        dist.barrier(self.group)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return one node with all ranks: callers need not know which ranks share one."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return the same."""
+        return self.get_physical_domain_size()
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """Return the multiprocessors that fusco uses beside computation, or twice as many; for any sizes."""
+        return FSDP_SMS if self.prefer_overlap_with_compute else 2 * FSDP_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return 1: fusco has no such setting."""
+        return 1
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send tokens to their experts; rows arrive by local expert, then source rank, then token.
+
+        Args:
+            x: (num_tokens, hidden), or FP8 rows and their scales (num_tokens, ...) of any strides.
+            topk_idx: int64 (num_tokens, num_topk), -1 for no expert; ``None`` with a handle.
+            topk_weights: float32 (num_tokens, num_topk).
+            cumulative_local_expert_recv_stats: int32 (num_local_experts,), to which rows without padding are added.
+            num_experts: of all ranks together.
+            num_max_tokens_per_rank: for the number of rows without a wait of the host.
+            expert_alignment: every expert's block is padded with zero rows to a multiple of this.
+            num_sms: maximum number of multiprocessors; 0 means fusco's default.
+            num_qps: ignored.
+            previous_event: waited for first.
+            previous_event_before_epilogue: likewise.
+            async_with_compute_stream: whether the returned event is one to wait for.
+            allocate_on_comm_stream: ignored.
+            handle: of an earlier dispatch: the same routing.
+            do_handle_copy: copy ``topk_idx`` into the handle.
+            do_cpu_sync: ``False``: as many rows as ranks with ``num_max_tokens_per_rank`` tokens can need, without a
+                wait of the host. Those behind the last block are undefined.
+            do_expand: must be true, except with a handle.
+            do_zero_padding: padding is zero in any case.
+            use_tma_aligned_col_major_sf: must be false.
+
+        Returns:
+            Rows (num_rows, hidden), or rows and scales; ``None``; the weight of each row, float32 (num_rows,), or
+            ``None`` without weights; the handle; the event.
+        """
+        wait_for(previous_event, previous_event_before_epilogue)
+        if use_tma_aligned_col_major_sf:
+            _refuse("use_tma_aligned_col_major_sf=True")
+        payloads = [each.contiguous() for each in (x if isinstance(x, tuple) else (x,))]
+        launch = Launch(num_sms=num_sms or None)
+        if handle is not None:
+            rows, weights = _dispatch_again(payloads, topk_weights, _checked(handle), launch)
+        else:
+            if not do_expand:
+                _refuse("do_expand=False (version 1's Buffer has that layout)")
+            if topk_idx is None or num_experts is None:
+                raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
+            kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
+            max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            asked = _Asked(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
+            handle = self._dispatch(payloads, topk_weights, asked, launch, is_static=do_cpu_sync is False)
+            rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+        received = rows if isinstance(x, tuple) else rows[0]
+        return received, None, weights, handle, finished(async_with_compute_stream)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Add up the rows of each token, without weights.
+
+        Args:
+            x: (num_rows, hidden) in the layout of the dispatch.
+            handle: of the dispatch.
+            topk_weights: float32 (num_rows,), a value of each row that goes back to its token and expert.
+            bias: one or two tensors (num_tokens, hidden), added to the sums.
+            num_sms: maximum number of multiprocessors; 0 means that of the dispatch.
+            num_qps: ignored.
+            previous_event: waited for first.
+            previous_event_before_epilogue: likewise.
+            async_with_compute_stream: whether the returned event is one to wait for.
+            allocate_on_comm_stream: ignored.
+
+        Returns:
+            Sums (num_tokens, hidden); the values, float32 (num_tokens, num_topk), or ``None``; the event.
+        """
+        wait_for(previous_event, previous_event_before_epilogue)
+        sent, parts = _checked(handle).sent, [x.contiguous()]
+        if topk_weights is not None:
+            parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.dispatched.handle))
+        launch = Launch(num_sms=num_sms or handle.num_sms or None)
+        sums, *of_tokens = sent.comm.combine_all(parts, sent.dispatched.handle, launch=launch)
+        for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
+            sums += each
+        return sums, of_tokens[0] if of_tokens else None, finished(async_with_compute_stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_UNSUPPORTED):
+            _refuse(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _dispatch(
+        self,
+        payloads: list[torch.Tensor],
+        topk_weights: torch.Tensor | None,
+        asked: _Asked,
+        launch: Launch,
+        *,
+        is_static: bool,
+    ) -> EPHandle:
+        """Dispatch as asked for."""
+        alignment, num_experts = asked.expert_alignment, asked.num_experts
+        num_local = num_experts // self.num_ranks
+        static = None
+        if is_static:
+            if not asked.num_max_tokens_per_rank:
+                raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
+            num_pairs = self.num_ranks * asked.num_max_tokens_per_rank * min(asked.topk_idx.shape[1], num_local)
+            static = StaticRows(-(-(num_pairs + num_local * (alignment - 1)) // alignment) * alignment)
+        rows = self._by_num_experts.setdefault(num_experts, ExpertRows(self.group, num_experts))
+        sent = rows.dispatch(
+            payloads,
+            asked.topk_idx,
+            None if topk_weights is None else topk_weights.float(),
+            expert_alignment=alignment,
+            with_weights=topk_weights is not None,
+            static=static,
+            launch=launch,
+        )
+        counts = sent.dispatched.num_rows_per_expert
+        blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+        on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]
+        return EPHandle(
+            **vars(asked),
+            num_expanded_tokens=len(sent.dispatched.rows),
+            num_recv_tokens_per_expert_list=on_host,
+            num_unaligned_recv_tokens_per_expert=counts.int(),
+            psum_num_recv_tokens_per_expert=(blocks.cumsum(0) - blocks + counts).int(),
+            sent=sent,
+        )
+
+
+def _dispatch_again(
+    payloads: list[torch.Tensor], topk_weights: torch.Tensor | None, handle: EPHandle, launch: Launch
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Send other rows, and other weights if there are some, along a handle."""
+    comm, sent = handle.sent.comm, handle.sent.dispatched.handle
+    rows = comm.dispatch_again(payloads, sent, launch=launch)
+    return rows, None if topk_weights is None else comm.dispatch_weights(topk_weights.float(), sent, launch=launch)
+
+
+def _checked(handle: Any) -> EPHandle:
+    """Return a caller's handle; raises ``TypeError`` for another one."""
+    if not isinstance(handle, EPHandle):
+        raise TypeError(f"this call needs the handle of a dispatch, got {type(handle).__name__}")
+    return handle
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"fusco's ElasticBuffer has DeepEP's expanded dispatch and combine only, not {what}")

@@ -1,0 +1,94 @@
+"""Tokens sent to their experts on communicators that grow: what adapters of frameworks have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.api.handle import Dispatched
+from fusco.core.config import Launch, StaticRows
+from fusco.core.rows import row_bytes
+from fusco.integrations.growth import GrowingCommunicator, Need
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """A dispatch, and the communicator that owns its handle."""
+
+    comm: Communicator
+    dispatched: Dispatched
+
+    @property
+    def counts_on_host(self) -> torch.Tensor:
+        """Rows of each local expert without padding, int64 (num_local_experts,), in host memory."""
+        counts = self.dispatched.num_rows_per_expert_on_host
+        assert counts is not None, "the output has its exact size"
+        return counts
+
+    def combine(self, rows: torch.Tensor, *, is_weighted: bool, launch: Launch | None = None) -> torch.Tensor:
+        """Return rows (num_rows, hidden) to their tokens, with the weights of the dispatch or as they are."""
+        handle = self.dispatched.handle
+        return self.comm.combine(rows, handle, weights="topk" if is_weighted else None, launch=launch)
+
+
+class ExpertRows:
+    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+        """Nothing is allocated before the first call."""
+        self._comms = GrowingCommunicator(group, num_experts)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
+        """Return the same object for all layers of a group, whose communicators they share."""
+        of_group = _BY_GROUP.setdefault(group, {})
+        if num_experts not in of_group:
+            of_group[num_experts] = cls(group, num_experts)
+        return of_group[num_experts]
+
+    def dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *,
+        expert_alignment: int = 1,
+        with_weights: bool = True,
+        static: StaticRows | None = None,
+        launch: Launch | None = None,
+    ) -> SentRows:
+        """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
+
+        def dispatch(comm: Communicator, _: Need) -> SentRows:
+            sent = comm.dispatch(
+                payloads,
+                topk_idx,
+                topk_weights,
+                expert_alignment=expert_alignment,
+                with_weights=with_weights,
+                static=static,
+                launch=launch,
+            )
+            return SentRows(comm, sent)
+
+        first = payloads[0]
+        need = Need(
+            num_topk=topk_idx.shape[1],
+            max_tokens_per_rank=max(len(first), 1),
+            # Results of FP8 rows come back in 16 bits.
+            max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
+        )
+        return self._comms.run(need, first.device, dispatch)
+
+    def abort(self) -> None:
+        """Release all communicators without waiting for other ranks."""
+        self._comms.abort()
+
+
+# Module state: the process groups of torch, whose lifetime it follows, are global too.
+_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ExpertRows]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,173 @@
+"""Copier of one GPU: copies to and from pinned host memory over its PCIe link and those of idle GPUs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from fusco.core.announcements import announce
+from fusco.core.errors import ClosedError, FuscoError
+from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
+from fusco.offload.driver import CudaDriver
+from fusco.offload.lane import Resources
+from fusco.offload.mover import Job
+from fusco.offload.relay import Relay
+from fusco.offload.settings import Machine, OffloadSettings, this_machine
+from fusco.offload.shared_links import SharedLinks
+
+
+class Copier:
+    """Copies between one GPU and pinned host memory. ``close`` it, or use it in ``with``; else it closes at exit.
+
+    Attributes:
+        device: the GPU, as CUDA numbers it in this process.
+        settings: its settings.
+    """
+
+    def __init__(self, device: int, settings: OffloadSettings | None = None, machine: Machine | None = None) -> None:
+        """Register on the board of the host and take memory on relays, which opens a CUDA context on each.
+
+        Where that is not possible, ``reason`` says why in one line, and copies are plain ``cudaMemcpyAsync``.
+
+        Args:
+            device: the GPU, as CUDA numbers it in this process.
+            settings: bounds, budget and relays.
+            machine: what it runs on; by default, this machine.
+
+        Raises:
+            OSError: if there is no CUDA driver.
+            LaunchError: if CUDA fails on this GPU.
+            ValueError: for relays that cannot be.
+        """
+        self.device, self.settings = device, settings or OffloadSettings()
+        self._machine = machine or this_machine()
+        self._driver: CudaDriver = self._machine.driver
+        self._resources = Resources(self._driver)
+        self._context = self._resources.context(device)
+        self._events: list[int] = []  # free ones
+        self._under_way: dict[Copy, tuple[int, object]] = {}  # with their event and what they keep
+        self._lock, self._is_closed, self._pid = threading.Lock(), False, os.getpid()
+        self._links, self._reason = self._open_links()
+        self._too_small = f"copies of less than min_bytes, {self.settings.min_bytes:,}, are not worth it"
+        atexit.register(self.close)
+
+    def copy(self, direction: int, device: int, host: int, num_bytes: int, keeps: object = None) -> Copy:
+        """Copy between two addresses, after all work of the current stream so far.
+
+        Args:
+            direction: 0 to host memory, 1 from it.
+            device: address in this GPU's memory.
+            host: address in pinned host memory.
+            num_bytes: bytes.
+            keeps: kept until the copy is done.
+
+        Raises:
+            ClosedError: if the copier was closed, or belongs to the process that this one was forked from.
+            LaunchError: if CUDA fails.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
+        stream, links = self.current_stream(), self._links
+        with self._lock, self._driver.current(self._context):
+            self._reap()
+            event = self._events.pop() if self._events else self._resources.events(self._context, 1)[0]
+            copy: Copy
+            if links is None or num_bytes < self.settings.min_bytes:
+                if links is not None:
+                    links.announce(direction)
+                self._driver.copy(direction, device, host, num_bytes, stream)
+                self._driver.record(event, stream)
+                copy = PlainCopy(self, stream, event, num_bytes, self._reason or self._too_small)
+            else:
+                self._driver.record(event, stream)
+                job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
+                links.mover.submit(job)
+                copy = ChunkedCopy(self, links.mover, job, links.reason)
+            self._under_way[copy] = (event, keeps)
+        return copy
+
+    @property
+    def name(self) -> str:
+        """The copier, for errors."""
+        return f"GPU {self.device}"
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit of a wait."""
+        return self.settings.timeout_s
+
+    @property
+    def driver(self) -> CudaDriver:
+        """The CUDA driver."""
+        return self._driver
+
+    @property
+    def reason(self) -> str:
+        """Why copies take the GPU's own link only, now; empty if they may take others."""
+        return self._reason if self._links is None else self._links.reason
+
+    @property
+    def relays(self) -> tuple[Relay, ...]:
+        """The GPUs whose links may be taken; ``Relay.reason`` says why one is not used."""
+        return () if self._links is None else tuple(self._links.relays)
+
+    @property
+    def links(self) -> SharedLinks | None:
+        """What is shared with other processes; ``None`` if no other link can ever be used."""
+        return self._links
+
+    def rail_name(self, rail: int) -> str:
+        """Return the name of a rail."""
+        return self._links.rail_names[rail] if self._links is not None else "its own link"
+
+    def current_stream(self) -> int:
+        """Return the handle of the caller's current stream on this GPU."""
+        return self._machine.current_stream(self.device)
+
+    def in_context(self) -> AbstractContextManager[None]:
+        """Make the GPU's context current for a while."""
+        return self._driver.current(self._context)
+
+    def reap(self) -> None:
+        """Let go of what finished copies keep. Every new copy does it, too."""
+        with self._lock, self._driver.current(self._context):
+            self._reap()
+
+    def close(self) -> None:
+        """Wait for copies, give all memory back and leave the board. May be called again."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        try:
+            for copy in list(self._under_way):
+                copy.synchronize()
+        finally:
+            if self._links is not None:
+                self._links.close()
+            self._under_way.clear()
+            self._resources.close()
+
+    def __enter__(self) -> Copier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reap(self) -> None:
+        while self._under_way and (oldest := next(iter(self._under_way))).is_done:
+            self._events.append(self._under_way.pop(oldest)[0])
+
+    def _open_links(self) -> tuple[SharedLinks | None, str]:
+        """Return what links need, or why only the GPU's own can be used, which is said once."""
+        try:
+            return SharedLinks(self._machine, self.device, self._context, self.settings), ""
+        except (OSError, FuscoError) as error:
+            reason = " ".join(str(error).split())  # one line, also of what a compiler says
+        announce(f"{self.name}: copies to and from host memory take its own PCIe link only: {reason}")
+        return None, reason

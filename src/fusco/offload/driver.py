@@ -1,0 +1,184 @@
+"""The functions of the CUDA driver that copies need, called through ctypes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from fusco.core.errors import LaunchError
+from fusco.cuda.kernels.compiler import Compiler
+
+NOT_READY = 600
+COPY_CHUNK = {"NUM_THREADS": 512}  # constants of the kernel; mover.c launches as many
+_PEER_ACCESS_ALREADY_ENABLED = 704
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_int, _pointer, _address, _size, _unsigned = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_size_t,
+    ctypes.c_uint,
+)
+#: What ``mover.c`` calls: the field of its ``Driver``, the driver's name, and the types of the arguments.
+CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "set_context": ("cuCtxSetCurrent", (_pointer,)),
+    "to_host": ("cuMemcpyDtoHAsync_v2", (_pointer, _address, _size, _pointer)),
+    "from_host": ("cuMemcpyHtoDAsync_v2", (_address, _pointer, _size, _pointer)),
+    "between": ("cuMemcpyDtoDAsync_v2", (_address, _address, _size, _pointer)),
+    "record": ("cuEventRecord", (_pointer, _pointer)),
+    "query": ("cuEventQuery", (_pointer,)),
+    "wait": ("cuStreamWaitEvent", (_pointer, _pointer, _unsigned)),
+    "launch": ("cuLaunchKernel", (_pointer, *[_unsigned] * 7, _pointer, _pointer, _pointer)),
+}
+TYPES = {name: ctypes.CFUNCTYPE(_int, *arguments) for name, (_, arguments) in CALLS.items()}
+TYPES["now"] = ctypes.CFUNCTYPE(ctypes.c_int64)
+
+
+class DriverTable(ctypes.Structure):
+    """The struct ``Driver`` of ``mover.c``."""
+
+    _fields_ = tuple(TYPES.items())
+
+
+class CudaDriver:
+    """The CUDA driver; every method raises ``LaunchError`` with the driver's name of an error."""
+
+    def __init__(self) -> None:
+        """Load the driver; raises ``OSError`` where there is none."""
+        self._library = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in CALLS.values():
+            getattr(self._library, name).argtypes = arguments
+        self._call("cuInit", _unsigned(0))
+
+    def table(self) -> DriverTable:
+        """Return the addresses of what ``mover.c`` calls; its clock is the system's."""
+        found = {field: getattr(self._library, name) for field, (name, _) in CALLS.items()}
+        return DriverTable(**{field: TYPES[field](_address_of(function)) for field, function in found.items()})
+
+    def retain(self, device: int) -> int:
+        """Return the primary context of a device, which PyTorch uses as well; makes it if nothing has."""
+        return self._new(_pointer, "cuDevicePrimaryCtxRetain", _int(device))
+
+    def release(self, device: int) -> None:
+        """Give a primary context back."""
+        self._call("cuDevicePrimaryCtxRelease_v2", _int(device))
+
+    @contextlib.contextmanager
+    def current(self, context: int) -> Iterator[None]:
+        """Make a context current in this thread for a while."""
+        found = _pointer()
+        self._call("cuCtxGetCurrent", ctypes.byref(found))
+        if found.value == context:  # as a rule: PyTorch has made it current
+            yield
+            return
+        self._call("cuCtxPushCurrent_v2", _pointer(context))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(_pointer()))
+
+    def can_access(self, device: int, peer: int) -> bool:
+        """Return whether a device can access another's memory."""
+        return bool(self._new(_int, "cuDeviceCanAccessPeer", _int(device), _int(peer)))
+
+    def enable_access(self, peer_context: int) -> None:
+        """Let the current context access the memory of another."""
+        self._call("cuCtxEnablePeerAccess", _pointer(peer_context), _unsigned(0), good=_PEER_ACCESS_ALREADY_ENABLED)
+
+    def new_stream(self) -> int:
+        """Return a stream of the current context that does not wait for the default stream."""
+        return self._new(_pointer, "cuStreamCreate", _unsigned(_NON_BLOCKING))
+
+    def free_stream(self, stream: int) -> None:
+        """Destroy a stream."""
+        self._call("cuStreamDestroy_v2", _pointer(stream))
+
+    def new_event(self) -> int:
+        """Return an event of the current context."""
+        return self._new(_pointer, "cuEventCreate", _unsigned(_DISABLE_TIMING))
+
+    def free_event(self, event: int) -> None:
+        """Destroy an event."""
+        self._call("cuEventDestroy_v2", _pointer(event))
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of new memory of the current context's device."""
+        return self._new(_address, "cuMemAlloc_v2", _size(num_bytes))
+
+    def free(self, address: int) -> None:
+        """Free memory."""
+        self._call("cuMemFree_v2", _address(address))
+
+    def load_copy_kernel(self) -> tuple[int, int]:
+        """Return the kernel that copies chunks, as a module and its function, loaded into the current context."""
+        major, minor = (self._attribute(number) for number in (75, 76))  # of the compute capability
+        cubin = Compiler(f"sm_{major}{minor}").compile("copy_chunk", COPY_CHUNK)
+        module = self._new(_pointer, "cuModuleLoadData", ctypes.c_char_p(cubin))
+        return module, self._new(_pointer, "cuModuleGetFunction", _pointer(module), ctypes.c_char_p(b"copy_chunk"))
+
+    def free_module(self, module: int) -> None:
+        """Unload a module."""
+        self._call("cuModuleUnload", _pointer(module))
+
+    def bus_id(self, device: int) -> str:
+        """Return the PCI bus id of a device, for example ``"0000:0f:00.0"``."""
+        text = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", text, _int(32), _int(device))
+        return text.value.decode()
+
+    def num_devices(self) -> int:
+        """Return the number of devices that this process sees."""
+        return self._new(_int, "cuDeviceGetCount")
+
+    def copy(self, direction: int, device: int, host: int, num_bytes: int, stream: int) -> None:
+        """Copy to (0) or from (1) pinned host memory on a stream: what ``cudaMemcpyAsync`` does."""
+        if direction:
+            self._call("cuMemcpyHtoDAsync_v2", device, host, num_bytes, stream)
+        else:
+            self._call("cuMemcpyDtoHAsync_v2", host, device, num_bytes, stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event on a stream."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Have a stream wait for an event."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def is_complete(self, event: int) -> bool:
+        """Return whether all work before an event is done."""
+        return self._call("cuEventQuery", event, good=NOT_READY) == 0
+
+    def error_name(self, code: int) -> str:
+        """Return the driver's name of an error, for example ``"CUDA_ERROR_ILLEGAL_ADDRESS"``."""
+        name = ctypes.c_char_p()
+        self._library.cuGetErrorName(_int(code), ctypes.byref(name))
+        return (name.value or b"unknown error").decode() + f" ({code})"
+
+    def _attribute(self, number: int) -> int:
+        device = self._new(_int, "cuCtxGetDevice")
+        return self._new(_int, "cuDeviceGetAttribute", _int(number), _int(device))
+
+    def _new(self, kind: Any, name: str, *arguments: Any) -> int:
+        made = kind()
+        self._call(name, ctypes.byref(made), *arguments)
+        return int(made.value or 0)
+
+    def _call(self, name: str, *arguments: Any, good: int = 0) -> int:
+        code = int(getattr(self._library, name)(*arguments))
+        if code not in (0, good):
+            raise LaunchError(f"{name} failed: {self.error_name(code)}")
+        return code
+
+
+@cache
+def cuda_driver() -> CudaDriver:
+    """Return the CUDA driver of this process; raises ``OSError`` where there is none."""
+    return CudaDriver()
+
+
+def _address_of(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)

@@ -1,0 +1,477 @@
+/* Copies between one GPU and pinned host memory over its PCIe link and those of idle GPUs of the host.
+ *
+ * A rail is one direction of one GPU's PCIe link; rail 2 k leads from GPU k to host memory, rail 2 k + 1 back. A lane is
+ * what this GPU needs to use a rail: streams and, if the rail belongs to another GPU, a ring of relay buffers in that
+ * GPU's memory. A chunk crosses NVLink to or from its relay buffer on a stream of this GPU, and PCIe on a stream of the
+ * relay, so only this GPU's context ever reads or writes the caller's tensor.
+ *
+ * Rails are chosen as in rails/schedule.py (`fuselink`), and workers see each other on the board of rails/board.py.
+ * The driver is a table of functions, so this file needs no headers of CUDA, and tests run it against one of their own.
+ * One thread steps a mover; all other functions take its lock.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
+/* Fields of the board, in units of 64 bits. */
+enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
+enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
+enum { QUEUED, STARTED, ISSUED, DONE, FAILED };
+
+typedef struct {
+    int (*set_context)(void *);
+    int (*to_host)(void *, uint64_t, size_t, void *);
+    int (*from_host)(uint64_t, const void *, size_t, void *);
+    int (*between)(uint64_t, uint64_t, size_t, void *);
+    int (*record)(void *, void *);
+    int (*query)(void *);
+    int (*wait)(void *, void *, unsigned);
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+    int64_t (*now)(void); /* null: CLOCK_MONOTONIC */
+} Driver;
+
+typedef struct {
+    int64_t chunk_bytes, direct_first, direct_depth, borrowed_per_rail, batch, hold_ns, rest_ns;
+    void *kernel; /* copies by threads instead of copy engines */
+    int64_t num_blocks, relays_by_kernel, own_link_by_kernel;
+} Options;
+
+typedef struct {
+    uint64_t buffer;   /* relay buffers, one for each slot; 0: this GPU's own link */
+    int64_t num_slots; /* chunks that may be under way */
+    void *first_context, *first_stream, *last_context, *last_stream;
+    void *first_events[MAX_SLOTS], *last_events[MAX_SLOTS];
+} Path;
+
+typedef struct Job {
+    struct Job *next;
+    char *host;
+    uint64_t device;
+    int64_t num_bytes, num_issued, num_done, num_borrowed;
+    void *start; /* event: what must be done before the copy begins */
+    int32_t state, direction, error, unused;
+    int64_t outstanding[MAX_RAILS]; /* by rail, chunks */
+    void *last[MAX_RAILS];          /* by rail, the event of the last chunk */
+} Job;
+
+typedef struct {
+    int is_open; /* without, it is drained */
+    Path path;
+    int64_t count, next_slot;                                                /* chunks under way; where the next begins */
+    int head, num_launches;                                                  /* launches under way, each of some chunks */
+    struct { Job *job; int64_t num_bytes, num_chunks; } launches[MAX_SLOTS]; /* a ring, with events of the same index */
+} Lane;
+
+typedef struct {
+    Driver driver;
+    Options options;
+    volatile uint64_t *board;
+    int64_t row;
+    uint32_t direct; /* mask of this GPU's two rails */
+    uint64_t generation;
+    int num_rows, num_owners[MAX_RAILS];
+    int64_t rows[MAX_WORKERS], owners[MAX_RAILS][MAX_WORKERS];
+    Lane lanes[MAX_RAILS];
+    Job *first[2], **end[2]; /* by direction */
+    int64_t num_jobs;
+    int error, is_running, num_waiting;
+    void *context;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    pthread_t thread;
+} Mover;
+
+/* The thread that steps takes the lock again and again; it lets others go first. */
+static void enter(Mover *mover) {
+    __atomic_add_fetch(&mover->num_waiting, 1, __ATOMIC_RELAXED);
+    pthread_mutex_lock(&mover->lock);
+    __atomic_sub_fetch(&mover->num_waiting, 1, __ATOMIC_RELAXED);
+}
+
+static int64_t now_ns(const Mover *mover) {
+    if (mover->driver.now) return mover->driver.now();
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
+
+/* The choice of a rail: the twin of rails/schedule.py. */
+
+static int least(const int64_t *load, uint32_t rails, int64_t bound) {
+    int best = WAIT;
+    for (int rail = 0; rail < MAX_RAILS; rail++)
+        if (rails >> rail & 1 && load[rail] < bound) best = rail, bound = load[rail];
+    return best;
+}
+
+int fusco_choose(uint32_t direct, uint32_t usable, uint32_t idle, const int64_t *outstanding, const int64_t *borrowed,
+                 const Options *options) {
+    uint32_t indirect = usable & ~direct;
+    direct &= usable;
+    if (!direct) {
+        int rail = least(borrowed, indirect & idle, options->borrowed_per_rail);
+        return rail == WAIT ? least(borrowed, indirect, options->borrowed_per_rail) : rail;
+    }
+    int rail = least(outstanding, direct, options->direct_first);
+    if (rail == WAIT) rail = least(borrowed, idle & indirect, options->borrowed_per_rail);
+    return rail == WAIT ? least(outstanding, direct, options->direct_depth) : rail;
+}
+
+/* The board. */
+
+static volatile uint64_t *cell_of(const Mover *mover, int64_t row, int rail) {
+    return mover->board + CELL_0 + row * ROW_FIELDS + rail * FIELDS;
+}
+
+static void follow_board(Mover *mover) {
+    uint64_t generation = mover->board[GENERATION];
+    if (generation == mover->generation) return;
+    mover->generation = generation;
+    mover->num_rows = 0;
+    for (int rail = 0; rail < MAX_RAILS; rail++) mover->num_owners[rail] = 0;
+    for (int64_t row = 0; row < MAX_WORKERS; row++) {
+        volatile uint64_t *worker = mover->board + WORKERS + row * FIELDS;
+        if (!worker[0]) continue;
+        mover->rows[mover->num_rows++] = row;
+        for (int rail = 0; rail < MAX_RAILS; rail++)
+            if (row != mover->row && worker[DIRECT] >> rail & 1) mover->owners[rail][mover->num_owners[rail]++] = row;
+    }
+}
+
+static int is_idle(const Mover *mover, int rail, int64_t now) {
+    for (int i = 0; i < mover->num_owners[rail]; i++)
+        if (now - (int64_t)cell_of(mover, mover->owners[rail][i], rail)[LAST_TX] < mover->options.hold_ns) return 0;
+    return 1;
+}
+
+static int64_t borrowed_on(const Mover *mover, int rail) {
+    int64_t sum = 0;
+    for (int i = 0; i < mover->num_rows; i++) sum += (int64_t)cell_of(mover, mover->rows[i], rail)[BORROWED];
+    return sum;
+}
+
+static int take(Mover *mover, int rail) {
+    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
+    cell[BORROWED]++;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* the count is visible before those of the others are read */
+    if (borrowed_on(mover, rail) <= mover->options.borrowed_per_rail) return 1;
+    cell[BORROWED]--;
+    return 0;
+}
+
+static int choose(Mover *mover, int direction, int *num_lanes) {
+    int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
+    uint32_t usable = 0, idle = 0;
+    follow_board(mover);
+    for (int rail = direction; rail < MAX_RAILS; rail += 2) {
+        if (!mover->lanes[rail].is_open) continue;
+        usable |= 1u << rail;
+        *num_lanes += 1;
+        outstanding[rail] = mover->lanes[rail].count;
+        if (mover->direct >> rail & 1) continue;
+        borrowed[rail] = borrowed_on(mover, rail);
+        if (is_idle(mover, rail, now)) idle |= 1u << rail;
+    }
+    for (;;) {
+        int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
+        if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
+        borrowed[rail] = mover->options.borrowed_per_rail; /* another worker was quicker */
+    }
+}
+
+/* Chunks. */
+
+static int in_context(Mover *mover, void *context) {
+    if (mover->context == context) return 0;
+    mover->context = context;
+    return mover->driver.set_context(context);
+}
+
+static int run_kernel(Mover *mover, uint64_t to, uint64_t from, int64_t num_bytes, void *stream) {
+    void *arguments[] = {&to, &from, &num_bytes};
+    unsigned blocks = (unsigned)mover->options.num_blocks;
+    return mover->driver.launch(mover->options.kernel, blocks, 1, 1, 512, 1, 1, 0, stream, arguments, 0);
+}
+
+static int between(Mover *mover, uint64_t to, uint64_t from, int64_t num_bytes, void *stream) {
+    if (mover->options.relays_by_kernel) return run_kernel(mover, to, from, num_bytes, stream);
+    return mover->driver.between(to, from, (size_t)num_bytes, stream);
+}
+
+static int over_pcie(Mover *mover, const Job *job, uint64_t device, int64_t num_bytes, void *stream) {
+    char *host = job->host + job->num_issued;
+    if (job->direction) return mover->driver.from_host(device, host, (size_t)num_bytes, stream);
+    return mover->driver.to_host(host, device, (size_t)num_bytes, stream);
+}
+
+static int issue_direct(Mover *mover, const Job *job, const Path *path, int launch, int64_t num_bytes) {
+    uint64_t device = job->device + job->num_issued, host = (uint64_t)(uintptr_t)(job->host + job->num_issued);
+    int error = in_context(mover, path->last_context);
+    if (!error && mover->options.own_link_by_kernel)
+        error = run_kernel(mover, job->direction ? device : host, job->direction ? host : device, num_bytes,
+                           path->last_stream);
+    else if (!error)
+        error = over_pcie(mover, job, device, num_bytes, path->last_stream);
+    return error ? error : mover->driver.record(path->last_events[launch], path->last_stream);
+}
+
+static int issue_relayed(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
+    const Driver *driver = &mover->driver;
+    const Path *path = &lane->path;
+    uint64_t buffer = path->buffer + (uint64_t)(lane->next_slot * mover->options.chunk_bytes);
+    uint64_t device = job->device + job->num_issued;
+    int error = in_context(mover, path->first_context);
+    if (!error)
+        error = job->direction ? over_pcie(mover, job, buffer, num_bytes, path->first_stream)
+                               : between(mover, buffer, device, num_bytes, path->first_stream);
+    if (!error) error = driver->record(path->first_events[launch], path->first_stream);
+    if (!error) error = in_context(mover, path->last_context);
+    if (!error) error = driver->wait(path->last_stream, path->first_events[launch], 0);
+    if (!error)
+        error = job->direction ? between(mover, device, buffer, num_bytes, path->last_stream)
+                               : over_pcie(mover, job, buffer, num_bytes, path->last_stream);
+    return error ? error : driver->record(path->last_events[launch], path->last_stream);
+}
+
+/* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. Towards the end
+ * of a job there are fewer, so that all lanes end together. */
+static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_lanes) {
+    const Options *options = &mover->options;
+    const Lane *lane = &mover->lanes[rail];
+    int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
+    int64_t most = left / (2 * num_lanes), batch = 1;
+    if (most > options->batch) most = options->batch;
+    if (lane->path.buffer) {
+        if (most > lane->path.num_slots - lane->next_slot) most = lane->path.num_slots - lane->next_slot;
+        while (batch < most && take(mover, rail)) batch++;
+    } else {
+        int64_t room = (lane->count < options->direct_first ? options->direct_first : options->direct_depth) - lane->count;
+        if (most > room) most = room;
+        if (most > batch) batch = most;
+    }
+    return batch;
+}
+
+static int issue(Mover *mover, Job *job, int rail, int num_lanes) {
+    Lane *lane = &mover->lanes[rail];
+    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
+    int launch = (int)((lane->head + lane->num_launches) % lane->path.num_slots);
+    int64_t left = job->num_bytes - job->num_issued, num_chunks = batch_of(mover, job, rail, num_lanes);
+    int64_t num_bytes = num_chunks * mover->options.chunk_bytes;
+    if (num_bytes > left) num_bytes = left;
+    cell[POSTED] += (uint64_t)num_chunks;
+    cell[LAST_TX] = (uint64_t)now_ns(mover);
+    lane->launches[launch].job = job, lane->launches[launch].num_bytes = num_bytes;
+    lane->launches[launch].num_chunks = num_chunks;
+    lane->num_launches++, lane->count += num_chunks;
+    job->outstanding[rail] += num_chunks, job->last[rail] = lane->path.last_events[launch];
+    int error = lane->path.buffer ? issue_relayed(mover, job, lane, launch, num_bytes)
+                                  : issue_direct(mover, job, &lane->path, launch, num_bytes);
+    lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots;
+    job->num_issued += num_bytes;
+    if (lane->path.buffer) job->num_borrowed += num_bytes;
+    if (job->num_issued == job->num_bytes) job->state = ISSUED;
+    return error;
+}
+
+static void complete(Mover *mover, int rail) {
+    Lane *lane = &mover->lanes[rail];
+    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
+    Job *job = lane->launches[lane->head].job;
+    int64_t num_bytes = lane->launches[lane->head].num_bytes, num_chunks = lane->launches[lane->head].num_chunks;
+    lane->head = (int)((lane->head + 1) % lane->path.num_slots), lane->num_launches--, lane->count -= num_chunks;
+    if (lane->path.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
+    cell[COMPLETED] += (uint64_t)num_chunks;
+    cell[TX_BYTES] += (uint64_t)num_bytes;
+    cell[LAST_TX] = (uint64_t)(now_ns(mover) - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
+    job->outstanding[rail] -= num_chunks;
+    job->num_done += num_bytes;
+    if (job->num_done == job->num_bytes) job->state = DONE;
+}
+
+static void fail(Mover *mover, int error) {
+    mover->error = error;
+    for (int direction = 0; direction < 2; direction++)
+        for (Job *job = mover->first[direction]; job; job = job->next)
+            if (job->state < DONE) job->state = FAILED, job->error = error;
+    for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them, nobody can tell */
+        if (mover->lanes[rail].path.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
+        mover->lanes[rail].count = mover->lanes[rail].num_launches = 0;
+    }
+}
+
+static int poll_lanes(Mover *mover) {
+    int progress = 0;
+    for (int rail = 0; rail < MAX_RAILS; rail++) {
+        Lane *lane = &mover->lanes[rail];
+        while (lane->num_launches) {
+            int answer = mover->driver.query(lane->path.last_events[lane->head]);
+            if (answer == NOT_READY) break;
+            if (answer) return fail(mover, answer), 1;
+            complete(mover, rail), progress = 1;
+        }
+    }
+    return progress;
+}
+
+/* Take finished jobs from a queue: their memory is the caller's, who may free it after the lock is released. */
+static void drop_finished(Mover *mover, int direction) {
+    Job **place = &mover->first[direction];
+    while (*place)
+        if ((*place)->state >= DONE)
+            *place = (*place)->next, mover->num_jobs--;
+        else
+            place = &(*place)->next;
+    mover->end[direction] = place;
+}
+
+static int pump(Mover *mover, int direction) {
+    int progress = 0, num_starts = 0;
+    for (Job *job = mover->first[direction]; job && !mover->error; job = job->next) {
+        if (job->state == QUEUED) {
+            int answer = num_starts++ < MAX_STARTS ? mover->driver.query(job->start) : NOT_READY;
+            if (answer == NOT_READY) continue;
+            if (answer) return fail(mover, answer), 1;
+            job->state = STARTED, progress = 1;
+        }
+        while (job->state == STARTED) {
+            int num_lanes = 0, rail = choose(mover, direction, &num_lanes);
+            if (rail == WAIT) return progress;
+            int error = issue(mover, job, rail, num_lanes);
+            if (error) return fail(mover, error), 1;
+            progress = 1;
+        }
+    }
+    return progress;
+}
+
+int fusco_step(Mover *mover) {
+    pthread_mutex_lock(&mover->lock);
+    mover->context = 0; /* whatever is current in this thread */
+    int progress = 0;
+    if (!mover->error) {
+        progress = poll_lanes(mover);
+        for (int direction = 0; direction < 2; direction++) progress |= pump(mover, direction);
+    }
+    for (int direction = 0; direction < 2; direction++) drop_finished(mover, direction);
+    if (progress) pthread_cond_broadcast(&mover->changed);
+    pthread_mutex_unlock(&mover->lock);
+    return progress;
+}
+
+static void *run(void *argument) {
+    Mover *mover = argument;
+    /* A launch takes 20 us a MB; look a few times while one is under way. A sleep costs some us more than it says. */
+    struct timespec pause = {0, (long)(mover->options.batch * mover->options.chunk_bytes / 500)}, rest = {0, 40000};
+    if (pause.tv_nsec > 10000) pause.tv_nsec = 10000;
+    prctl(PR_SET_TIMERSLACK, 1UL);
+    int64_t last = now_ns(mover);
+    while (__atomic_load_n(&mover->is_running, __ATOMIC_RELAXED)) {
+        if (fusco_step(mover)) {
+            last = now_ns(mover);
+            continue;
+        }
+        pthread_mutex_lock(&mover->lock);
+        if (!mover->num_jobs && now_ns(mover) - last > 200000) /* the next copy often follows at once */
+            while (!mover->num_jobs && mover->is_running) pthread_cond_wait(&mover->changed, &mover->lock);
+        pthread_mutex_unlock(&mover->lock);
+        if (now_ns(mover) - last > 1000000) {
+            nanosleep(&rest, 0); /* what is waited for may take long: other work of the stream */
+        } else if (pause.tv_nsec > 2000) {
+            nanosleep(&pause, 0);
+        }
+        while (__atomic_load_n(&mover->num_waiting, __ATOMIC_RELAXED)) sched_yield();
+    }
+    return 0;
+}
+
+/* For Python. */
+
+Mover *fusco_new(const Driver *driver, const Options *options, uint64_t *board, int64_t row, uint32_t direct) {
+    Mover *mover = calloc(1, sizeof *mover);
+    if (!mover) return 0;
+    mover->driver = *driver, mover->options = *options, mover->board = board;
+    mover->row = row, mover->direct = direct, mover->generation = ~0ULL;
+    for (int direction = 0; direction < 2; direction++) mover->end[direction] = &mover->first[direction];
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_mutex_init(&mover->lock, 0);
+    pthread_cond_init(&mover->changed, &attributes);
+    return mover;
+}
+
+int fusco_start(Mover *mover) {
+    mover->is_running = 1;
+    int error = pthread_create(&mover->thread, 0, run, mover);
+    if (error) mover->is_running = 0;
+    return error;
+}
+
+void fusco_free(Mover *mover) {
+    enter(mover);
+    int was_running = mover->is_running;
+    __atomic_store_n(&mover->is_running, 0, __ATOMIC_RELAXED);
+    pthread_cond_broadcast(&mover->changed);
+    pthread_mutex_unlock(&mover->lock);
+    if (was_running) pthread_join(mover->thread, 0);
+    pthread_mutex_destroy(&mover->lock);
+    pthread_cond_destroy(&mover->changed);
+    free(mover);
+}
+
+void fusco_open_lane(Mover *mover, int64_t rail, const Path *path) {
+    enter(mover);
+    Lane *lane = &mover->lanes[rail];
+    lane->path = *path, lane->count = lane->next_slot = 0, lane->head = lane->num_launches = 0, lane->is_open = 1;
+    pthread_mutex_unlock(&mover->lock);
+}
+
+/* Begin to drain a lane, or go on; return its chunks under way. */
+int64_t fusco_drain_lane(Mover *mover, int64_t rail) {
+    enter(mover);
+    mover->lanes[rail].is_open = 0;
+    int64_t count = mover->lanes[rail].count;
+    pthread_mutex_unlock(&mover->lock);
+    return count;
+}
+
+void fusco_submit(Mover *mover, Job *job) {
+    enter(mover);
+    if (mover->error || !job->num_bytes) {
+        job->state = mover->error ? FAILED : DONE, job->error = mover->error;
+    } else {
+        *mover->end[job->direction] = job, mover->end[job->direction] = &job->next;
+        mover->num_jobs++;
+    }
+    pthread_cond_broadcast(&mover->changed);
+    pthread_mutex_unlock(&mover->lock);
+}
+
+/* Wait until a job has reached a state, at most so long; return its state. */
+int fusco_wait(Mover *mover, const Job *job, int state, int64_t timeout_ns) {
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += timeout_ns / 1000000000LL, end.tv_nsec += timeout_ns % 1000000000LL;
+    if (end.tv_nsec >= 1000000000L) end.tv_sec++, end.tv_nsec -= 1000000000L;
+    enter(mover);
+    while (job->state < state && !pthread_cond_timedwait(&mover->changed, &mover->lock, &end)) {}
+    int reached = job->state;
+    pthread_mutex_unlock(&mover->lock);
+    return reached;
+}
+
+/* Have a stream wait for an issued job: for the last chunk on each lane, since a lane is in order. */
+int fusco_order(Mover *mover, const Job *job, void *stream) {
+    int error = 0;
+    enter(mover);
+    for (int rail = 0; rail < MAX_RAILS && !error; rail++)
+        if (job->outstanding[rail]) error = mover->driver.wait(stream, job->last[rail], 0);
+    pthread_mutex_unlock(&mover->lock);
+    return error;
+}

@@ -1,0 +1,130 @@
+"""Wrapper of ``mover.c``: the thread that copies chunks over all links it may use now."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from fusco.core.c_library import load_c_library
+from fusco.core.errors import ThreadError
+from fusco.offload.driver import DriverTable
+from fusco.rails.board import Board
+from fusco.rails.limits import Limits
+from fusco.rails.rail import MAX_RAILS
+
+MAX_SLOTS = 64  # chunks of a lane that may be under way
+QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
+TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
+SOURCE = Path(__file__).with_name("mover.c")
+
+
+class Options(ctypes.Structure):
+    """The struct ``Options`` of ``mover.c``."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("chunk_bytes", "direct_first", "direct_depth", "borrowed_per_rail")),
+        *((name, ctypes.c_int64) for name in ("batch", "hold_ns", "rest_ns")),
+        ("kernel", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_blocks", "relays_by_kernel", "own_link_by_kernel")),
+    )
+
+    @classmethod
+    def of(cls, limits: Limits) -> Options:
+        """Return the options that limits say, with copy engines."""
+        rest_s = max(0.0, limits.hold_s - limits.release_s)
+        counts = (limits.chunk_bytes, limits.direct_first, limits.direct_depth, limits.borrowed_per_rail, limits.batch)
+        return cls(*counts, int(1e9 * limits.hold_s), int(1e9 * rest_s))
+
+
+class LanePath(ctypes.Structure):
+    """The struct ``Path`` of ``mover.c``: streams, events and relay buffers of a lane."""
+
+    _fields_ = (
+        ("buffer", ctypes.c_uint64),
+        ("num_slots", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("first_context", "first_stream", "last_context", "last_stream")),
+        ("first_events", ctypes.c_void_p * MAX_SLOTS),
+        ("last_events", ctypes.c_void_p * MAX_SLOTS),
+    )
+
+
+class Job(ctypes.Structure):
+    """The struct ``Job`` of ``mover.c``; it must stay where it is until it is done."""
+
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        *((name, ctypes.c_int64) for name in ("num_bytes", "num_issued", "num_done", "num_borrowed")),
+        ("start", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("state", "direction", "error", "unused")),
+        ("outstanding", ctypes.c_int64 * MAX_RAILS),
+        ("last", ctypes.c_void_p * MAX_RAILS),
+    )
+
+
+class Mover:
+    """Copies of one GPU, in chunks over lanes; ``close`` it before anything that lanes point to is freed."""
+
+    def __init__(self, table: DriverTable, options: Options, board: Board, row: int, direct: int) -> None:
+        """Make a mover without lanes.
+
+        Args:
+            table: the driver.
+            options: bounds.
+            board: the board of this host's links.
+            row: this worker's row of it.
+            direct: mask of this GPU's rails.
+
+        Raises:
+            CompileError: if ``mover.c`` cannot be compiled.
+        """
+        self._library = load_c_library(SOURCE)
+        self._library.fusco_new.restype = ctypes.c_void_p
+        self._library.fusco_drain_lane.restype = ctypes.c_int64
+        self._board = (ctypes.c_uint64 * 0).from_buffer(board.memory)  # keeps it mapped
+        self._kept = (table, options)
+        pointers = (ctypes.byref(table), ctypes.byref(options), ctypes.c_void_p(ctypes.addressof(self._board)))
+        numbers = (ctypes.c_int64(row), ctypes.c_uint32(direct))
+        self._handle = ctypes.c_void_p(self._library.fusco_new(*pointers, *numbers))
+        if not self._handle:
+            raise MemoryError("no memory for a mover")
+
+    def start(self) -> None:
+        """Start the thread; raises ``ThreadError``."""
+        if error := self._library.fusco_start(self._handle):
+            raise ThreadError(f"the thread of copies could not be started: error {error} of pthread_create")
+
+    def step(self) -> bool:
+        """Do what can be done now, without the thread; return whether anything was."""
+        return bool(self._library.fusco_step(self._handle))
+
+    def open_lane(self, rail: int, path: LanePath) -> None:
+        """Use a rail from now on."""
+        self._library.fusco_open_lane(self._handle, ctypes.c_int64(rail), ctypes.byref(path))
+
+    def drain_lane(self, rail: int) -> int:
+        """Give a rail no more chunks; return how many are under way on it."""
+        return int(self._library.fusco_drain_lane(self._handle, ctypes.c_int64(rail)))
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._library.fusco_submit(self._handle, ctypes.byref(job))
+
+    def wait(self, job: Job, state: int, timeout_s: float = 0.0) -> int:
+        """Wait until a job is in a state or beyond, at most that long; return the state that it is in."""
+        if not self._handle:  # closed
+            return int(job.state) if job.state >= DONE else FAILED
+        timeout_ns = ctypes.c_int64(int(1e9 * timeout_s))
+        return int(self._library.fusco_wait(self._handle, ctypes.byref(job), ctypes.c_int(state), timeout_ns))
+
+    def order(self, job: Job, stream: int) -> int:
+        """Have a stream wait for an issued job; return the driver's error."""
+        return int(self._library.fusco_order(self._handle, ctypes.byref(job), ctypes.c_void_p(stream)))
+
+    def close(self) -> None:
+        """Stop the thread. May be called again."""
+        if self._handle:
+            self._library.fusco_free(self._handle)
+            self._handle = ctypes.c_void_p()
+            del self._board

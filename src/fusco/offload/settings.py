@@ -1,0 +1,97 @@
+"""Settings of a copier, and the machine that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fusco.core.integers import check_integer
+from fusco.offload.budget import RelayBudget
+from fusco.offload.driver import cuda_driver
+from fusco.offload.links import Links, links_board, nvml_links
+from fusco.offload.mover import MAX_SLOTS
+from fusco.rails.limits import Limits
+
+#: Bounds of chunks on PCIe links.
+LINK_LIMITS = Limits(chunk_bytes=512 << 10, direct_first=16, direct_depth=24, borrowed_per_rail=16, batch=8)
+
+
+_WAYS = ("copy-engines", "threads", "nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadSettings:
+    """Settings of a copier.
+
+    Attributes:
+        limits: bounds of the scheduler, as of ``fusco.rails``; ``batch`` is the chunks that one
+            launch copies at most. Those of connections have no meaning here.
+        budget: memory that may be taken on other GPUs.
+        relays: the GPUs whose links may be taken, as CUDA numbers them; ``None``: all that NVLink connects, those after
+            this one first, as many as the budget allows.
+        relays_by: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
+            ``"threads"`` by a kernel (D1). ``"nothing"``: no link is borrowed, but this GPU's is lent to others while
+            its copies do not need it.
+        own_link_by: what moves chunks over the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``: they
+            take relays only. The last two are for measurements.
+        min_bytes: copies of less take the own link as one ``cudaMemcpyAsync``.
+        timeout_s: the limit of every wait.
+
+    Raises:
+        TypeError, ValueError: for a value of another type, or out of range.
+    """
+
+    limits: Limits = LINK_LIMITS
+    budget: RelayBudget = field(default_factory=RelayBudget)
+    relays: tuple[int, ...] | None = None
+    relays_by: Literal["copy-engines", "threads", "nothing"] = "copy-engines"
+    own_link_by: Literal["copy-engines", "threads", "nothing"] = "copy-engines"
+    min_bytes: int = 16 << 20
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_integer("min_bytes", self.min_bytes, least=0)
+        for name in ("relays_by", "own_link_by"):
+            if (value := getattr(self, name)) not in _WAYS:
+                raise ValueError(f"{name} must be one of {', '.join(_WAYS)}, got {value!r}")
+        if self.relays_by == self.own_link_by == "nothing":
+            raise ValueError("relays_by and own_link_by must not both be 'nothing'")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if max(self.limits.direct_depth, self.limits.borrowed_per_rail) > MAX_SLOTS:
+            raise ValueError(
+                f"direct_depth and borrowed_per_rail must be at most {MAX_SLOTS}, got {self.limits.direct_depth}, "
+                f"{self.limits.borrowed_per_rail}"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a copier runs on; tests have their own.
+
+    Attributes:
+        driver: a ``CudaDriver`` or what behaves like one.
+        links: returns the GPUs of this host.
+        board: returns the file of the board.
+        current_stream: returns the handle of the caller's current stream on a device.
+        has_threads: whether movers run by themselves; otherwise the owner steps them.
+    """
+
+    driver: Any
+    links: Callable[[], Links]
+    board: Callable[[], Path]
+    current_stream: Callable[[int], int]
+    has_threads: bool = True
+
+
+def this_machine() -> Machine:
+    """Return this machine; raises ``OSError`` where there is no CUDA driver."""
+    return Machine(cuda_driver(), nvml_links, links_board, _current_stream)
+
+
+def _current_stream(device: int) -> int:
+    import torch  # noqa: PLC0415  fusco.offload alone does not load it
+
+    return int(torch._C._cuda_getCurrentRawStream(device))  # noqa: SLF001  a fortieth of the public way's time

@@ -1,0 +1,159 @@
+"""What a copier needs to use PCIe links together with the other processes of the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from contextlib import ExitStack
+
+from fusco.core.errors import FuscoError
+from fusco.offload.driver import CudaDriver
+from fusco.offload.lane import Resources, direct_path
+from fusco.offload.links import Links, rails_of_links
+from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, Options
+from fusco.offload.relay import Relay, RelayHost
+from fusco.offload.settings import Machine, OffloadSettings
+from fusco.rails.board import Board
+from fusco.rails.board_row import BoardRow
+
+_KEEP_S, _RETRY_S = 0.1, 1.0  # between looks at the memory of relays, and between attempts to open one
+_NUM_BLOCKS = 32  # of the kernel of D1 and D3: they saturate NVLink
+
+
+class NoRelayError(FuscoError):
+    """Only the GPU's own link can be used; the text is the reason."""
+
+
+class SharedLinks:
+    """A GPU's row of the board, its mover, and its relays with the thread that watches their memory.
+
+    Attributes:
+        mover: copies chunks.
+        relays: the GPUs whose links may be taken.
+        rail_names: the rails of this host.
+    """
+
+    def __init__(self, machine: Machine, device: int, context: int, settings: OffloadSettings) -> None:
+        """Register, and take memory on relays.
+
+        Raises:
+            NoRelayError: if no other link can be used, which says why.
+            OSError, SharedMemoryError, CompileError, LaunchError: if anything else is missing.
+        """
+        links, to_link = _find_links(machine, device, settings)
+        self._link = to_link.pop(device)
+        self._max_relays, self._next_try_s = settings.budget.max_relays, 0.0
+        self.relays: list[Relay] = []
+        self._ending, self._is_ending, self._keeper = (
+            ExitStack(),
+            threading.Event(),
+            threading.Thread(target=self._keep),
+        )
+        try:
+            self.rail_names = self._register(machine, links, settings)
+            self.mover = self._new_mover(machine.driver, context, settings)
+            host = RelayHost(machine.driver, context, links, settings.limits, settings.budget, self.mover)
+            if settings.relays_by != "nothing":
+                self.relays = [Relay(host, peer, link) for peer, link in to_link.items()]
+                self._open_first()
+            if machine.has_threads:
+                self.mover.start()
+                self._keeper.daemon = True
+                self._keeper.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def reason(self) -> str:
+        """Why only the GPU's own link may be taken now; empty if others may."""
+        if any(relay.is_open for relay in self.relays):
+            return ""
+        reasons = [f"GPU {relay.device} is no relay: {relay.reason}" for relay in self.relays]
+        return "; ".join(reasons) or "the settings borrow no link"
+
+    def announce(self, direction: int) -> None:
+        """Say that the GPU uses its own link, without the mover."""
+        self._row.announce(2 * self._link + direction)
+
+    def keep(self) -> None:
+        """Give back what relays hold whose memory is low, open others, and free the rows of dead workers."""
+        closed = [relay for relay in self.relays if relay.check()]
+        if (now := time.monotonic()) >= self._next_try_s:
+            self._next_try_s = now + _RETRY_S
+            for relay in self.relays:
+                if relay not in closed and sum(each.is_open for each in self.relays) < self._max_relays:
+                    relay.open()
+        self._board.reset_dead()
+
+    def close(self) -> None:
+        """Give everything back. May be called again."""
+        self._is_ending.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        for relay in self.relays:
+            relay.close("the copier was closed")
+        self._ending.close()
+
+    def _open_first(self) -> None:
+        self.keep()
+        if self.reason:
+            raise NoRelayError(self.reason)
+
+    def _register(self, machine: Machine, links: Links, settings: OffloadSettings) -> list[str]:
+        rails, limits = rails_of_links(links), settings.limits
+        self._board = Board(machine.board())
+        self._ending.callback(self._board.close)
+        rest_s = max(0.0, limits.hold_s - limits.release_s)
+        self._row = BoardRow(self._board, self._link, 0b11 << 2 * self._link, rails, rest_s)
+        self._ending.callback(self._row.close)
+        return [rail.interface for rail in rails]
+
+    def _new_mover(self, driver: CudaDriver, context: int, settings: OffloadSettings) -> Mover:
+        resources = Resources(driver)
+        self._ending.callback(resources.close)
+        options = Options.of(settings.limits)
+        if "threads" in (settings.relays_by, settings.own_link_by):
+            options.kernel, options.num_blocks = resources.copy_kernel(context), _NUM_BLOCKS
+            options.relays_by_kernel = settings.relays_by == "threads"
+            options.own_link_by_kernel = settings.own_link_by == "threads"
+        mover = Mover(driver.table(), options, self._board, self._row.row, 0b11 << 2 * self._link)
+        self._ending.callback(mover.close)
+        if settings.own_link_by != "nothing":
+            for direction in (TO_HOST, FROM_HOST):
+                path = direct_path(resources, context, settings.limits.direct_depth)
+                mover.open_lane(2 * self._link + direction, path)
+        return mover
+
+    def _keep(self) -> None:
+        """Run ``keep`` again and again, in a thread."""
+        while not self._is_ending.wait(_KEEP_S):
+            try:
+                self.keep()
+            except (OSError, FuscoError) as error:
+                warnings.warn(f"the memory of relays is not watched any more: {error}", RuntimeWarning, stacklevel=1)
+                return
+
+
+def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[Links, dict[int, int]]:
+    """Return the links of this host, and by device the link of this GPU and of those that may be its relays."""
+    driver: CudaDriver = machine.driver
+    count = driver.num_devices()
+    others = [(device + i) % count for i in range(1, count)] if settings.relays is None else list(settings.relays)
+    if unknown := [peer for peer in others if peer == device or not 0 <= peer < count]:
+        raise ValueError(f"relays of GPU {device} must be other GPUs among the {count} of this process, got {unknown}")
+    if not others:
+        raise NoRelayError("this process sees one GPU" if count == 1 else "the settings name no relay")
+    links = machine.links()
+    to_link = {each: links.index_of(driver.bus_id(each)) for each in (device, *others)}
+    num_links = len(rails_of_links(links)) // 2
+    far = [
+        peer
+        for peer in others
+        if not (driver.can_access(device, peer) and links.has_nvlink(to_link[device], to_link[peer]))
+    ]
+    if to_link[device] >= num_links or len(far) == len(others):
+        names = ", ".join(map(str, others))
+        raise NoRelayError(f"GPU {device} has no access over NVLink to the memory of GPU {names}")
+    return links, {each: link for each, link in to_link.items() if each not in far and link < num_links}

@@ -1,0 +1,142 @@
+"""NCCL over rails: the network plugin, compiled when first used, and the environment by which NCCL takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusco.core.cache import CacheFolder, find_cache_folder
+from fusco.core.errors import CompileError
+from fusco.rails.limits import Limits
+from fusco.rails.rail import Rail, check_rails, discover_rails
+
+SOURCE_DIR = Path(__file__).parent / "plugin"
+POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+_COMPILE_TIMEOUT_S = 120.0
+# Version 11 of NCCL's interface came with 2.28, version 10 before; the plugin has both.
+_LEAST_NCCL, _NEWEST_NCCL = (2, 27), (2, 30)
+
+
+def nccl_plugin(
+    rails: Sequence[Rail] | None = None,
+    *,
+    worker: int | None = None,
+    policy: str = "fuselink",
+    limits: Limits | None = None,
+    board: Path | None = None,
+    timeout_s: float = 60.0,
+) -> dict[str, str]:
+    """Return the environment with which NCCL sends between hosts over all rails, whoever uses it in this process.
+
+    Set it before NCCL starts, for example with ``os.environ.update(nccl_plugin())`` ahead of ``init_process_group``;
+    all processes of a job need it. The plugin is compiled by the system's C compiler when first used, and kept.
+
+    Args:
+        rails: the rails of this host, in the order that all hosts have; by default ``discover_rails()``, for as many
+            workers as torchrun has started on this host.
+        worker: this process's number on its host, which must own a rail; by default ``LOCAL_RANK`` as of torchrun,
+            or 0.
+        policy: ``"fuselink"``, ``"spray"`` or ``"direct"``.
+        limits: bounds of the scheduler; at most 32 chunks may be outstanding on a rail.
+        board: the file of the board; by default that of this user and network namespace.
+        timeout_s: the limit of connecting. NCCL's requests have none, but those whose peer or rails are lost fail.
+
+    Raises:
+        ValueError: for rails or a policy that cannot be, and for an NCCL that the plugin does not know.
+        CompileError: without a C compiler, or if it fails.
+    """
+    if policy not in POLICIES_OF_PLUGIN:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES_OF_PLUGIN)}, got {policy!r}")
+    if why_not := why_not_nccl(nccl_version()):
+        raise ValueError(why_not)
+    if rails is None:
+        found = discover_rails()
+        num_workers = max(len(found), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        rails = discover_rails([rail.interface for rail in found], num_workers)
+    return environment_of_plugin(rails, worker=worker, policy=policy, limits=limits, board=board, timeout_s=timeout_s)
+
+
+def environment_of_plugin(
+    rails: Sequence[Rail],
+    *,
+    worker: int | None,
+    policy: str,
+    limits: Limits | None,
+    board: Path | None,
+    timeout_s: float = 60.0,
+) -> dict[str, str]:
+    """Return what ``nccl_plugin`` returns, without looking at this host and its NCCL."""
+    rails, bounds = check_rails(rails), vars(limits or Limits())
+    chosen = {
+        "NCCL_NET_PLUGIN": str(plugin_path()),
+        "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
+        "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
+        "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # of NCCL's own control messages
+        "FUSCO_RAILS": ";".join(map(_describe, rails)),
+        "FUSCO_RAILS_POLICY": policy,
+        "FUSCO_RAILS_LIMITS": ",".join(f"{name}={value}" for name, value in bounds.items()),
+        "FUSCO_RAILS_TIMEOUT_S": str(timeout_s),
+    }
+    optional = {"FUSCO_RAILS_WORKER": worker, "FUSCO_RAILS_BOARD": board}
+    return chosen | {name: str(value) for name, value in optional.items() if value is not None}
+
+
+def _describe(rail: Rail) -> str:
+    return ",".join((rail.interface, rail.address, str(rail.bits_per_s), "+".join(map(str, rail.owners))))
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """Return the version of this torch's NCCL, such as ``(2, 28, 9)``; ``None`` if it has none."""
+    import torch  # noqa: PLC0415  loads for seconds
+
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):  # a torch without CUDA
+        return None
+
+
+def why_not_nccl(version: tuple[int, ...] | None) -> str:
+    """Return why an NCCL does not load the plugin; empty if it does, or is not known.
+
+    >>> why_not_nccl((2, 28, 9)), why_not_nccl((2, 26, 5))
+    ('', "the plugin is for NCCL 2.27 to 2.30, and this torch's is 2.26.5")
+    """
+    if version is None or _LEAST_NCCL <= version[:2] <= _NEWEST_NCCL:
+        return ""
+    known = " to ".join(".".join(map(str, each)) for each in (_LEAST_NCCL, _NEWEST_NCCL))
+    return f"the plugin is for NCCL {known}, and this torch's is {'.'.join(map(str, version))}"
+
+
+def plugin_path(folder: CacheFolder | None = None, flags: Sequence[str] = ()) -> Path:
+    """Return the compiled plugin; compile it first if the cache has none of these sources and flags.
+
+    Raises ``CompileError`` without a C compiler or a folder that can be written, and with the compiler's message.
+    """
+    folder = folder or find_cache_folder()
+    sources = sorted(SOURCE_DIR.glob("*.c"))
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise CompileError("the plugin for NCCL needs a C compiler, and neither cc, gcc nor clang is installed")
+    command = [compiler, *_FLAGS, *flags]
+    text = b"\n".join(path.read_bytes() for path in (*sources, *sorted(SOURCE_DIR.glob("*.h"))))
+    digest = hashlib.sha256(repr([*command, os.uname().machine]).encode() + text).hexdigest()[:32]
+    file = f"libfusco-rails-{digest}.so"
+    if (cached := folder.find(file)) is not None:
+        return cached
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary, file)
+        arguments = [*command, *map(str, sources), "-o", str(output)]
+        done = subprocess.run(  # noqa: S603  the compiler of this system
+            arguments, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise CompileError(f"the plugin for NCCL does not compile with {compiler}: {done.stderr.strip()}")
+        if problem := folder.keep(file, output.read_bytes()):
+            raise CompileError(f"the plugin for NCCL cannot be kept: {problem}; set FUSCO_CACHE_DIR")
+    return folder.find(file) or Path()

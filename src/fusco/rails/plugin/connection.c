@@ -1,0 +1,241 @@
+/* A connection of a channel over one rail: credits and chunks out, records and payloads in. It never blocks. */
+#include "rails.h"
+
+#include <errno.h>
+#include <linux/tcp.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum {
+  READ_BUDGET = 4 << 20,             /* bytes read before other connections get their turn */
+  LOW_TOS = 0x20, LOW_PRIORITY = 2,  /* RFC 3662: class CS1 in packets, the lowest band of queueing disciplines */
+};
+static const char ZEROS[64 * 1024]; /* sent for the rest of a chunk that the peer has got over another rail */
+
+static void release(struct watched *watched) {
+  struct connection *connection = (struct connection *)watched;
+  free(connection->credits);
+  free(connection->kept);
+  free(connection);
+}
+
+struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation) {
+  struct connection *connection = calloc(1, sizeof *connection);
+  if (!connection) abort();
+  connection->watched = (struct watched){channel_on_event, release, fd, NULL};
+  connection->channel = channel;
+  connection->rail = rail;
+  connection->incarnation = incarnation;
+  connection->progress_ns = now_ns();
+  return connection;
+}
+
+bool configure_socket(int fd, int family, bool defers) {
+  int one = 1, tos = LOW_TOS, priority = LOW_PRIORITY;
+  bool works = !setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  if (defers) { /* the class before the priority, which it changes, too */
+    works &= !(family == AF_INET6 ? setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &tos, sizeof tos)
+                                  : setsockopt(fd, IPPROTO_IP, IP_TOS, &tos, sizeof tos));
+    works &= !setsockopt(fd, SOL_SOCKET, SO_PRIORITY, &priority, sizeof priority);
+  }
+  return works;
+}
+
+void connection_credit(struct connection *connection, const struct record *record) {
+  if (connection->num_credits + sizeof *record > connection->credit_room) {
+    connection->credit_room = 2 * connection->credit_room + 64 * sizeof *record;
+    connection->credits = realloc(connection->credits, connection->credit_room);
+    if (!connection->credits) abort();
+  }
+  memcpy(connection->credits + connection->num_credits, record, sizeof *record);
+  ((struct record *)(connection->credits + connection->num_credits))->magic = RECORD_MAGIC;
+  connection->num_credits += sizeof *record;
+}
+
+struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk) {
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    struct posted *each = connection->outstanding + i;
+    if (each->seq == seq && each->chunk == chunk) return each;
+  }
+  return NULL;
+}
+
+void connection_remove(struct connection *connection, struct posted *posted) {
+  struct posted *end = connection->outstanding + --connection->num_outstanding;
+  memmove(posted, posted + 1, (size_t)((char *)end - (char *)posted));
+}
+
+/* Begin the next chunk; chunks that the peer has got over another rail meanwhile are left out. */
+static bool begin_frame(struct connection *connection) {
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    struct posted *each = connection->outstanding + i;
+    if (!each->is_queued) continue;
+    struct outgoing *message = connection->channel->out + each->seq % MAX_REQUESTS;
+    if (!channel_payload(connection->channel, each->seq, each->chunk)) {
+      connection_remove(connection, each);
+      schedule_completed(connection->channel, connection->rail, 0);
+      i--;
+      continue;
+    }
+    each->is_queued = false;
+    connection->frame = (struct record){.seq = each->seq, .size = message->size, .slot = each->chunk, .mask = each->num_bytes,
+                                        .kind = message->is_too_large ? TOO_LARGE : DATA, .magic = RECORD_MAGIC};
+    connection->has_frame = true;
+    connection->frame_sent = 0;
+    return true;
+  }
+  return false;
+}
+
+bool connection_has_output(const struct connection *connection) {
+  if (connection->has_frame || connection->num_credits) return true;
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    if (connection->outstanding[i].is_queued) return true;
+  }
+  return false;
+}
+
+/* Write some of the frame; the number of bytes, or -1 with errno. */
+static ssize_t write_frame(struct connection *connection) {
+  struct record *frame = &connection->frame;
+  size_t header = connection->frame_sent < RECORD_BYTES ? RECORD_BYTES - connection->frame_sent : 0;
+  size_t done = connection->frame_sent < RECORD_BYTES ? 0 : connection->frame_sent - RECORD_BYTES;
+  size_t left = frame->mask - done;
+  const char *payload = connection->kept ? (char *)connection->kept : channel_payload(connection->channel, frame->seq, frame->slot);
+  if (payload) {
+    payload += done;
+  } else {
+    payload = ZEROS;
+    left = left < sizeof ZEROS ? left : sizeof ZEROS;
+  }
+  struct iovec parts[2] = {{(char *)frame + RECORD_BYTES - header, header}, {(char *)payload, left}};
+  struct msghdr message = {.msg_iov = header ? parts : parts + 1, .msg_iovlen = header ? 2 : 1};
+  ssize_t sent = sendmsg(connection->watched.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) return sent;
+  connection->frame_sent += (size_t)sent;
+  if (connection->frame_sent == RECORD_BYTES + frame->mask) {
+    connection->has_frame = false;
+    free(connection->kept);
+    connection->kept = NULL;
+  }
+  return sent;
+}
+
+static ssize_t write_credits(struct connection *connection) {
+  size_t left = connection->num_credits - connection->credits_sent;
+  ssize_t sent = send(connection->watched.fd, connection->credits + connection->credits_sent, left, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) return sent;
+  connection->credits_sent += (size_t)sent;
+  if (connection->credits_sent == connection->num_credits) connection->num_credits = connection->credits_sent = 0;
+  return sent;
+}
+
+const char *connection_write(struct connection *connection) {
+  connection->wants_write = false;
+  for (;;) {
+    ssize_t sent;
+    /* What has begun is finished first: a frame, or records of which a part is out. */
+    if (connection->num_credits && !connection->has_frame) {
+      sent = write_credits(connection);
+    } else if (connection->has_frame || begin_frame(connection)) {
+      sent = write_frame(connection);
+    } else {
+      return NULL;
+    }
+    if (sent < 0) {
+      if (errno != EAGAIN && errno != EINTR) return strerror(errno);
+      connection->wants_write = true;
+      return NULL;
+    }
+  }
+}
+
+/* Take a complete header; NULL, or why the connection must end. */
+static const char *take_header(struct connection *connection) {
+  struct record *record = &connection->record;
+  connection->num_header = 0;
+  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE) return "bytes that are no record";
+  if (record->kind != DATA && record->kind != TOO_LARGE) return channel_take(connection, record, true);
+  connection->reads_payload = true;
+  connection->num_payload = 0;
+  return NULL;
+}
+
+const char *connection_read(struct connection *connection) {
+  struct channel *channel = connection->channel;
+  struct record *record = &connection->record;
+  const char *why = NULL;
+  bool has_payload = false;
+  for (ssize_t budget = READ_BUDGET; budget > 0 && !connection->is_closed && !why;) {
+    bool is_wanted = false;
+    char *memory = (char *)record + connection->num_header;
+    size_t room = RECORD_BYTES - connection->num_header;
+    if (connection->reads_payload) {
+      memory = channel_target(channel, record, &is_wanted, &why);
+      if (why) break;
+      room = record->mask - connection->num_payload;
+      if (is_wanted) {
+        memory += connection->num_payload;
+      } else {
+        memory = channel->loop->scratch;
+        room = room < sizeof channel->loop->scratch ? room : sizeof channel->loop->scratch;
+      }
+    }
+    ssize_t num = room ? recv(connection->watched.fd, memory, room, MSG_DONTWAIT) : 0;
+    if (num < 0) {
+      if (errno == EAGAIN || errno == EINTR) break;
+      why = strerror(errno);
+      break;
+    }
+    if (room && !num) {
+      why = "the peer closed it";
+      break;
+    }
+    budget -= num;
+    if (!connection->reads_payload) {
+      connection->num_header += (size_t)num;
+      if (connection->num_header == RECORD_BYTES) why = take_header(connection);
+    } else {
+      has_payload = true;
+      connection->num_payload += (size_t)num;
+      if (connection->num_payload == record->mask) {
+        connection->reads_payload = false;
+        why = channel_take(connection, record, is_wanted);
+      }
+    }
+    if ((size_t)num < room) break; /* the socket is empty */
+  }
+  if (has_payload && the_host->direct >> connection->rail & 1) board_receiving(&the_host->board, connection->rail, !channel->num_begun);
+  return why;
+}
+
+bool connection_is_stalled(struct connection *connection, int64_t now) {
+  struct tcp_info info = {0};
+  socklen_t num_bytes = sizeof info;
+  if (getsockopt(connection->watched.fd, IPPROTO_TCP, TCP_INFO, &info, &num_bytes)) return false;
+  if (!info.tcpi_unacked || info.tcpi_bytes_acked != connection->num_acked) {
+    connection->num_acked = info.tcpi_bytes_acked;
+    connection->progress_ns = now;
+  }
+  return now - connection->progress_ns > (int64_t)(1e9 * the_host->limits.stall_s);
+}
+
+/* Drop chunks that have not begun and copy one that has: their memory is the caller's again. */
+void connection_release_memory(struct connection *connection) {
+  for (int i = connection->num_outstanding - 1; i >= 0; i--) {
+    if (connection->outstanding[i].is_queued) {
+      connection_remove(connection, connection->outstanding + i);
+      schedule_completed(connection->channel, connection->rail, 0);
+    }
+  }
+  const struct record *frame = &connection->frame;
+  const char *payload = connection->has_frame && !connection->kept ? channel_payload(connection->channel, frame->seq, frame->slot) : NULL;
+  if (payload && frame->mask) {
+    connection->kept = malloc(frame->mask);
+    if (!connection->kept) abort();
+    memcpy(connection->kept, payload, frame->mask);
+  }
+}

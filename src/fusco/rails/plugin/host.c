@@ -1,0 +1,224 @@
+/* What all channels of the process share: configuration, threads, the board, and NCCL's log. */
+#define _GNU_SOURCE
+#include "rails.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <net/if.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+struct host *the_host;
+static pthread_mutex_t users = PTHREAD_MUTEX_INITIALIZER;
+
+bool host_defers(int rail) { return the_host->policy == FUSELINK && !(the_host->direct >> rail & 1); }
+
+double host_least_late_s(int rail) {
+  const struct limits *limits = &the_host->limits;
+  double bits = 8.0 * limits->chunk_bytes * limits->borrowed_per_rail, speed = (double)the_host->rails[rail].bits_per_s;
+  double both_s = speed > 0 ? 2 * bits / speed : 0; /* twice those of all that may be on it */
+  return both_s > limits->hold_s ? both_s : limits->hold_s;
+}
+
+void host_check_links(void) {
+  uint32_t links = 0;
+  for (int i = 0; i < the_host->num_rails; i++) {
+    struct ifreq request;
+    memset(&request, 0, sizeof request);
+    memcpy(request.ifr_name, the_host->rails[i].interface, sizeof request.ifr_name);
+    bool has_link = !ioctl(the_host->query_fd, SIOCGIFFLAGS, &request) && (request.ifr_flags & (IFF_UP | IFF_RUNNING)) == (IFF_UP | IFF_RUNNING);
+    links |= (uint32_t)has_link << i;
+  }
+  atomic_store(&the_host->links, links);
+}
+
+/* ---- configuration, from what fusco.rails.nccl_plugin() puts into the environment ---- */
+
+static bool parse_address(struct rail *rail) {
+  struct sockaddr_in *v4 = (struct sockaddr_in *)&rail->address;
+  struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)&rail->address;
+  if (inet_pton(AF_INET, rail->text, &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    rail->address_bytes = sizeof *v4;
+  } else if (inet_pton(AF_INET6, rail->text, &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6;
+    rail->address_bytes = sizeof *v6;
+  }
+  return rail->address_bytes != 0;
+}
+
+/* Rails as "interface,address,bit/s,owner+owner;..."; NULL, or what is wrong. */
+static const char *parse_rails(struct host *host, char *text) {
+  char *rest_of_rails, *rest, *rest_of_owners;
+  for (char *each = strtok_r(text, ";", &rest_of_rails); each; each = strtok_r(NULL, ";", &rest_of_rails)) {
+    if (host->num_rails == MAX_RAILS) return "it has more than 16 rails";
+    struct rail *rail = host->rails + host->num_rails;
+    char *interface = strtok_r(each, ",", &rest), *address = strtok_r(NULL, ",", &rest);
+    char *speed = strtok_r(NULL, ",", &rest), *owners = strtok_r(NULL, ",", &rest);
+    if (!speed || strlen(interface) >= sizeof rail->interface || strlen(address) >= sizeof rail->text) return "a rail is interface,address,bit/s,owners";
+    memcpy(rail->interface, interface, strlen(interface));
+    memcpy(rail->text, address, strlen(address));
+    if (!parse_address(rail)) return "an address is no IP address";
+    if (rail->address.ss_family != host->rails[0].address.ss_family) return "IPv4 and IPv6 addresses are mixed";
+    rail->bits_per_s = strtoull(speed, NULL, 10);
+    for (char *owner = owners ? strtok_r(owners, "+", &rest_of_owners) : NULL; owner; owner = strtok_r(NULL, "+", &rest_of_owners)) {
+      if (atoi(owner) == host->worker) host->direct |= 1u << host->num_rails;
+    }
+    host->num_rails++;
+  }
+  /* A handle of 128 bytes has room for so many addresses. */
+  if (host->num_rails > 4 && host->rails[0].address.ss_family == AF_INET6) return "it has more than 4 rails with IPv6 addresses";
+  return host->num_rails ? NULL : "it names no rail";
+}
+
+static const char *parse_limits(struct host *host, char *text) {
+  struct limits *limits = &host->limits;
+  const struct { const char *name; int *number; double *seconds; } fields[] = {
+      {"chunk_bytes", &limits->chunk_bytes, NULL}, {"direct_first", &limits->direct_first, NULL},
+      {"direct_depth", &limits->direct_depth, NULL}, {"borrowed_per_rail", &limits->borrowed_per_rail, NULL},
+      {"batch", &limits->batch, NULL}, {"refresh_s", NULL, &limits->refresh_s}, {"hold_s", NULL, &limits->hold_s},
+      {"release_s", NULL, &limits->release_s}, {"stall_s", NULL, &limits->stall_s}, {"no_rail_s", NULL, &limits->no_rail_s}};
+  char *rest;
+  for (char *each = strtok_r(text, ",", &rest); each; each = strtok_r(NULL, ",", &rest)) {
+    char *value = strchr(each, '=');
+    size_t i = 0;
+    if (value) *value++ = 0;
+    while (i < sizeof fields / sizeof *fields && (!value || strcmp(fields[i].name, each))) i++;
+    if (i == sizeof fields / sizeof *fields) return "a limit is the name of a field of Limits, = and a number";
+    if (fields[i].number && (*fields[i].number = atoi(value)) < 1) return "a limit is not positive";
+    if (fields[i].seconds && !((*fields[i].seconds = strtod(value, NULL)) > 0)) return "a limit is not positive";
+  }
+  if (limits->direct_depth > MAX_DEPTH || limits->borrowed_per_rail > MAX_DEPTH) return "more than 32 chunks outstanding on a rail";
+  return NULL;
+}
+
+static const char *variable(const char *name) {
+  const char *value = getenv(name);
+  return value && *value ? value : NULL;
+}
+
+/* Read the environment; false after saying what is wrong with which variable. */
+static bool configure(struct host *host) {
+  const char *rails = variable("FUSCO_RAILS"), *limits = variable("FUSCO_RAILS_LIMITS"), *policy = variable("FUSCO_RAILS_POLICY");
+  const char *worker = variable("FUSCO_RAILS_WORKER"), *timeout = variable("FUSCO_RAILS_TIMEOUT_S");
+  const char *problem = NULL, *name = "FUSCO_RAILS";
+  char text[4096];
+  if (!worker) worker = variable("LOCAL_RANK");
+  host->worker = worker ? atoi(worker) : 0;
+  host->timeout_s = timeout ? strtod(timeout, NULL) : 60;
+  if (!(host->timeout_s > 0)) host->timeout_s = 60;
+  host->limits = (struct limits){512 * 1024, 2, 4, 2, 8, 0.001, 0.010, 0.002, 0.3, 3.0};
+  if (!rails) {
+    problem = "it is not set; fusco.rails.nccl_plugin() says what to set";
+  } else {
+    snprintf(text, sizeof text, "%s", rails);
+    problem = strlen(rails) < sizeof text ? parse_rails(host, text) : "it is too long";
+  }
+  if (!problem && !host->direct) problem = "this worker (FUSCO_RAILS_WORKER or LOCAL_RANK) owns no rail";
+  if (!problem && limits) {
+    name = "FUSCO_RAILS_LIMITS";
+    snprintf(text, sizeof text, "%s", limits);
+    problem = parse_limits(host, text);
+  }
+  if (!problem && policy) {
+    name = "FUSCO_RAILS_POLICY";
+    host->policy = !strcmp(policy, "direct") ? DIRECT : !strcmp(policy, "spray") ? SPRAY : FUSELINK;
+    if (host->policy == FUSELINK && strcmp(policy, "fuselink")) problem = "it is none of fuselink, spray, direct";
+  }
+  for (int i = 0; i < host->num_rails; i++) {
+    double chunks_s = host->rails[i].bits_per_s ? 16.0 * host->limits.chunk_bytes / (double)host->rails[i].bits_per_s : 0;
+    host->rails[i].hold_ns = (int64_t)(1e9 * (chunks_s > host->limits.hold_s ? chunks_s : host->limits.hold_s));
+  }
+  if (problem) say(true, "%s: %s (worker %d, %s=%s)", name, problem, host->worker, name, variable(name) ? variable(name) : "");
+  return !problem;
+}
+
+/* ---- life ---- */
+
+static int count_loops(const struct host *host) {
+  const char *wanted = variable("FUSCO_RAILS_THREADS"), *local = variable("LOCAL_WORLD_SIZE");
+  long cores = sysconf(_SC_NPROCESSORS_ONLN), workers = local ? atol(local) : 1;
+  long num = wanted ? atol(wanted) : cores / (2 * (workers > 0 ? workers : 1));
+  if (!wanted && num > host->num_rails) num = host->num_rails;
+  if (!wanted && num > 4) num = 4;
+  return num < 1 ? 1 : num > MAX_LOOPS ? MAX_LOOPS : (int)num;
+}
+
+static bool start(struct host *host) {
+  char why[512] = "threads could not be started";
+  host->pid = getpid();
+  host->num_loops = count_loops(host);
+  host->loops = calloc((size_t)host->num_loops, sizeof *host->loops);
+  host->query_fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  pthread_mutex_init(&host->lock, NULL);
+  random_bytes(&host->num_listens, sizeof host->num_listens);
+  if (!host->loops) abort();
+  if (!board_open(&host->board, variable("FUSCO_RAILS_BOARD"), why, sizeof why)) goto failed;
+  if (!board_register(&host->board, host, why, sizeof why) || !joining_listen(host, why, sizeof why)) {
+    board_close(&host->board);
+    goto failed;
+  }
+  the_host = host;
+  host_check_links();
+  for (int i = 0; i < host->num_loops; i++) {
+    if (!loop_start(host->loops + i, i)) { /* the system is out of threads or descriptors; nothing else will work */
+      say(true, "%s: %s", why, strerror(errno));
+      abort();
+    }
+  }
+  for (int i = 0; i < host->num_rails; i++) loop_watch(host->loops, &host->listeners[i]->watched, EPOLLIN, true);
+  say(false, "worker %d of this host, %d rails, %d threads, board %s", host->worker, host->num_rails, host->num_loops, host->board.path);
+  return true;
+failed:
+  say(true, "%s", why);
+  close(host->query_fd);
+  free(host->loops);
+  return false;
+}
+
+static void stop(struct host *host) {
+  if (host->pid != getpid()) return; /* a fork: the threads and the row are the parent's */
+  for (int i = 0; i < host->num_loops; i++) loop_stop(host->loops + i);
+  joining_stop(host);
+  while (host->listens) {
+    struct listen *listen = host->listens;
+    host->listens = listen->next;
+    free(listen->names);
+    free(listen);
+  }
+  for (int i = 0; i < host->num_loops; i++) loop_free(host->loops + i);
+  board_close(&host->board);
+  close(host->query_fd);
+  free(host->loops);
+  the_host = NULL;
+  free(host);
+}
+
+bool host_acquire(void) {
+  bool works = true;
+  pthread_mutex_lock(&users);
+  if (!the_host) {
+    struct host *host = calloc(1, sizeof *host);
+    works = host && configure(host) && start(host);
+    if (!works) free(host);
+  }
+  if (works) the_host->num_users++;
+  pthread_mutex_unlock(&users);
+  return works;
+}
+
+void host_release(void) {
+  pthread_mutex_lock(&users);
+  if (the_host && !--the_host->num_users) stop(the_host);
+  pthread_mutex_unlock(&users);
+}
+
+/* Before version 11, NCCL does not say when it is done; this also runs when the library is unloaded. */
+__attribute__((destructor)) static void at_exit(void) {
+  if (the_host) stop(the_host);
+}

@@ -1,0 +1,436 @@
+/* Connections before their handshake is complete: handshake.py, acceptor.py and dialer.py. */
+#define _GNU_SOURCE
+#include "rails.h"
+
+#include <errno.h>
+#include <net/if.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+enum { MAX_JOINING = 256, BACKLOG = 1024, TAG_BYTES = 32, PORT_ATTEMPTS = 64 };
+static const int64_t HANDSHAKE_NS = 5000000000, PAUSE_NS = 50000000, RETRY_NS = 100000000;
+static const int64_t FIRST_ATTEMPT_NS = 300000000, LONGEST_ATTEMPT_NS = 5000000000;
+static const char MAGIC[8] = "FUSCORL1";
+
+struct __attribute__((packed)) hello {
+  char magic[8];
+  uint8_t nonce[NONCE_BYTES];
+};
+struct __attribute__((packed)) introduction {
+  char magic[8];
+  uint8_t name[NAME_BYTES];
+  uint32_t worker, num_rails, chunk_bytes, rail, incarnation;
+  uint8_t nonce[NONCE_BYTES];
+};
+struct __attribute__((packed)) answer {
+  char magic[8];
+  uint32_t worker, num_rails, chunk_bytes;
+};
+enum { MAX_MESSAGE = sizeof(struct introduction) + TAG_BYTES };
+
+struct joining {
+  struct watched watched;
+  struct joining *next;    /* of the host's, for a server */
+  struct channel *channel; /* of the client */
+  struct loop *loop;
+  int rail;
+  uint32_t incarnation;
+  int64_t deadline_ns;
+  bool is_connecting, has_nonce;
+  uint8_t nonce[NONCE_BYTES], peer_nonce[NONCE_BYTES], message[MAX_MESSAGE];
+  size_t num_bytes, num_expected;
+};
+
+static void release(struct watched *watched) { free(watched); }
+
+/* Authenticate a message; ordered by role, so that no end's message can be sent back to it as its peer's. */
+static void make_tag(const struct joining *joining, const uint8_t *secret, bool by_client, const void *body, size_t num_bytes, uint8_t *tag) {
+  uint8_t text[6 + 2 * NONCE_BYTES + MAX_MESSAGE];
+  bool is_server = !joining->channel;
+  memcpy(text, by_client ? "client" : "server", 6);
+  memcpy(text + 6, is_server ? joining->nonce : joining->peer_nonce, NONCE_BYTES);
+  memcpy(text + 6 + NONCE_BYTES, is_server ? joining->peer_nonce : joining->nonce, NONCE_BYTES);
+  memcpy(text + 6 + 2 * NONCE_BYTES, body, num_bytes);
+  hmac_sha256(secret, text, 6 + 2 * NONCE_BYTES + num_bytes, tag);
+}
+
+static bool has_tag(const struct joining *joining, const uint8_t *secret, bool by_client, size_t num_bytes) {
+  uint8_t tag[TAG_BYTES], difference = 0;
+  make_tag(joining, secret, by_client, joining->message, num_bytes, tag);
+  for (int i = 0; i < TAG_BYTES; i++) difference |= tag[i] ^ joining->message[num_bytes + (size_t)i];
+  return !difference;
+}
+
+static bool send_all(int fd, const void *data, size_t num_bytes) { /* the buffer of a new socket holds it */
+  return send(fd, data, num_bytes, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)num_bytes;
+}
+
+static struct joining *joining_new(struct loop *loop, int fd, int rail, void (*on_event)(struct watched *, uint32_t)) {
+  struct joining *joining = calloc(1, sizeof *joining);
+  if (!joining) abort();
+  joining->watched = (struct watched){on_event, release, fd, NULL};
+  joining->loop = loop;
+  joining->rail = rail;
+  random_bytes(joining->nonce, NONCE_BYTES);
+  return joining;
+}
+
+/* Read a message; 1 if it is complete, 0 if not yet, -1 with the reason. */
+static int read_message(struct joining *joining, const char **why) {
+  while (joining->num_bytes < joining->num_expected) {
+    ssize_t num = recv(joining->watched.fd, joining->message + joining->num_bytes, joining->num_expected - joining->num_bytes, MSG_DONTWAIT);
+    if (num <= 0) {
+      if (num < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+      *why = num ? strerror(errno) : "the other end closed the connection";
+      return -1;
+    }
+    joining->num_bytes += (size_t)num;
+  }
+  joining->num_bytes = 0;
+  if (!memcmp(joining->message, MAGIC, sizeof MAGIC)) return 1;
+  *why = "the other end is no endpoint of fusco.rails of this version";
+  return -1;
+}
+
+/* ---- server ---- */
+
+static void leave(struct joining *joining) { /* the host's list */
+  for (struct joining **at = &the_host->joinings; *at; at = &(*at)->next) {
+    if (*at == joining) {
+      *at = joining->next;
+      the_host->num_joinings--;
+      return;
+    }
+  }
+}
+
+static void refuse(struct joining *joining) {
+  leave(joining);
+  the_host->num_refused++;
+  loop_forget(joining->loop, &joining->watched, false);
+}
+
+/* Under the host's lock. */
+static struct channel *find_named(const uint8_t *name) {
+  struct channel *channel = the_host->named;
+  while (channel && (channel->dials || memcmp(channel->name, name, NAME_BYTES))) channel = channel->next_named;
+  return channel;
+}
+
+/* The listen whose secret the client knows; its number in the name is a hint. Under the host's lock. */
+static struct listen *find_listen(const struct joining *joining, const uint8_t *name) {
+  uint32_t hint;
+  memcpy(&hint, name, sizeof hint);
+  for (int pass = 0; pass < 2; pass++) {
+    for (struct listen *each = the_host->listens; each; each = each->next) {
+      if ((each->number == hint) == !pass && has_tag(joining, each->secret, true, sizeof(struct introduction))) return each;
+    }
+  }
+  return NULL;
+}
+
+/* A new channel of a listen, unless the peer has had it before. Under the host's lock. */
+static struct channel *new_channel(struct listen *listen, const struct introduction *peer) {
+  for (int i = 0; i < listen->num_names; i++) {
+    if (!memcmp(listen->names[i], peer->name, NAME_BYTES)) return NULL;
+  }
+  listen->names = realloc(listen->names, (size_t)(listen->num_names + 1) * NAME_BYTES);
+  if (!listen->names) abort();
+  memcpy(listen->names[listen->num_names++], peer->name, NAME_BYTES);
+  struct channel *channel = channel_new(the_host->loops + the_host->next_loop++ % (unsigned)the_host->num_loops);
+  memcpy(channel->name, peer->name, NAME_BYTES);
+  memcpy(channel->secret, listen->secret, SECRET_BYTES);
+  channel->peer = (int)peer->worker;
+  channel->num_rails = peer->num_rails < (uint32_t)the_host->num_rails ? (int)peer->num_rails : the_host->num_rails;
+  channel->peer_chunk_bytes = peer->chunk_bytes;
+  channel->next_named = the_host->named;
+  the_host->named = channel;
+  struct channel **last = &listen->accepted;
+  while (*last) last = &(*last)->next_accepted;
+  *last = channel;
+  return channel;
+}
+
+/* Give the connection to its channel, which is new with the first. Under the host's lock; the secret to answer with. */
+static const uint8_t *join(struct joining *joining, const struct introduction *peer) {
+  if (!peer->chunk_bytes || !peer->num_rails || peer->rail != (uint32_t)joining->rail || peer->rail >= peer->num_rails) return NULL;
+  struct channel *channel = find_named(peer->name);
+  if (channel) {
+    if (!has_tag(joining, channel->secret, true, sizeof *peer)) return NULL;
+  } else {
+    struct listen *listen = find_listen(joining, peer->name);
+    channel = listen ? new_channel(listen, peer) : NULL;
+  }
+  if (!channel || joining->rail >= channel->num_rails) return NULL;
+  struct arrival *arrival = malloc(sizeof *arrival);
+  if (!arrival) abort();
+  struct answer answer = {.worker = (uint32_t)the_host->worker, .num_rails = (uint32_t)the_host->num_rails, .chunk_bytes = (uint32_t)the_host->limits.chunk_bytes};
+  memcpy(answer.magic, MAGIC, sizeof MAGIC);
+  uint8_t text[sizeof answer + TAG_BYTES];
+  memcpy(text, &answer, sizeof answer);
+  make_tag(joining, channel->secret, false, text, sizeof answer, text + sizeof answer);
+  send_all(joining->watched.fd, text, sizeof text); /* if that fails, so does the connection */
+  *arrival = (struct arrival){channel->arrivals, loop_detach(joining->loop, &joining->watched), joining->rail, peer->incarnation};
+  channel->arrivals = arrival;
+  loop_kick(channel, false);
+  return channel->secret;
+}
+
+static void on_client(struct watched *watched, uint32_t events) {
+  struct joining *joining = (struct joining *)watched;
+  const char *why;
+  int complete = read_message(joining, &why);
+  (void)events;
+  if (!complete) return;
+  const uint8_t *joined = NULL;
+  if (complete > 0) {
+    struct introduction peer;
+    memcpy(&peer, joining->message, sizeof peer);
+    memcpy(joining->peer_nonce, peer.nonce, NONCE_BYTES);
+    pthread_mutex_lock(&the_host->lock);
+    joined = join(joining, &peer);
+    pthread_mutex_unlock(&the_host->lock);
+  }
+  if (joined) {
+    leave(joining);
+  } else {
+    refuse(joining);
+  }
+}
+
+static void set_accepting(bool accepts) {
+  for (int rail = 0; rail < the_host->num_rails; rail++) {
+    loop_watch(the_host->loops, &the_host->listeners[rail]->watched, accepts ? EPOLLIN : 0, false);
+  }
+  the_host->paused_until_ns = accepts ? 0 : now_ns() + PAUSE_NS;
+}
+
+static void on_listener(struct watched *watched, uint32_t events) {
+  struct listener *listener = (struct listener *)watched;
+  int fd = accept4(watched->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  (void)events;
+  if (fd < 0) {
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) set_accepting(false);
+    return; /* else the client has closed it again */
+  }
+  struct loop *loop = the_host->loops;
+  struct joining *joining = joining_new(loop, fd, listener->rail, on_client);
+  struct hello hello;
+  memcpy(hello.magic, MAGIC, sizeof MAGIC);
+  memcpy(hello.nonce, joining->nonce, NONCE_BYTES);
+  joining->num_expected = MAX_MESSAGE;
+  joining->deadline_ns = now_ns() + HANDSHAKE_NS;
+  configure_socket(fd, the_host->rails[listener->rail].address.ss_family, host_defers(listener->rail));
+  send_all(fd, &hello, sizeof hello);
+  loop_watch(loop, &joining->watched, EPOLLIN, true);
+  joining->next = the_host->joinings;
+  the_host->joinings = joining;
+  if (++the_host->num_joinings > MAX_JOINING) {
+    struct joining *oldest = joining;
+    while (oldest->next) oldest = oldest->next;
+    refuse(oldest);
+  }
+}
+
+void joining_check_host(struct host *host, int64_t now) {
+  for (struct joining *each = host->joinings, *next; each; each = next) {
+    next = each->next;
+    if (now > each->deadline_ns) refuse(each);
+  }
+  if (host->paused_until_ns && now >= host->paused_until_ns) set_accepting(true);
+}
+
+static void set_port(struct sockaddr_storage *address, int port) {
+  if (address->ss_family == AF_INET6) {
+    ((struct sockaddr_in6 *)address)->sin6_port = htons((uint16_t)port);
+  } else {
+    ((struct sockaddr_in *)address)->sin_port = htons((uint16_t)port);
+  }
+}
+
+/* Listen on a rail and a port, or on any port if it is 0; the descriptor, or -1 with errno. */
+static int listen_on(const struct rail *rail, int port) {
+  struct sockaddr_storage address = rail->address;
+  int one = 1, fd = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  set_port(&address, port);
+  if (port) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+  if (bind(fd, (struct sockaddr *)&address, rail->address_bytes) || listen(fd, BACKLOG)) {
+    int code = errno;
+    close(fd);
+    errno = code;
+    return -1;
+  }
+  return fd;
+}
+
+/* Listen on all rails, with one port for all, as a handle has room for one. */
+bool joining_listen(struct host *host, char *why, size_t why_bytes) {
+  int fds[MAX_RAILS], num = 0;
+  for (int attempt = 0; attempt < PORT_ATTEMPTS && num < host->num_rails; attempt++) {
+    while (num) close(fds[--num]);
+    host->port = 0;
+    for (; num < host->num_rails; num++) {
+      if ((fds[num] = listen_on(host->rails + num, host->port)) < 0) break;
+      struct sockaddr_storage address;
+      socklen_t num_bytes = sizeof address;
+      getsockname(fds[num], (struct sockaddr *)&address, &num_bytes);
+      host->port = ntohs(address.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&address)->sin6_port : ((struct sockaddr_in *)&address)->sin_port);
+    }
+    if (num < host->num_rails && errno != EADDRINUSE) break;
+  }
+  if (num < host->num_rails) {
+    const struct rail *rail = host->rails + num;
+    snprintf(why, why_bytes, "cannot listen on %s, %s: %s", rail->interface, rail->text, strerror(errno));
+    while (num) close(fds[--num]);
+    return false;
+  }
+  for (int i = 0; i < num; i++) {
+    struct listener *listener = calloc(1, sizeof *listener);
+    if (!listener) abort();
+    listener->watched = (struct watched){on_listener, release, fds[i], NULL};
+    listener->rail = i;
+    host->listeners[i] = listener;
+  }
+  return true;
+}
+
+/* Close what listens; the loops have ended. */
+void joining_stop(struct host *host) {
+  for (int i = 0; i < host->num_rails; i++) {
+    if (host->listeners[i]) loop_forget(host->loops, &host->listeners[i]->watched, false);
+  }
+  while (host->joinings) {
+    struct joining *joining = host->joinings;
+    host->joinings = joining->next;
+    loop_forget(host->loops, &joining->watched, false);
+  }
+}
+
+/* ---- client ---- */
+
+static void attempt_failed(struct joining *joining, const char *why, bool is_refused) {
+  struct channel *channel = joining->channel;
+  struct attempt *attempt = channel->attempts + joining->rail;
+  loop_forget(joining->loop, &joining->watched, false);
+  attempt->joining = NULL;
+  attempt->next_ns = now_ns() + RETRY_NS;
+  attempt->is_refused = is_refused;
+  if (!attempt->was_connected) attempt->limit_ns = 2 * attempt->limit_ns < LONGEST_ATTEMPT_NS ? 2 * attempt->limit_ns : LONGEST_ATTEMPT_NS;
+  channel->failures[joining->rail] = why;
+}
+
+/* Say who this end is, once the server's nonce is known. */
+static void introduce(struct joining *joining) {
+  const struct channel *channel = joining->channel;
+  struct introduction this = {.worker = (uint32_t)the_host->worker, .num_rails = (uint32_t)the_host->num_rails,
+                              .chunk_bytes = (uint32_t)the_host->limits.chunk_bytes, .rail = (uint32_t)joining->rail, .incarnation = joining->incarnation};
+  uint8_t text[MAX_MESSAGE];
+  memcpy(this.magic, MAGIC, sizeof MAGIC);
+  memcpy(this.name, channel->name, NAME_BYTES);
+  memcpy(this.nonce, joining->nonce, NONCE_BYTES);
+  memcpy(text, &this, sizeof this);
+  make_tag(joining, channel->secret, true, text, sizeof this, text + sizeof this);
+  joining->num_expected = sizeof(struct answer) + TAG_BYTES;
+  send_all(joining->watched.fd, text, sizeof text);
+}
+
+static void on_server(struct watched *watched, uint32_t events) {
+  struct joining *joining = (struct joining *)watched;
+  struct channel *channel = joining->channel;
+  const char *why = NULL;
+  if (joining->is_connecting) {
+    int code = 0;
+    socklen_t num_bytes = sizeof code;
+    getsockopt(watched->fd, SOL_SOCKET, SO_ERROR, &code, &num_bytes);
+    if (code) {
+      attempt_failed(joining, strerror(code), code == ECONNREFUSED);
+      return;
+    }
+    joining->is_connecting = false;
+    loop_watch(joining->loop, watched, EPOLLIN, false);
+  }
+  if (!(events & ~(uint32_t)EPOLLOUT)) return;
+  int complete = read_message(joining, &why);
+  if (complete > 0 && !joining->has_nonce) {
+    joining->has_nonce = true;
+    memcpy(joining->peer_nonce, ((struct hello *)joining->message)->nonce, NONCE_BYTES);
+    introduce(joining);
+    return;
+  }
+  if (complete > 0 && !has_tag(joining, channel->secret, false, sizeof(struct answer))) {
+    why = "the other end does not know the secret of the address";
+    complete = -1;
+  }
+  if (complete > 0) {
+    struct attempt *attempt = channel->attempts + joining->rail;
+    attempt->joining = NULL;
+    attempt->is_refused = false;
+    attempt->was_connected = true;
+    channel_attach(channel, loop_detach(joining->loop, watched), joining->rail, joining->incarnation);
+  } else if (complete < 0) {
+    attempt_failed(joining, why, false);
+  }
+}
+
+/* Bind to a rail, so that bytes leave by it wherever routes lead, and begin to connect; 0 or an error number. */
+static int begin_connect(int fd, const struct rail *rail, const struct sockaddr_storage *peer) {
+  struct sockaddr_storage local = rail->address;
+  if (setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, rail->interface, (socklen_t)strlen(rail->interface)) && errno != EPERM) return errno;
+  if (bind(fd, (struct sockaddr *)&local, rail->address_bytes)) return errno;
+  if (connect(fd, (const struct sockaddr *)peer, rail->address_bytes) && errno != EINPROGRESS) return errno;
+  return 0;
+}
+
+static void dial(struct channel *channel, int rail, int64_t now) {
+  struct attempt *attempt = channel->attempts + rail;
+  const struct rail *local = the_host->rails + rail;
+  int fd = socket(local->address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) {
+    channel->failures[rail] = strerror(errno);
+    attempt->next_ns = now + RETRY_NS;
+    return;
+  }
+  struct joining *joining = attempt->joining = joining_new(channel->loop, fd, rail, on_server);
+  if (!attempt->limit_ns) attempt->limit_ns = FIRST_ATTEMPT_NS;
+  joining->channel = channel;
+  joining->incarnation = ++attempt->incarnation;
+  joining->is_connecting = true;
+  joining->num_expected = sizeof(struct hello);
+  joining->deadline_ns = now + attempt->limit_ns;
+  configure_socket(fd, local->address.ss_family, host_defers(rail));
+  int code = begin_connect(fd, local, channel->peer_address + rail);
+  if (code) {
+    attempt_failed(joining, strerror(code), code == ECONNREFUSED);
+  } else {
+    loop_watch(channel->loop, &joining->watched, EPOLLOUT, true);
+  }
+}
+
+/* Begin attempts on rails that are not connected, and give up late ones. */
+void joining_dial(struct channel *channel, int64_t now, uint32_t links) {
+  bool all_refused = !channel->num_connections;
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    struct attempt *attempt = channel->attempts + rail;
+    if (attempt->joining) {
+      if (now > attempt->joining->deadline_ns) attempt_failed(attempt->joining, "no answer", false);
+    } else if (!channel->connections[rail] && !(links >> rail & 1)) {
+      channel->failures[rail] = "the interface has no link";
+    } else if (!channel->connections[rail] && now >= attempt->next_ns) {
+      dial(channel, rail, now);
+    }
+    all_refused &= attempt->is_refused;
+  }
+  if (all_refused) channel_fail(channel, REMOTE_ERROR, "it listens no more");
+}
+
+void joining_give_up(struct channel *channel) {
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    struct joining *joining = channel->attempts[rail].joining;
+    if (joining) loop_forget(joining->loop, &joining->watched, false);
+    channel->attempts[rail].joining = NULL;
+  }
+}

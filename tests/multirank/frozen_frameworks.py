@@ -1,0 +1,289 @@
+"""Parts of vLLM 0.33.0, SGLang 0.5.23 and VeOmni 0.1.12 that adapters use, for machines without them.
+
+Names, signatures and registries are facts of those versions. What runs here does what the frameworks do between the
+calls of an adapter.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import fusco.integrations
+
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_SGLANG_MOE = "sglang.srt.layers.moe"
+
+
+class FusedMoEPrepareAndFinalizeModular(ABC):
+    """``vllm...modular_kernel``."""
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        return
+
+    @property
+    @abstractmethod
+    def activation_format(self) -> Any: ...
+
+    @abstractmethod
+    def topk_indices_dtype(self) -> Any: ...
+
+    @abstractmethod
+    def max_num_tokens_per_rank(self) -> Any: ...
+
+    @abstractmethod
+    def num_dispatchers(self) -> Any: ...
+
+    @abstractmethod
+    def output_is_reduced(self) -> Any: ...
+
+    def supports_async(self) -> bool:
+        return False
+
+    @abstractmethod
+    def prepare(
+        self,
+        a1,
+        topk_weights,
+        topk_ids,
+        num_experts,
+        expert_map,
+        apply_router_weight_on_input,
+        quant_config,
+        defer_input_quant,
+    ) -> Any: ...
+
+    @abstractmethod
+    def finalize(
+        self,
+        output,
+        fused_expert_output,
+        topk_weights,
+        topk_ids,
+        apply_router_weight_on_input,
+        weight_and_reduce_impl,
+    ) -> None: ...
+
+
+class ActivationFormat(Enum):
+    Standard = ("standard",)
+    BatchedExperts = ("batched_experts",)
+
+
+class ExpertTokensMetadata(NamedTuple):
+    expert_num_tokens: torch.Tensor | None
+    expert_num_tokens_cpu: torch.Tensor | None
+
+
+class Delegate: ...
+
+
+class NoOP: ...
+
+
+class FusedMoEKernel:
+    """Calls in the order of vLLM's kernel; experts get rows, their experts and weights as ``prepare`` returns them."""
+
+    def __init__(self, prepare_finalize: Any, fused_experts: Any) -> None:
+        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
+        prepare_finalize.post_init_setup(fused_experts)
+        assert prepare_finalize.activation_format == fused_experts.activation_format()
+        assert not prepare_finalize.supports_async()
+
+    def apply(self, x, topk_weights, topk_ids, num_experts, expert_map) -> torch.Tensor:
+        experts, output = self.fused_experts, torch.full_like(x, float("nan"))
+        assert topk_ids.dtype == self.prepare_finalize.topk_indices_dtype()
+        rows, scales, metadata, ids, weights = self.prepare_finalize.prepare(
+            x,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            False,
+            experts.quant_config,
+            defer_input_quant=False,
+        )
+        assert scales is None
+        assert metadata.expert_num_tokens.tolist() == metadata.expert_num_tokens_cpu.tolist()
+        y = experts.apply(rows, ids, weights, expert_map)
+        self.prepare_finalize.finalize(output, y, weights, ids, False, experts.reduction())
+        return output
+
+
+class UnquantizedFusedMoEMethod:
+    """As far as it makes its kernel; ``register_oot`` as of ``CustomOp``."""
+
+    registered: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(cls.registered.get(cls.__name__, cls))
+
+    def __init__(self, moe: Any, experts_cls: Any) -> None:
+        self.moe, self.experts_cls, self.moe_kernel = moe, experts_cls, None
+
+    @classmethod
+    def register_oot(cls, op_cls: type) -> type:
+        assert cls.__name__ not in cls.registered, f"Duplicate op name: {cls.__name__}"
+        cls.registered[cls.__name__] = op_cls
+        return op_cls
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return SimpleNamespace(quant_dtype=None)
+
+    def _init_moe_kernel(self, layer: Any) -> None:
+        self.moe_kernel = "vLLM's own"
+
+
+class BaseDispatcher(ABC):
+    """``sglang...token_dispatcher.base``."""
+
+    def __init__(self) -> None:
+        self.quant_config: dict = {}
+
+    @abstractmethod
+    def dispatch(self, hidden_states, topk_output) -> Any: ...
+
+    @abstractmethod
+    def combine(self, combine_input) -> Any: ...
+
+
+class CombineInputFormat(Enum):
+    STANDARD = "standard"
+    DEEPEP_V2 = "deepep_v2"
+
+
+class DeepEPv2DispatchOutput(NamedTuple):
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor | None = None
+    is_expanded: bool = False
+    use_masked_gemm: bool = False
+    expected_m: int = 0
+    masked_max_m: int = 0
+    total_expanded: int = 0
+    expert_alignment: int = 128
+    activation_scale_block_size: int = 128
+
+
+class DeepEPv2CombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor | None
+    routewise_layout: Any = None
+    format: Any = CombineInputFormat.DEEPEP_V2
+
+
+class SGLangUnquantizedMethod: ...
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    hooks: ClassVar[dict[str, list]] = defaultdict(list)
+
+    @classmethod
+    def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
+        cls.hooks[target].append((hook_type, hook))
+
+
+class KernelSpec(NamedTuple):
+    """``veomni.ops.kernel_registry``."""
+
+    name: str
+    op_name: str
+    variant: str
+    factory: Any
+    hardware: Any
+    description: str = ""
+
+
+class KernelRegistry:
+    def __init__(self) -> None:
+        self.specs: dict[tuple[str, str, str], KernelSpec] = {}
+
+    def register(self, spec: KernelSpec, force=False) -> None:
+        key = (spec.op_name, spec.variant, spec.name)
+        assert force or key not in self.specs, "Duplicate kernel registration"
+        self.specs[key] = spec
+
+    def resolve(self, op_name: str, variant: str, impl_name: str) -> Any:
+        return self.specs[op_name, variant, impl_name].factory()
+
+
+def apply_veomni_fused_moe_patch(fused_moe_kernel: str = "triton") -> None:
+    raise ValueError(f"Invalid fused_moe_kernel: {fused_moe_kernel!r}")
+
+
+def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, Any]]:
+    veomni_state = SimpleNamespace(ep_group=group)
+    parallel = SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
+    backend = SimpleNamespace(is_deepep_v2=lambda: a2a_backend == "deepep_v2")
+    return {
+        "vllm.distributed": {"get_ep_group": lambda: SimpleNamespace(cpu_group=group)},
+        f"{_FUSED_MOE}.modular_kernel": {
+            "FusedMoEPrepareAndFinalizeModular": FusedMoEPrepareAndFinalizeModular,
+            "FusedMoEActivationFormat": ActivationFormat,
+            "ExpertTokensMetadata": ExpertTokensMetadata,
+            "FusedMoEKernel": FusedMoEKernel,
+        },
+        f"{_FUSED_MOE}.topk_weight_and_reduce": {
+            "TopKWeightAndReduceDelegate": Delegate,
+            "TopKWeightAndReduceNoOP": NoOP,
+        },
+        f"{_FUSED_MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+        f"{_SGLANG_MOE}.token_dispatcher.base": {
+            "BaseDispatcher": BaseDispatcher,
+            "CombineInputFormat": CombineInputFormat,
+        },
+        f"{_SGLANG_MOE}.token_dispatcher.deepep_v2": {"DeepEPv2DispatchOutput": DeepEPv2DispatchOutput},
+        f"{_SGLANG_MOE}.utils": {"get_moe_a2a_backend": lambda: backend},
+        "sglang.srt.layers.quantization.unquant": {"UnquantizedFusedMoEMethod": SGLangUnquantizedMethod},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: parallel},
+        "veomni.distributed.parallel_state": {"get_parallel_state": lambda: veomni_state},
+        "veomni.ops.kernel_registry": {
+            "KERNEL_REGISTRY": KernelRegistry(),
+            "KernelSpec": KernelSpec,
+            "HardwareRequirement": lambda device_type: device_type,
+        },
+        "veomni.ops.kernels.moe": {"apply_veomni_fused_moe_patch": apply_veomni_fused_moe_patch},
+    }
+
+
+@contextmanager
+def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator[None]:
+    """Let adapters import these parts as the frameworks' modules."""
+    made: dict[str, ModuleType] = {}
+    for name, attributes in _modules(group, a2a_backend).items():
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            path = ".".join(parts[:length])
+            made.setdefault(path, ModuleType(path))
+            if length > 1:
+                setattr(made[".".join(parts[: length - 1])], parts[length - 1], made[path])
+        vars(made[name]).update(attributes)
+    UnquantizedFusedMoEMethod.registered.clear()
+    HookRegistry.hooks.clear()
+    with mock.patch.dict(sys.modules, made):
+        _forget_adapters()
+        yield
+        _forget_adapters()
+
+
+def _forget_adapters() -> None:
+    for name in ("vllm", "sglang", "veomni"):
+        sys.modules.pop(f"fusco.integrations.{name}", None)
+        vars(fusco.integrations).pop(name, None)

@@ -1,0 +1,55 @@
+"""The plugin for NCCL on a testbed: bandwidth of several rails, isolation of their owners, failures."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fusco.bench.rails import contention, roles
+from fusco.bench.rails.bandwidth import START_S
+from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.faults import flap, kill
+from fusco.rails import Limits
+from fusco.testbed import Testbed
+
+PLUGIN, RATE = VARIANTS["nccl"], 2_000_000_000
+
+
+@pytest.fixture(scope="module")
+def bed():
+    with Testbed(2, 4, RATE) as testbed:
+        yield testbed
+
+
+def of_line_rate(bed, num_rails, seconds=0.5):
+    with Crew(bed, PLUGIN, num_rails=num_rails) as crew:
+        sender, receiver = crew.hire((0, 0), (1, 0))
+        crew.connect([(sender, receiver)])
+        receiver.begin(roles.sink, 16 << 20)
+        sender.begin(roles.flow, time.monotonic() + START_S, seconds)
+        receiver.result()
+        return sender.result().gbytes_per_s * 8e9 / RATE / num_rails
+
+
+@pytest.mark.parametrize(("num_rails", "least"), [(1, 0.95), (2, 0.95), (4, 0.8)])
+def test_bandwidth_is_that_of_all_rails(bed, num_rails, least):
+    # 4 rails need a whole core, which other tests may share: alone they reach 0.98.
+    assert least < of_line_rate(bed, num_rails) < 1.02
+
+
+def test_an_owner_is_not_slowed_down(bed):
+    case = contention.Contention(1, 4_000_000, 0.06)
+    lent = contention.run(bed, PLUGIN, Limits(), case, 1.0)
+    assert lent["victim mean ms"] < 1.4 * 16.2  # what 4 MB take on an idle rail
+    assert lent["of what is left"] > 0.8
+
+
+def test_rails_go_down_and_up_under_load():
+    with Testbed(2, 2, RATE // 5) as slow:
+        results = flap(slow, "nccl", 1.0)
+        assert kill(slow, "nccl") < 1.0
+    assert results["messages right"] > 10
+    assert results["longest pause ms"] < 1500
+    assert results["of 1 rail, the others down"] > 0.7
+    assert results["of all rails, up again"] > 0.7

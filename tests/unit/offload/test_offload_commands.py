@@ -1,0 +1,36 @@
+"""Commands about PCIe links on a machine without GPUs."""
+
+import json
+
+from typer.testing import CliRunner
+
+from fusco.cli.main import app
+from fusco.offload.links import LinkRail
+from fusco.rails.board import Board
+from fusco.rails.board_row import BoardRow
+
+
+def test_benchmarks_need_a_gpu():
+    for arguments in (("bench", "offload"), ("bench", "rails", "--device", "cuda")):
+        done = CliRunner().invoke(app, arguments)
+        assert isinstance(done.exception, ValueError)
+        assert str(done.exception) == "this machine has no GPU that PyTorch can use"
+    done = CliRunner().invoke(app, ("bench", "rails", "--device", "cuda", "--only", "costs"))
+    assert "fusco bench offload has options for PCIe links" in str(done.exception)
+
+
+def test_links_are_shown_as_rails(tmp_path):
+    board = Board(tmp_path / "board")
+    row = BoardRow(board, 0, 0b11, [LinkRail("gpu0 to host", 512 * 10**9), LinkRail("host to gpu0", 0)])
+    row.post(0)
+    shown = tmp_path / "shown.jsonl"
+    arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05", "--json", str(shown))
+    done = CliRunner().invoke(app, arguments)
+    row.close()
+    board.close()
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in shown.read_text().splitlines()]
+    assert [(each["interface"], each["is_owner"], each["outstanding"]) for each in lines] == [
+        ("gpu0 to host", True, 1),
+        ("host to gpu0", True, 0),
+    ]

@@ -1,0 +1,139 @@
+"""Mistakes of callers are sentences with both values; the rule of C is that of Python; C sources compile once."""
+
+from __future__ import annotations
+
+import ctypes
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusco.core import c_library
+from fusco.core.c_library import load_c_library
+from fusco.core.errors import CompileError
+from fusco.offload import copy_from_host, copy_to_host, tensors
+from fusco.offload.budget import MB, RelayBudget
+from fusco.offload.mover import SOURCE, Job, LanePath, Options
+from fusco.rails.limits import Limits
+from fusco.rails.rail import MAX_RAILS
+from fusco.rails.schedule import POLICIES, View, select
+
+
+def tensor_like(device="cuda:0", dtype=torch.float32, shape=(4, 4), *, pinned=False, contiguous=True):
+    """A tensor as a caller might pass it; there is no GPU here."""
+    made = mock.Mock(spec=torch.Tensor, device=torch.device(device), dtype=dtype, shape=torch.Size(shape))
+    made.is_pinned.return_value, made.is_contiguous.return_value = pinned, contiguous
+    made.stride.return_value = (1, 4)
+    return made
+
+
+GOOD, PINNED = tensor_like(), tensor_like("cpu", pinned=True)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pinned", "error", "text"),
+    [
+        ([1.0], PINNED, TypeError, "tensor must be a torch.Tensor, got list"),
+        (GOOD, None, TypeError, "pinned must be a torch.Tensor, got NoneType"),
+        (torch.ones(4), PINNED, ValueError, "tensor must be on a CUDA device, got cpu"),
+        (GOOD, GOOD, ValueError, "pinned must be a CPU tensor in pinned memory, got one on cuda:0"),
+        (GOOD, tensor_like("cpu"), ValueError, r"pinned must be in pinned memory; .* got \(4, 4\) pageable"),
+        (
+            GOOD,
+            tensor_like("cpu", torch.float16, pinned=True),
+            ValueError,
+            "one dtype, got torch.float32 and torch.float16",
+        ),
+        (GOOD, tensor_like("cpu", shape=(16,), pinned=True), ValueError, r"one shape, got .*4, 4.* and .*16"),
+        (
+            tensor_like(contiguous=False),
+            PINNED,
+            ValueError,
+            r"tensor must be contiguous, got shape \(4, 4\) and strides",
+        ),
+        (GOOD, tensor_like("cpu", pinned=True, contiguous=False), ValueError, "pinned must be contiguous"),
+    ],
+)
+def test_mistakes(tensor, pinned, error, text):
+    for copy in (copy_to_host, copy_from_host):
+        with pytest.raises(error, match=text):
+            copy(tensor, pinned)
+
+
+def test_a_copier_of_another_gpu():
+    with pytest.raises(ValueError, match="tensor is on cuda:0, but the copier is that of cuda:1"):
+        copy_to_host(GOOD, PINNED, copier=mock.Mock(device=1))
+
+
+def test_in_a_capture():
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"),
+    ):
+        copy_to_host(GOOD, PINNED)
+
+
+def test_addresses_and_bytes_reach_the_copier():
+    GOOD.numel.return_value, GOOD.element_size.return_value = 16, 4
+    GOOD.data_ptr.return_value, PINNED.data_ptr.return_value = 1000, 2000
+    copier = mock.Mock(device=0)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+        copy_from_host(GOOD, PINNED, copier=copier)
+        with mock.patch.object(tensors, "copier_of", return_value=copier) as copier_of:
+            copy_to_host(GOOD, PINNED)
+    copier_of.assert_called_once_with(torch.device("cuda:0"))
+    assert [call.args for call in copier.copy.call_args_list] == [(1, 1000, 2000, 64), (0, 1000, 2000, 64)]
+
+
+masks, counts = st.integers(0, 0b111111), st.lists(st.integers(0, 6), min_size=6, max_size=6)
+
+
+@given(st.integers(1, 0b111111), masks, masks, counts, counts)
+def test_the_choice_of_a_rail_is_that_of_rails(direct, usable, idle, outstanding, borrowed):
+    limits = Limits(direct_first=2, direct_depth=4, borrowed_per_rail=3)
+    loads = [(ctypes.c_int64 * MAX_RAILS)(*load) for load in (outstanding, borrowed)]
+    chosen = load_c_library(SOURCE).fusco_choose(direct, usable, idle, *loads, ctypes.byref(Options.of(limits)))
+    assert chosen == select(View(direct, usable, idle, outstanding, borrowed), limits, POLICIES["fuselink"])
+
+
+def test_structs_are_as_large_as_in_c(tmp_path):
+    source = tmp_path / "sizes.c"
+    text = "int64_t sizes(int i) { return i == 0 ? sizeof(Options) : i == 1 ? sizeof(Path) : sizeof(Job); }"
+    source.write_text(f'#include "{SOURCE}"\n{text}\n')
+    sizes = load_c_library(source).sizes
+    assert [sizes(i) for i in range(3)] == [ctypes.sizeof(each) for each in (Options, LanePath, Job)]
+
+
+def test_a_source_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }")
+    assert load_c_library(source).one() == 1
+    assert [path.name[:4] for path in (tmp_path / "cache" / "c").iterdir()] == ["one-"]
+    load_c_library.cache_clear()
+    monkeypatch.setattr(c_library, "_COMPILERS", ())
+    assert load_c_library(source).one() == 1
+    source.write_text("int one(void) { return 2; }")
+    load_c_library.cache_clear()
+    with pytest.raises(CompileError, match=r"one\.c needs a C compiler"):
+        load_c_library(source)
+
+
+def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "wrong.c"
+    source.write_text("int one(void) { return 1 }")
+    with pytest.raises(CompileError, match=r"(?s)wrong\.c does not compile with .*expected"):
+        load_c_library(source)
+    assert list((tmp_path / "cache" / "c").iterdir()) == []
+
+
+@given(st.integers(0, 10_000), st.integers(0, 2000))
+def test_a_budget_takes_no_more_than_it_may_and_nothing_that_it_would_give_back(free_mb, wanted_mb):
+    budget = RelayBudget()
+    if not budget.why_not(free_mb * MB, wanted_mb * MB):
+        assert wanted_mb * MB <= budget.max_bytes
+        assert budget.decide((free_mb - wanted_mb) * MB, wanted_mb * MB) == "keep"
+    assert budget.decide(budget.low_bytes - 1, wanted_mb * MB) == "give back"
