@@ -154,6 +154,11 @@ class Connection:
         return bool(self._out or self._credits or self._chunks)
 
     @property
+    def is_delivered(self) -> bool:
+        """True if the peer's kernel has everything; closing earlier could discard it."""
+        return not self.has_output and not _UNSENT.unpack(fcntl.ioctl(self.socket, _SIOCOUTQ, bytes(4)))[0]
+
+    @property
     def owes_credits(self) -> bool:
         """True if a credit was not written yet."""
         return bool(self._credits) or self._writes_credits
