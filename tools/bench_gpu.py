@@ -42,7 +42,7 @@ def shuffle(options: str, limit_s: float = 60.0) -> Part:
 
 
 LARGE, SMALL = "--hidden 7168 --num-experts 256", "--hidden 2048 --num-experts 128"
-WITHIN = "fusco,fusco-graph,fusco-in-place,baseline"
+WITHIN = "fusco,fusco-graph,baseline"
 # The most important first: what is left out is at the end.
 PARTS: dict[str, Part] = {
     **{f"h7168-t{n}": shuffle(f"{LARGE} --tokens {n} --variants {WITHIN}") for n in (128, 1024, 2048, 8192)},

@@ -108,18 +108,6 @@ def test_rows_that_are_not_contiguous_or_not_aligned(one: OneRank):
         one.check_rows([sent.rows], [x], plan)
 
 
-def test_rows_in_place(one: OneRank):
-    memory = one.comm.empty((40, 24), torch.bfloat16)
-    for seed in range(4):
-        case = case_of("ragged with holes", seed, num_topk=6)
-        x = rows_of(case, (24,), torch.bfloat16)
-        place = memory[: len(x)]
-        place.copy_(x)
-        sent = one.comm.dispatch(place, case.topk_idx(0).to(one.device), expert_alignment=2)
-        one.check_rows([sent.rows], [x], one.plan(case, alignment=2))
-        assert_same_bits(place.cpu(), x, "the rows themselves")
-
-
 def test_weights_of_rows(one: OneRank):
     for seed, dtype in enumerate([torch.float16, torch.bfloat16, torch.float32, torch.float64]):
         case = case_of("ragged with holes", seed, num_topk=6)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -136,6 +138,15 @@ def megatron_layer(
             grads = [fc.weight.grad for expert in experts for fc in (expert.linear_fc1, expert.linear_fc2)]
             errors += relative([out, x.grad, layer.router.weight.grad, *grads], dense_step(group, step, dtype))
         return errors
+
+
+def killed_in_megatron(group: dist.ProcessGroup, device: str) -> None:
+    """The process of rank 1 is killed in the experts of a layer."""
+    with frameworks_on(device):
+        layer = _make_megatron_layer(group, "hybridep", torch.float32).to(device)
+        if group.rank() == 1:
+            layer.experts.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        layer(inputs_of(group.rank(), 0)[0].to(device).unsqueeze(1))
 
 
 def _make_megatron_layer(group: dist.ProcessGroup, backend: str, dtype: torch.dtype) -> torch.nn.Module:

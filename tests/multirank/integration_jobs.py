@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from comparison import assert_same_bits
-from fusco import PeerFailureError
+from fusco import ClosedError, PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
@@ -120,6 +121,8 @@ def check_hybrid_backward(buffer: HybridEPBuffer, law: Law, case: Case, handle: 
 def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     """Return whether the check fails on this rank for a buffer with a fault; a rank that fails leaves the others."""
     buffer = open_hybrid(group, group.size())
+    if tamper.startswith("version 1"):
+        return finds_a_fault_of_version_1(group, tamper)
     dispatch, combine = buffer.dispatch_with_permute, buffer.combine_with_unpermute
 
     def faulty_dispatch(**arguments: object) -> tuple:
@@ -146,6 +149,72 @@ def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     finally:
         buffer.abort()
     return False
+
+
+def finds_a_fault_of_version_1(group: dist.ProcessGroup, tamper: str) -> bool:
+    """As ``finds_a_fault``."""
+    buffer = Buffer(group)
+    dispatch, combine = buffer.dispatch, buffer.combine
+
+    def faulty_dispatch(*given: object, **arguments: object) -> tuple:
+        rows, *rest = dispatch(*given, **arguments)
+        if len(rows) > 2 and tamper.endswith("drop a token"):
+            rows[1] = 0
+        return rows, *rest
+
+    def faulty_combine(*given: object, **arguments: object) -> tuple:
+        sums, weights, event = combine(*given, **arguments)
+        return sums, torch.zeros_like(weights) if tamper.endswith("forget weights") else weights, event
+
+    buffer.dispatch, buffer.combine = faulty_dispatch, faulty_combine
+    try:
+        check_deep_ep_buffer(group, buffer)
+    except AssertionError:
+        return True
+    except PeerFailureError:
+        return False
+    finally:
+        buffer.destroy()
+    return False
+
+
+def check_rank_rows(group: dist.ProcessGroup, ranks_per_node: int) -> None:
+    """HybridEP's dispatch without permutation: one row for each token and rank, between nodes as well."""
+    rank, buffer = group.rank(), open_hybrid(group, ranks_per_node)
+    for case in cases(group.size(), KINDS[:3]):
+        ids, weights = case.topk_idx(rank), case.topk_weights(rank)
+        x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in range(group.size())]
+        rows, of_node, _, handle = buffer.dispatch(
+            x[rank], topk_idx=ids, topk_weights=weights, num_of_experts=case.num_experts
+        )
+        arrived = [
+            (src, token)
+            for src in range(group.size())
+            for token, experts in enumerate(case.topk_idx(src).tolist())
+            if any(expert // NUM_LOCAL == rank for expert in experts if expert >= 0)
+        ]
+        assert_same_bits(rows, torch.stack([x[src][token] for src, token in arrived]) if arrived else rows, "rows")
+        assert int(handle[3]) == len(arrived)
+        assert handle[4].sum(1).tolist() == [
+            int((case.topk_idx(src)[token] // NUM_LOCAL == rank).sum()) for src, token in arrived
+        ]
+        out, of_tokens = buffer.combine(rows, of_node, handle)
+        num_copies = Buffer(group).get_dispatch_layout(ids, case.num_experts)[3].sum(1, keepdim=True)
+        torch.testing.assert_close(out, x[rank] * num_copies, rtol=1e-5, atol=1e-5)
+        expected = indices_to_map(ids, weights, len(ids), case.num_experts)[1]
+        torch.testing.assert_close(of_tokens, expected, rtol=0, atol=0)
+
+
+def leave_open(group: dist.ProcessGroup) -> None:
+    """Use buffers that nothing closes, as frameworks do, and let the process end."""
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64)
+    hybrid, elastic = open_hybrid(group, group.size()), ElasticBuffer(group)
+    hybrid.dispatch_with_permute(hidden=x, topk_idx=ids)
+    elastic.dispatch(x, topk_idx=ids, num_experts=group.size(), do_expand=True)
+    _LEFT_OPEN.extend([hybrid, elastic])
+
+
+_LEFT_OPEN: list[object] = []
 
 
 def check_replay(group: dist.ProcessGroup) -> None:
@@ -197,8 +266,14 @@ def check_static_rows(group: dist.ProcessGroup) -> None:
 
 def check_deep_ep(group: dist.ProcessGroup) -> None:
     """Layout, dispatch, combine, cached dispatch and fixed numbers of rows, as Megatron and vLLM call them."""
-    rank, size = group.rank(), group.size()
     buffer = Buffer(group, 1 << 20, 0, low_latency_mode=False, num_qps_per_rank=1, explicitly_destroy=True)
+    check_deep_ep_buffer(group, buffer)
+    buffer.destroy()
+
+
+def check_deep_ep_buffer(group: dist.ProcessGroup, buffer: Buffer) -> None:
+    """Compare everything that a buffer returns with the specification."""
+    rank, size = group.rank(), group.size()
     for case in cases(size):
         ids, weights = case.topk_idx(rank), case.topk_weights(rank)
         x = [values((case.num_tokens(r), HIDDEN), torch.float32, case.seed, "x", r) for r in range(size)]
@@ -233,7 +308,6 @@ def check_deep_ep(group: dist.ProcessGroup) -> None:
         assert_same_bits(again, expected * 2, "a cached dispatch")
         assert rest[:4] == [None, None, [], None]
     check_worst_case(buffer, case, x[rank], layout)
-    buffer.destroy()
 
 
 def check_deep_ep_way_back(
@@ -374,6 +448,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         except (ValueError, NotImplementedError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
+    buffer.abort()
+    with pytest.raises(ClosedError, match="have been aborted"):
+        buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
     return texts
 
 
@@ -392,7 +469,8 @@ def run_hybrid_ep(group: dist.ProcessGroup) -> None:
     """One layer with identity for experts, on tensors that name their device."""
     ids = torch.tensor([[0, NUM_LOCAL * group.size() - 1]], device="cpu")
     x = torch.full((1, HIDDEN), float(group.rank()), dtype=torch.float32, device="cpu")
-    for buffer, call in ((open_hybrid(group, group.size()), _through_hybrid_ep), (Buffer(group), _through_deep_ep)):
+    made = (open_hybrid(group, group.size()), Buffer(group), ElasticBuffer(group))
+    for buffer, call in zip(made, (_through_hybrid_ep, _through_deep_ep, _through_elastic), strict=True):
         torch.testing.assert_close(call(buffer, x, ids), 2 * x)
 
 
@@ -409,6 +487,15 @@ def _through_deep_ep(buffer: Buffer, x: torch.Tensor, ids: torch.Tensor) -> torc
         x, topk_idx=ids, topk_weights=weights, is_token_in_rank=is_in, num_tokens_per_expert=per_expert
     )
     return buffer.combine(rows, handle, row_weights)[0]
+
+
+def _through_elastic(buffer: ElasticBuffer, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    weights = torch.ones(ids.shape, dtype=torch.float32, device="cpu")
+    num_experts = NUM_LOCAL * buffer.num_ranks
+    rows, _, _, handle, _ = buffer.dispatch(
+        x, topk_idx=ids, topk_weights=weights, num_experts=num_experts, do_expand=True
+    )
+    return buffer.combine(rows, handle)[0]
 
 
 def killed_in_a_layer(group: dist.ProcessGroup) -> str:

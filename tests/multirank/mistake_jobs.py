@@ -359,41 +359,6 @@ def shuffle_with_a_string(scene: Scene) -> None:
     scene.comm.shuffle({"a": whole(torch.zeros(2))}, {})  # type: ignore[dict-item]
 
 
-# Mistakes in asking for memory.
-
-
-def empty(scene: Scene) -> None:
-    scene.comm.empty((2, 3), torch.float32)
-
-
-def empty_of_no_sequence(scene: Scene) -> None:
-    scene.comm.empty(5, torch.float32)  # type: ignore[arg-type]
-
-
-def empty_of_negative_size(scene: Scene) -> None:
-    scene.comm.empty((-1,), torch.float32)
-
-
-def empty_of_a_boolean(scene: Scene) -> None:
-    scene.comm.empty((True,), torch.float32)
-
-
-def empty_of_many_dimensions(scene: Scene) -> None:
-    scene.comm.empty((1,) * 1000, torch.float32)
-
-
-def empty_of_no_dtype(scene: Scene) -> None:
-    scene.comm.empty((2, 3), "float32")  # type: ignore[arg-type]
-
-
-def empty_beyond_counting(scene: Scene) -> None:
-    scene.comm.empty((10**18, 0, 10**18), torch.float32)
-
-
-def empty_beyond_all_memory(scene: Scene) -> None:
-    scene.comm.empty((1 << 60,), torch.uint8)
-
-
 def whole(base: torch.Tensor) -> fusco.Segments:
     return fusco.Segments(base, torch.tensor([0]), torch.tensor([base.nbytes]))
 

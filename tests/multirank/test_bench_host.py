@@ -24,7 +24,9 @@ def test_pairs_are_timed_by_step(world, num_ranks, ranks_per_node):
     for record in (exact, static):
         assert record.pair_us >= record.dispatch_us > record.combine_us * 0.2 > 0
         assert set(record.step_us) == {*STEPS, REST}
-        assert sum(record.step_us.values()) > 0.5 * record.pair_us
         launched = [step for step, us in record.step_us.items() if us]
-        moves = {"network", "sums between nodes"} if ranks_per_node < num_ranks else {"sum"}
-        assert {"validate", "records", "plan", "scatter", "launch kernels", *moves} <= set(launched)
+        if ranks_per_node == num_ranks:
+            steps = {"validate", "records", "allocate", "launch again, wait for the plan"}
+        else:
+            steps = {"validate", "records", "plan", "scatter", "launch kernels", "network", "sums between nodes"}
+        assert steps <= set(launched)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import framework_jobs as jobs
 import pytest
 import torch
 from on_device import skip_without_gpus, use_network_only
 
+from fusco.ranks.failures import RankFailedError
 from fusco.ranks.local_world import LocalWorld
 
 pytestmark = pytest.mark.multirank
@@ -69,3 +71,14 @@ def test_torchtitans_rows_are_the_same_bits(pair):
         assert torch.equal(counts, our_counts)
         for first, second in zip(rest, ours, strict=True):
             torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+@needs("megatron")
+def test_others_name_a_rank_that_is_killed_in_megatrons_layer(pair):
+    """The last one here: the ranks are gone."""
+    world, device = pair
+    with pytest.raises(RankFailedError) as error:
+        world.run(jobs.killed_in_megatron, 2, device)
+    text = str(error.value)
+    assert "PeerFailureError: rank 0 gave up in combine" in text
+    assert re.search(r"Cause: rank 1 \(pid \d+\) is dead", text)

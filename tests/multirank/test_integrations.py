@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import integration_jobs as jobs
 import pytest
 
@@ -13,9 +18,46 @@ def test_hybrid_ep_moves_rows_and_gradients_while_it_grows(world, num_ranks, ran
     world.run(jobs.check_hybrid_ep, num_ranks, ranks_per_node, pad_multiple)
 
 
-@pytest.mark.parametrize("tamper", ["drop a token", "swap two rows of an expert", "forget the gradients of weights"])
-def test_the_check_of_hybrid_ep_finds_faults(world, tamper):
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        "drop a token",
+        "swap two rows of an expert",
+        "forget the gradients of weights",
+        "version 1: drop a token",
+        "version 1: forget weights",
+    ],
+)
+def test_the_checks_find_faults(world, tamper):
     assert any(world.run(jobs.finds_a_fault, 2, tamper))
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (4, 2)])
+def test_hybrid_ep_without_permutation_moves_one_row_for_each_rank(world, num_ranks, ranks_per_node):
+    world.run(jobs.check_rank_rows, num_ranks, ranks_per_node)
+
+
+def test_a_process_ends_in_silence_with_buffers_that_nothing_closed(tmp_path):
+    code = (
+        "import os, sys, torch.distributed as dist, integration_jobs\n"
+        "ranks = []\n"
+        "for rank in range(2):\n"
+        "    ranks.append(os.fork())  # a new interpreter takes seconds to start, and ends as these do\n"
+        "    if not ranks[-1]:\n"
+        "        dist.init_process_group('gloo', store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)\n"
+        "        sys.exit(integration_jobs.leave_open(dist.group.WORLD))\n"
+        "sys.exit(max(os.waitpid(rank, 0)[1] for rank in ranks))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "store"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_handle_replays_rows_and_weights(world):

@@ -24,15 +24,10 @@ class Verbs:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """Results of a verb that has run already. Wrapped, so that autograd sees new tensors and not views of an input.
+    """Results of a verb that has run already. Wrapped, so that autograd sees new tensors and not views of an input."""
 
-    Attributes:
-        rows: what the verb returns.
-        weights: of a dispatch, the weight of each row (num_rows,), if requested.
-    """
-
-    rows: torch.Tensor
-    weights: torch.Tensor | None = None
+    rows: torch.Tensor  # what the verb returns
+    weights: torch.Tensor | None = None  # of a dispatch, the weight of each row (num_rows,), if requested
 
 
 class DispatchRows(torch.autograd.Function):

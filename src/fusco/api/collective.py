@@ -53,7 +53,7 @@ def run_collective(
             request = validate()
         except REFUSALS as error:
             rejection = error
-        rejection = engine.pending_error() or rejection
+        rejection = (None if session.has_published else engine.pending_error()) or rejection
         call = session.begin(name)  # a context made from a generator would take some microseconds
         try:
             begin = perf_counter()
@@ -62,10 +62,12 @@ def run_collective(
                     pending = prepare(request, call)
                 except _REFUSALS_IN_PREPARATION as error:
                     rejection = error
+            _require_acceptance(session, rejection)
             if pending is None:
                 counts = session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
             else:
-                fingerprint = request.agreed or CollectiveFingerprint(name, request.fields)
+                known = request.known
+                fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
                 counts = session.agree(fingerprint, pending.counts, request.handle)
             call.profile.planning_s += perf_counter() - begin
             if pending is not None:
@@ -82,3 +84,9 @@ def run_collective(
     if rejection is not None:
         raise rejection
     return result
+
+
+def _require_acceptance(session: Session, rejection: Exception | None) -> None:
+    """Raise a rejection, which ends the session, if this rank has published that it accepts its input."""
+    if rejection is not None and session.has_published:
+        raise rejection

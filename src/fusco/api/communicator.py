@@ -16,6 +16,7 @@ from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precompu
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
+from fusco.api.repeats import Repeats
 from fusco.api.validation import DispatchOptions
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.keeping import leak
@@ -30,7 +31,8 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.base import CombineAllRequest, Engine, Pending
-from fusco.planner.balancer import Balancer, balance_send_and_receive
+from fusco.planner.balancer import Balancer
+from fusco.planner.lanes import balance_lanes
 from fusco.schedule.schedule import ScheduleMode
 
 _RELEASE_LIMIT_S = 2.0  # limit of the wait of a thread that drops a communicator, until its resources are released
@@ -65,7 +67,7 @@ class Communicator:
         max_bytes_per_token: int,
         expert_placement: Sequence[int] | None = None,
         ranks_per_node: int | None = None,
-        balancer: Balancer = balance_send_and_receive,
+        balancer: Balancer = balance_lanes,
         settings: Settings | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -80,8 +82,8 @@ class Communicator:
                 ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
-            balancer: a pure function of the traffic that chooses the forwarders, the same one on all ranks. After a
-                balancer that is not one of ``fusco.BALANCERS``, every dispatch between nodes compares the groups of all
+            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks.
+                With one that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all
                 ranks in a second exchange of records, and raises ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
@@ -115,6 +117,7 @@ class Communicator:
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
+        self._repeats = Repeats(parts.session, parts.validator)
         self._is_closed = False
         num_experts, device = parts.validator.placement.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
@@ -181,14 +184,12 @@ class Communicator:
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads = _as_list(x)
-        options = DispatchOptions(
-            expert_alignment=expert_alignment, with_weights=with_weights, static=static, launch=launch
-        )
-        output = run_collective(
+        options = (expert_alignment, with_weights, static, launch)
+        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, *options) or run_collective(
             self._session,
             self._engine,
             "dispatch",
-            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, options),
+            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, DispatchOptions(*options)),
             self._engine.prepare_dispatch,
         )
         plan, rows, weights = output.plan, output.rows, output.weights
@@ -409,28 +410,6 @@ class Communicator:
             with self._session.point_to_point(f"scatter_recv from rank {src}"):
                 self._engine.scatter_recv(segments, src)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in memory that all ranks of the node have mapped.
-
-        A collective: all ranks pass the same dtype and the same shape, that of the rank with the largest one. The
-        memory lives until the communicator is closed. On the CPU it is plain memory. ``dispatch`` is as fast from any
-        other memory.
-
-        Args:
-            shape: of the tensor, at most 6 dimensions.
-            dtype: of the tensor.
-
-        Raises:
-            SharedMemoryError: if there is not enough memory; on the other ranks ``RejectedInputError``.
-        """
-        return run_collective(
-            self._session,
-            self._engine,
-            "empty",
-            lambda: self._validator.validate_empty(shape, dtype),
-            self._engine.prepare_empty,
-        )
-
     def wait(self) -> None:
         """Make the current CUDA stream wait for all calls launched so far; not a collective.
 
@@ -589,12 +568,17 @@ class Communicator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
     ) -> torch.Tensor:
         """``combine`` without gradients."""
-        return run_collective(
-            self._session,
-            self._engine,
-            "combine",
-            lambda: self._validator.validate_combine(y, handle, weights, launch),
-            self._engine.prepare_combine,
+        out = self._repeats.combine(y, handle, weights, launch)
+        return (
+            out
+            if out is not None
+            else run_collective(
+                self._session,
+                self._engine,
+                "combine",
+                lambda: self._validator.validate_combine(y, handle, weights, launch),
+                self._engine.prepare_combine,
+            )
         )
 
     def _with_gradients(

@@ -53,8 +53,7 @@ class CommunicatorConfig:
             raise TypeError(f"Communicator {why_not}")
         if not callable(self.balancer):
             raise TypeError(
-                f"balancer must be a function of the traffic, such as fusco.BALANCERS['send-and-receive'], got "
-                f"{self.balancer!r}"
+                f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
             )
         capacity = Capacity(
             max_tokens_per_rank=self.max_tokens_per_rank,

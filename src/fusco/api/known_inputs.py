@@ -12,26 +12,25 @@ from torch.autograd import forward_ad
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.movable import bytes_needed
 from fusco.core.recent import Recent
+from fusco.engine.base import KnownCall
 
 # Compares dispatch keys, dtypes, devices, shapes and strides of several tensors in 0.3 us; Python takes ten times as
 # long. Part of PyTorch's compiler, and not public: without it ``_key_of`` does the same.
 _TENSOR_GUARDS: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # noqa: SLF001
 
 
-@dataclass(frozen=True)
-class KnownInput:
+@dataclass(eq=False)
+class KnownInput(KnownCall):
     """A valid input.
 
     Attributes:
-        fingerprint: of a collective with this input.
-        num_bytes: of each tensor, from its first element to the end of its last one.
+        num_bytes: of each tensor, from its first element to the end of its last one; ``None`` if that may differ.
         options: what validation depends on besides the tensors.
         is_grad_enabled: whether autograd was on, as it is part of the fingerprint.
         guard: compares tensors with these, if there is such a thing; a nested tensor would end the process.
     """
 
-    fingerprint: CollectiveFingerprint
-    num_bytes: tuple[int, ...]
+    num_bytes: tuple[int, ...] | None
     options: tuple[object, ...]
     is_grad_enabled: bool
     guard: Any
@@ -40,7 +39,9 @@ class KnownInput:
 class KnownInputs:
     """The valid inputs of one communicator that were seen lately."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_any_rows: bool = False) -> None:
+        """With ``has_any_rows``, inputs of any size in the first dimension are the same."""
+        self._has_any_rows = has_any_rows
         self._by_key: Recent[tuple[object, ...], KnownInput] = Recent()
         self._latest: dict[object, KnownInput] = {}  # by verb
 
@@ -57,12 +58,14 @@ class KnownInputs:
         if known is not None and known.options == options and known.is_grad_enabled is torch.is_grad_enabled():
             guard = known.guard
             try:
-                has_nested = any([tensor.is_nested for tensor in tensors])  # noqa: C419  quicker than a generator
-                if guard and not has_nested and guard.check(*tensors):
+                for tensor in tensors:
+                    if tensor.is_nested:
+                        return None
+                if guard and guard.check(*tensors):
                     return known if _has_memory(tensors, known.num_bytes) else None
             except AttributeError:  # no tensor
                 return None
-        key = _key_of(tensors, options)
+        key = self._key_of(tensors, options)
         known = self._by_key.get(key) if key else None
         if known is None or not _has_memory(tensors, known.num_bytes):
             return None
@@ -71,41 +74,42 @@ class KnownInputs:
 
     def add(self, fingerprint: CollectiveFingerprint, tensors: Sequence[torch.Tensor], *options: object) -> None:
         """Add an input that has been validated in full."""
-        key = _key_of(tensors, options)
+        key = self._key_of(tensors, options)
         if key is None or forward_ad._current_level >= 0:  # noqa: SLF001
             return
-        num_bytes = tuple(map(bytes_needed, tensors))
-        known = KnownInput(fingerprint, num_bytes, options, torch.is_grad_enabled(), _guard_of(tensors))
+        num_bytes = None if self._has_any_rows else tuple(map(bytes_needed, tensors))
+        known = KnownInput(fingerprint, num_bytes, options, torch.is_grad_enabled(), self._guard_of(tensors))
         self._by_key[key] = self._latest[options[0]] = known
 
+    def _guard_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if _TENSOR_GUARDS is None:
+            return None
+        sizes, strides = [[*tensor.shape] for tensor in tensors], [[*tensor.stride()] for tensor in tensors]
+        if self._has_any_rows:
+            sizes = [[None, *of_rest] for _, *of_rest in sizes]
+        return _TENSOR_GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
-def _has_memory(tensors: Sequence[torch.Tensor], num_bytes: Sequence[int]) -> bool:
-    """Return whether the storage of each tensor has this many bytes from its first element on."""
-    for tensor, needed in zip(tensors, num_bytes, strict=True):
-        first = tensor.storage_offset() * tensor.element_size()
-        if needed and first + needed > tensor.untyped_storage().nbytes():
+    def _key_of(self, tensors: Sequence[torch.Tensor], options: tuple[object, ...]) -> tuple[object, ...] | None:
+        """Return a key of everything that validation depends on; ``None`` for an input that has none.
+
+        The dispatch keys of a tensor say what kind it is: dense, of a subclass, of a transform, quantised, ...
+        """
+        key: list[object] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *options]
+        try:
+            for tensor in tensors:
+                kind = torch._C._dispatch_keys(tensor).raw_repr()  # noqa: SLF001  there is no public query
+                sizes = tensor.shape[1:] if self._has_any_rows else tensor.shape
+                key += type(tensor), kind, tensor.dtype, tensor.device, sizes, tensor.stride(), tensor.requires_grad
+            hash(result := tuple(key))
+        except (TypeError, RuntimeError, AttributeError):  # no tensor, or one without strides; validation says which
+            return None
+        return result
+
+
+def _has_memory(tensors: Sequence[torch.Tensor], num_bytes: Sequence[int] | None) -> bool:
+    """Return whether the storage of each tensor has this many bytes from its first element on, or those it needs."""
+    for i, tensor in enumerate(tensors):
+        needed = bytes_needed(tensor) if num_bytes is None else num_bytes[i]
+        if needed and tensor.storage_offset() * tensor.element_size() + needed > tensor.untyped_storage().nbytes():
             return False
     return True
-
-
-def _guard_of(tensors: Sequence[torch.Tensor]) -> Any:
-    if _TENSOR_GUARDS is None:
-        return None
-    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    return _TENSOR_GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-
-def _key_of(tensors: Sequence[torch.Tensor], options: tuple[object, ...]) -> tuple[object, ...] | None:
-    """Return a key of everything that validation depends on; ``None`` for an input that has none.
-
-    The dispatch keys of a tensor say what kind it is: dense, of a subclass, of a transform, quantised, conjugated, ...
-    """
-    key: list[object] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *options]
-    try:
-        for tensor in tensors:
-            kind = torch._C._dispatch_keys(tensor).raw_repr()  # noqa: SLF001  there is no public query
-            key += type(tensor), kind, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
-        hash(result := tuple(key))
-    except (TypeError, RuntimeError, AttributeError):  # no tensor, or one without strides; validation says which
-        return None
-    return result

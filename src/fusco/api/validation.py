@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from fusco.api.handle import Handle
-from fusco.api.known_inputs import KnownInputs
+from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Capacity, Launch, StaticRows
-from fusco.core.integers import MAX_INT32, MAX_INT64, check_integer
+from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes, wants_grad
@@ -26,7 +25,6 @@ from fusco.engine.base import (
     CombineAllRequest,
     CombineRequest,
     DispatchRequest,
-    EmptyRequest,
     RedispatchRequest,
     ShuffleRequest,
 )
@@ -40,7 +38,7 @@ _DEFAULT_LAUNCH = Launch()
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DispatchOptions:
     """Options of a dispatch; see ``Communicator.dispatch``."""
 
@@ -66,6 +64,9 @@ class Validator:
     wire_dtype: torch.dtype | None
     device: torch.device
     _known: KnownInputs = field(default_factory=KnownInputs, init=False, repr=False, compare=False)
+    _known_rows: KnownInputs = field(
+        default_factory=lambda: KnownInputs(has_any_rows=True), init=False, repr=False, compare=False
+    )
 
     def validate_dispatch(
         self,
@@ -78,9 +79,7 @@ class Validator:
         alignment, static, launch = options.expert_alignment, options.static, options.launch
         if static is not None or self._is_capturing:
             self.require_static(static)
-        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-        terms = ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(options.with_weights))
-        known = self._known.find(tensors, *terms)
+        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, options.with_weights)
         if known is None:
             check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
             if options.with_weights and topk_weights is None:
@@ -104,11 +103,25 @@ class Validator:
             with_weights=options.with_weights,
             static=static,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
+            tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, options.with_weights)
             self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
         return request
+
+    def known_dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        alignment: int,
+        with_weights: object,
+    ) -> KnownInput | None:
+        """Return what is known of these arguments of ``dispatch``; the others are not compared."""
+        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+        return self._known.find(tensors, *_terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights))
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -124,7 +137,7 @@ class Validator:
             plan=handle.plan,
             handle=handle.number,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
             self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, *terms)
@@ -134,11 +147,8 @@ class Validator:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> CombineRequest[Any]:
         """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        self.require_handle(handle)
-        self.require_combine_weights(weights)
+        known = self.known_combine(y, handle, weights)
         topk_weights = None if weights is None else handle.topk_weights
-        terms = ("combine", 1, handle.num_rows, topk_weights is None, wants_grad(topk_weights))
-        known = self._known.find((y,), *terms)
         if known is None:
             self.require_expert_rows(y, handle)
         request: CombineRequest[Any] = CombineRequest(
@@ -147,11 +157,19 @@ class Validator:
             topk_weights=topk_weights,
             handle=handle.number,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
-            agreed=known.fingerprint if known else None,
+            known=known,
         )
         if known is None:
-            self._known.add(CollectiveFingerprint("combine", request.fields), (y,), *terms)
+            fingerprint = CollectiveFingerprint("combine", request.fields)
+            self._known_rows.add(fingerprint, (y,), *_terms_of_combine(topk_weights))
         return request
+
+    def known_combine(self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None) -> KnownInput | None:
+        """Return what is known of the arguments of ``combine``; raise if the handle or ``weights`` are invalid."""
+        self.require_handle(handle)
+        self.require_combine_weights(weights)
+        known = self._known_rows.find((y,), *_terms_of_combine(None if weights is None else handle.topk_weights))
+        return known if known is not None and y.shape[0] == handle.num_rows else None
 
     def validate_combine_all(
         self, ys: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -169,7 +187,7 @@ class Validator:
         parts = [
             CombineRequest[Any](rows=y, plan=handle.plan, topk_weights=None, handle=number, launch=launch) for y in ys
         ]
-        request = CombineAllRequest[Any](parts=parts, handle=number, agreed=known.fingerprint if known else None)
+        request = CombineAllRequest[Any](parts=parts, handle=number, known=known)
         if known is None:
             self._known.add(CollectiveFingerprint("combine_all", request.fields), ys, *terms)
         return request
@@ -214,11 +232,6 @@ class Validator:
             mode=mode,
             requires_grad=wants_grad(input_),
         )
-
-    def validate_empty(self, shape: Sequence[int], dtype: torch.dtype) -> EmptyRequest:
-        """Validate the arguments of ``empty``."""
-        self.require_not_capturing("empty")
-        return EmptyRequest(shape=self.require_shape(shape, dtype), dtype=dtype)
 
     def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
         """Validate the arguments of ``gather_send`` and ``scatter_recv``: ``rank`` is the other rank."""
@@ -314,20 +327,6 @@ class Validator:
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
             raise ValueError("the handle comes from another communicator")
 
-    def require_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        """Raise unless ``shape`` and ``dtype`` are valid for a new tensor; return the shape."""
-        if not isinstance(shape, Sequence) or isinstance(shape, str):
-            raise TypeError(f"a shape must be a sequence of integers, got {shape!r}")
-        if len(shape) > _MAX_DIMS:
-            raise ValueError(f"a shape has at most {_MAX_DIMS} dimensions, got {len(shape)}")
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
-            raise ValueError(f"the sizes of a shape must be integers >= 0, got {tuple(shape)}")
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT64:
-            raise ValueError(f"a tensor {tuple(shape)} of {dtype} has more bytes than int64 holds")
-        return tuple(shape)
-
     def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
         """Raise unless ``payloads`` map ranks of the group to segments."""
         for part in payloads:
@@ -394,6 +393,16 @@ class Validator:
                 f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
                 f"{self.capacity.max_bytes_per_token}"
             )
+
+
+def _terms_of_dispatch(num_tensors: int, num_payloads: int, alignment: int, with_weights: object) -> tuple[object, ...]:
+    """Return the terms, besides tensors, by which the input of a dispatch is known."""
+    return "dispatch", num_tensors, num_payloads, type(alignment), alignment, bool(with_weights)
+
+
+def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the terms, besides rows, by which the input of a combine is known."""
+    return "combine", topk_weights is None, wants_grad(topk_weights)
 
 
 def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:

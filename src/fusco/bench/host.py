@@ -17,16 +17,21 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.validation import Validator
 from fusco.bench.environment import commit, hardware, versions
-from fusco.bench.null_device import null_communicator, null_device
+from fusco.bench.null_device import NullLibrary, null_communicator, null_device
 from fusco.control.session import Session
+from fusco.control.store_gather import StoreGather
+from fusco.core.access import Access
 from fusco.core.config import Capacity, StaticRows
+from fusco.core.topology import Topology
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode import InternodeShuffle
-from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.plan import PlanMemory
+from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
 from fusco.cuda.stream_order import StreamOrder
 
 VARIANTS = ("exact", "static")
@@ -35,15 +40,20 @@ _TIMEOUT_S = 20.0
 
 # Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
-    "validate": ((Validator, "validate_dispatch"), (Validator, "validate_combine")),
-    "begin and end": ((Session, "begin"), (Session, "leave")),
-    "records": ((Session, "agree"),),
+    "validate": ((Validator, "known_dispatch"), (Validator, "known_combine"), (Validator, "validate_dispatch")),
+    "enter and leave": (
+        *((Access, name) for name in ("enter", "leave")),
+        *((Session, name) for name in ("begin", "leave", "leave_repeated")),
+    ),
+    "records": ((Session, "repeat"), (Session, "agree")),
+    "allocate": ((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (PlanMemory, "take")),
+    "launch again, wait for the plan": ((RepeatedLaunches, "launch"),),
+    # Between nodes, where nothing is prepared.
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
-    "plan": ((DevicePlanner, "begin"), (DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
+    "plan": ((DevicePlanner, "new_plan"), (DevicePlanner, "launch")),
     "wait for the plan": ((DevicePlanner, "size_exactly"), (DevicePlanner, "rejection_of")),
     "scatter": ((OwnRows, "scatter"),),
-    "sum": ((IntranodeShuffle, "combine"),),
     "rows for each node": ((InternodeShuffle, "prepare_dispatch"),),
     "dispatch between nodes": ((InternodeShuffle, "_dispatch"),),
     "sums between nodes": ((InternodeShuffle, "combine"),),
@@ -68,18 +78,10 @@ class HostRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRecord:
+class HostRecord(HostRun):
     """Times of one variant on the slowest rank, in us a pair, and of each step of a dispatch and a combine."""
 
     variant: str
-    device: str
-    num_ranks: int
-    ranks_per_node: int
-    num_tokens: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    num_calls: int
     pair_us: float
     dispatch_us: float
     combine_us: float
@@ -177,7 +179,9 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
             group, num_experts=run.num_experts, device="cuda", ranks_per_node=run.ranks_per_node, **sizes
         )
     num_slots = run.num_tokens * run.num_topk
-    return null_communicator(group, run.ranks_per_node, run.num_experts, Capacity(**sizes), num_slots, _TIMEOUT_S)
+    topology = Topology.of_equal_nodes(run.num_ranks, run.ranks_per_node)
+    library = NullLibrary(topology, num_slots, run.num_topk)
+    return null_communicator(StoreGather(group, _TIMEOUT_S), topology, run.num_experts, Capacity(**sizes), library)
 
 
 def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numba
 import torch
-import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
@@ -33,7 +32,7 @@ from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.tuning import SPIN_S
-from fusco.planner.balancer import balance_send_and_receive
+from fusco.planner.lanes import balance_lanes
 
 _CPU = torch.device("cpu")
 
@@ -72,10 +71,10 @@ class _NullKernel(Kernel):
         self._shared_bytes = 1 << 30  # never asks the driver for more
 
 
-class _NullLibrary:
+class NullLibrary:
     """Library of kernels that do nothing but report what the host waits for.
 
-    A plan needs ``num_slots`` rows, and every token has an expert on every node.
+    A plan needs ``num_slots`` rows, every token has an expert on every node, and rows are undefined.
     """
 
     device, num_sms, max_shared_bytes = _CPU, 132, 200 << 10
@@ -116,7 +115,7 @@ def _null_launch(ranks_per_node: int, num_nodes: int) -> Any:
             return 0
         arguments: int = load_acquire_at(parameters)
         if function > 0:
-            ticket = uint32_at(arguments, ticket_at)
+            ticket = load_acquire_at(arguments + ticket_at)
             if ticket:
                 store_release_at(load_acquire_at(arguments + report_at), ticket | function << 32)
             return 0
@@ -209,35 +208,24 @@ def _map(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _nam
 
 
 def null_communicator(
-    group: dist.ProcessGroup,
-    ranks_per_node: int,
-    num_experts: int,
-    capacity: Capacity,
-    num_slots: int,
-    timeout_s: float,
+    store_gather: StoreGather, topology: Topology, num_experts: int, capacity: Capacity, library: NullLibrary
 ) -> Communicator:
-    """Return a communicator of all ranks of a group, within ``null_device``.
+    """Return a communicator of all ranks, within ``null_device``.
 
-    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver and up to NCCL. A
-    plan always needs ``num_slots`` rows, every token has an expert on every node, and rows are undefined.
+    Everything on the host is real: validation, records, watchdog, plans, launches up to the driver and up to NCCL.
     """
-    store_gather = StoreGather(group, timeout_s)
-    num_ranks = store_gather.world_size
-    topology, placement = (
-        Topology.of_equal_nodes(num_ranks, ranks_per_node),
-        ExpertPlacement.of(num_experts, None, num_ranks),
-    )
+    num_ranks, timeout_s = store_gather.world_size, store_gather.timeout_s
+    placement = ExpertPlacement.of(num_experts, None, num_ranks)
     slice_bytes = 1 << (12 if topology.num_nodes == 1 else 24)  # little memory, or one slice
     config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=slice_bytes))
     peer_info = PeerInfo(["this machine"] * num_ranks, [], "127.0.0.1")
     connections = connect(store_gather, SegmentSizes.of_control(topology), peer_info, SPIN_S)
-    library: Any = _NullLibrary(topology, num_slots, capacity.num_topk)
-    engine = CudaEngine(connections, config, placement, library)
+    engine = CudaEngine(connections, config, placement, cast("Any", library))
     session = Session(store_gather.rank, connections, Access("a benchmark's communicator"), on_broken=engine.abort)
     validator = _NullDeviceValidator(
         rank=store_gather.rank,
         placement=placement,
-        balancer=balance_send_and_receive,
+        balancer=balance_lanes,
         capacity=capacity,
         wire_dtype=None,
         device=torch.device("cuda", 0),

@@ -16,13 +16,14 @@ from fusco.bench.offload_peer import Owner
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
+from fusco.offload.mover import MAX_SLOTS
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.limits import Limits
 
 MB = 1 << 20
 SIZES = tuple(size * MB for size in (1, 16, 64, 256, 1024))
 CHUNKS = (512 << 10, 2 * MB, 8 * MB)
-_OUTSTANDING_BYTES = 8 * MB  # borrowed on a link at most, whatever the size of chunks
+_OUTSTANDING_BYTES = 16 * MB  # borrowed on a link at most, whatever the size of chunks
 _NUM_REPEATS = 5
 _DIRECTIONS = {"to host": copy_to_host, "from host": copy_from_host}
 #: What moves chunks over the GPU's own link and over others, by name (FuseLink, Figure 6).
@@ -38,23 +39,14 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class OffloadRecord:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        benchmark: its name.
-        case: what is copied, in words.
-        variant: what copies it: ``cudaMemcpyAsync``, or a name of ``VARIANTS``.
-        num_bytes: bytes of a copy.
-        chunk_bytes: bytes of what one launch copies; 0: all of it.
-        results: measured values by name, with units. GB/s are 1e9 bytes.
-    """
-
-    benchmark: str
-    case: str
-    variant: str
-    num_bytes: int
-    chunk_bytes: int
-    results: dict[str, float]
+    benchmark: str  # its name
+    case: str  # what is copied, in words
+    variant: str  # what copies it: ``cudaMemcpyAsync``, or a name of ``VARIANTS``
+    num_bytes: int  # bytes of a copy
+    chunk_bytes: int  # bytes of what one launch copies; 0: all of it
+    results: dict[str, float]  # measured values by name, with units. GB/s are 1e9 bytes.
     versions: dict[str, str] = field(default_factory=environment.versions)
     hardware: dict[str, str | int | float] = field(default_factory=lambda: environment.hardware("cuda"))
     commit: str = field(default_factory=environment.commit)
@@ -71,7 +63,7 @@ class Memory:
         self.device = device
         generator = torch.Generator(f"cuda:{device}").manual_seed(device)
         self._tensor = torch.randint(255, (num_bytes,), dtype=torch.uint8, device=f"cuda:{device}", generator=generator)
-        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def of(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first bytes of both."""
@@ -112,8 +104,8 @@ def _seconds(start: Callable[[], object]) -> float:
 
 
 def with_chunks(settings: OffloadSettings, launch_bytes: int) -> OffloadSettings:
-    """Return settings with launches of exactly that size, and as many as keep 8 MB on a link, at least two."""
-    depth = max(2, _OUTSTANDING_BYTES // launch_bytes)
+    """Return settings with launches of exactly that size, and as many as keep 16 MB on a link, at most 32."""
+    depth = max(2, min(MAX_SLOTS // 2, _OUTSTANDING_BYTES // launch_bytes))
     limits = Limits(
         chunk_bytes=launch_bytes, direct_first=depth, direct_depth=2 * depth, borrowed_per_rail=depth, batch=1
     )

@@ -75,7 +75,6 @@ class ShuffleFactory(ExitStack):
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
-        self._visible: torch.Tensor | None = None
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -139,12 +138,6 @@ class ShuffleFactory(ExitStack):
         """Combine on the multiprocessors that the run allows."""
         return comm.combine(rows, handle, launch=self._launch)
 
-    def in_place(self, comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-        """Copy rows to memory that peers can read; all calls share it."""
-        if self._visible is None:
-            self._visible = comm.empty(x.shape, x.dtype)
-        return self._visible.copy_(x)
-
     @cached_property
     def max_copies(self) -> int:
         """Tokens that a communicator without planner must have room for."""
@@ -164,7 +157,7 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.no_engine import NoEngineShuffle
     from fusco.planner.balancer import BALANCERS
 
-    balancer = BALANCERS[factory.run.balancer]
+    balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
     explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
     return Shuffle(
         _of_routing(explicit, rank), explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS
@@ -208,6 +201,10 @@ def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
 
 
+def _no_lanes(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    return factory.by_communicator(factory.communicator(_WITHOUT_LANES), rank.x, rank.routing)
+
+
 def _no_balancer(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return factory.by_communicator(factory.communicator("static"), rank.x, rank.routing)
 
@@ -216,13 +213,12 @@ def _fusco(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return factory.by_communicator(factory.communicator(), rank.x, rank.routing)
 
 
-def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False, is_in_place: bool = False) -> Shuffle:
+def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
     from fusco.core.config import StaticRows
 
     comm, routing = factory.communicator(), rank.routing
     static = StaticRows(max(1, comm.dispatch(rank.x, routing.topk_idx, routing.topk_weights).handle.num_rows))
-    x = factory.in_place(comm, rank.x) if is_in_place else rank.x
-    return factory.by_communicator(comm, x, routing, static, is_graph=is_graph)
+    return factory.by_communicator(comm, rank.x, routing, static, is_graph=is_graph)
 
 
 @dataclass(frozen=True)
@@ -242,9 +238,6 @@ VARIANTS = {
     "fusco": Variant("output sized exactly", _fusco),
     "fusco-static": Variant("static rows", _static),
     "fusco-graph": Variant("static rows, in a CUDA graph", partial(_static, is_graph=True)),
-    "fusco-in-place": Variant(
-        "as fusco-graph, with rows where peers can read them", partial(_static, is_graph=True, is_in_place=True)
-    ),
     "fusco-fp8": Variant("as fusco-graph, float8 values and their scales", None),
     "baseline": Variant("all_to_all_single, index_select, and one pass that gathers and sums", _baseline),
     "deep_ep": Variant("DeepEP's Buffer (version 1), one index_select, one pass that gathers and sums", _deep_ep),
@@ -258,20 +251,36 @@ VARIANTS = {
         "a copy of a token for each rank that needs it, through fusco; copies are made untimed, summed timed",
         _no_planner,
     ),
+    "no-lanes": Variant("as fusco, every rank sends its rows itself, by the balancer send-and-receive", _no_lanes),
     "no-balancer": Variant("as fusco, ranks of the same local rank forward for each other", _no_balancer),
 }
 
-# FUSCO section 5.4, Table 3: what is left without the engine, without the planner, without the balancer.
-ABLATION = ("no-engine", "no-planner", "no-balancer")
+# FUSCO section 5.4, Table 3: what is left without the engine, the planner, lanes, the balancer.
+ABLATION = ("no-engine", "no-planner", "no-lanes", "no-balancer")
 # Of a library that may be installed; what cannot be set up is left out.
 PEERS = ("deep_ep", "deep_ep_v2")
 # One copy of a token for each node that needs it, and no more.
-DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-balancer")
+DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
+_WITHOUT_LANES = "send-and-receive"
 
 
 def has_fixed_messages(variant: str, device: str) -> bool:
     """Return whether a variant sends a row of every token to each other node, whatever the routing."""
     return device == "cuda" and variant in ("fusco-static", "fusco-graph")
+
+
+def balancer_of(variant: str, balancer: str, device: str) -> str:
+    """Return the name of the balancer that a variant uses in a run with ``balancer``.
+
+    >>> [balancer_of(variant, "lanes", "cpu") for variant in ("fusco", "no-engine", "no-balancer")]
+    ['lanes', 'send-and-receive', 'static']
+    """
+    if variant == "baseline":
+        return "none"
+    if variant == "no-balancer" or has_fixed_messages(variant, device):
+        return "static"
+    is_without = variant == "no-lanes" or (variant == "no-engine" and balancer == "lanes")  # every rank sends its rows
+    return _WITHOUT_LANES if is_without else balancer
 
 
 def choose_variants(
@@ -289,7 +298,7 @@ def choose_variants(
         ValueError: for a name that is not offered there.
 
     >>> choose_variants("cuda", 2, with_ablation=True)
-    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
+    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-lanes', 'no-balancer')
     >>> choose_variants("cpu", 2, ["no-engine", "fusco"])
     ('no-engine', 'fusco')
     """
@@ -316,4 +325,4 @@ def _offered(device: str, num_nodes: int) -> tuple[tuple[str, ...], tuple[str, .
     if num_nodes > 1:
         return ("fusco", "fusco-static", "fusco-graph", "baseline"), ablation
     peers = PEERS if importlib.util.find_spec("deep_ep") else ()
-    return ("fusco", "fusco-graph", "fusco-in-place", "baseline", *peers, "fusco-fp8"), ("fusco-static",)
+    return ("fusco", "fusco-graph", "baseline", *peers, "fusco-fp8"), ("fusco-static",)

@@ -179,9 +179,10 @@ def _hosts(job: PrefillJob) -> Topology:
 
 
 _COLUMNS = (
-    *("routing", "batch", "variant", "first token\nms", "p99\nms", "torch\n/ this", "tokens\n/s"),
+    *("routing", "batch", "variant", "first token\nms", "p99\nms", "{compared}\n/ this", "tokens\n/s"),
     *("dispatch\nms", "combine\nms", "share of\nboth", "error of\na layer", "of\nlogits", "verified"),
 )
+_COMPARED = ("baseline", "torch")  # the first of these that has run
 
 
 def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
@@ -199,12 +200,14 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
         "errors: largest of a token, relative to its vector, against all_to_all_single with sums in float32",
         describe_origin(one, job.num_ranks, ("torch", "transformers")),
     )
-    table = new_table(title, _COLUMNS, notes, left=("routing", "batch", "variant"))
+    compared = next((name for name in _COMPARED if name in job.variants), "baseline")
+    columns = [column.format(compared=compared) for column in _COLUMNS]
+    table = new_table(title, columns, notes, left=("routing", "batch", "variant"))
     for _, of_case in groupby(records, lambda record: (record.routing, record.batch)):
         case = list(of_case)
-        torch_ms = next((record.ttft_ms for record in case if record.variant == "torch"), 0.0)
+        compared_ms = next((record.ttft_ms for record in case if record.variant == compared), 0.0)
         for record in case:
-            table.add_row(*_cells(record, case[0], torch_ms), end_section=record is case[-1])
+            table.add_row(*_cells(record, case[0], compared_ms), end_section=record is case[-1])
     console.print(table)
     for name in job.variants:
         console.print(f"{name}: {VARIANTS[name]}", markup=False, highlight=False, soft_wrap=True)
@@ -215,7 +218,7 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
             console.print(f"[red]{record.routing}, {record.batch}, {record.variant}: {error}[/]")
 
 
-def _cells(record: PrefillRecord, first: PrefillRecord, torch_ms: float) -> list[str]:
+def _cells(record: PrefillRecord, first: PrefillRecord, compared_ms: float) -> list[str]:
     is_first, is_timed = record is first, record.ttft_ms > 0
     return [
         record.routing if is_first else "",
@@ -225,7 +228,7 @@ def _cells(record: PrefillRecord, first: PrefillRecord, torch_ms: float) -> list
             (
                 f"{record.ttft_ms:,.1f}",
                 f"{record.p99_ms:,.1f}",
-                f"{torch_ms / record.ttft_ms:.2f}" if torch_ms else "-",
+                f"{compared_ms / record.ttft_ms:.2f}" if compared_ms else "-",
                 f"{record.tokens_per_s:,}",
                 f"{record.dispatch_ms:,.2f}",
                 f"{record.combine_ms:,.2f}",

@@ -17,7 +17,9 @@ from fusco.control.watchdog import Watchdog
 from fusco.core.compiled import compiled
 from fusco.core.errors import Stall
 
-_NUM_COMPARED = RECORD_HEADER_INTS - 1  # ints of a record that must be equal: all of the header but the bytes of text
+NUM_COMPARED_INTS = (
+    RECORD_HEADER_INTS - 1
+)  # ints of a record that must be equal: all of the header but the bytes of text
 _SPINS = 4_000  # polls before the interpreter goes on: about two microseconds, less than another call takes
 
 
@@ -36,7 +38,7 @@ def _have_reached(bases: Any, offset: int, value: int, spins: int) -> bool:
 def _gather_counts(records: Any, own: int, num_counts: int, counts: Any) -> bool:
     """Copy the counts of all records, by rank; return False as soon as a header differs from this rank's."""
     for i in range(len(records)):
-        for word in range(_NUM_COMPARED):
+        for word in range(NUM_COMPARED_INTS):
             if load_acquire_at(records[i] + 8 * word) != load_acquire_at(own + 8 * word):
                 return False
         for j in range(num_counts):
@@ -109,6 +111,11 @@ class NodeMemory:
     def record_bytes(self, local: int, node: int) -> memoryview:
         """The same record as a memoryview, which is faster to read and write than a tensor."""
         return self._records[local, node]
+
+    @property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Addresses of the segments, by local rank, and of the records of all ranks, by rank; valid until ``close``."""
+        return self._bases.tolist(), self._record_addresses.tolist()
 
     def have_reached(self, flag: int, value: int) -> bool:
         """Return whether the flag of every rank of this node is at least ``value``, or becomes so in microseconds."""

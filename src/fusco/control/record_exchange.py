@@ -46,15 +46,28 @@ class RecordExchange:
         profile: CallProfile,
     ) -> Sequence[tuple[int, ...]]:
         """Publish this rank's record, and return the counts of all ranks, by rank; raises as ``Session.agree``."""
-        memory, flag = self._memory, self._record_flag
         self._write(fingerprint, handle, counts)
-        memory.announce_record(collective)
+        self._memory.announce_record(collective)
         if self._counterpart_to_node:
             self._exchange_between_nodes(collective, profile)
-        elif not memory.have_reached(flag, collective):
+        else:
+            self.wait_for_records(collective)
+        return self.counts_of_all(fingerprint, len(counts))
+
+    def wait_for_records(self, collective: int) -> None:
+        """Wait until the records of all ranks of the node are here."""
+        memory, flag = self._memory, self._record_flag
+        if not memory.have_reached(flag, collective):
             wait_for_flag(memory, self._watchdog, flag, collective, f"records of node {memory.node}", "its record")
-        of_ranks = memory.counts_of_equal_records(len(counts))
+
+    def counts_of_all(self, fingerprint: CollectiveFingerprint, num_counts: int) -> Sequence[tuple[int, ...]]:
+        """Return the counts of all ranks, whose records are here; raises as ``Session.agree``."""
+        of_ranks = self._memory.counts_of_equal_records(num_counts)
         return self._compare(fingerprint) if of_ranks is None else of_ranks
+
+    def count_as_written(self, text: bytes) -> None:
+        """Note the text in this rank's record, which a ``RepeatedRecord`` has written."""
+        self._written = text
 
     def _exchange_between_nodes(self, collective: int, profile: CallProfile) -> None:
         memory, layout, to_node = self._memory, self._layout, self._counterpart_to_node

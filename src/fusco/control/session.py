@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.record_exchange import RecordExchange
+from fusco.control.repeated_record import ALL_EQUAL, PEERS_NOT_DONE, RECORDS_MISSING, RepeatedRecord
 from fusco.core.access import Access
 from fusco.core.errors import (
     ClosedError,
@@ -36,6 +37,7 @@ class Session:
         self._memory, self._watchdog = connections.memory, connections.watchdog
         self._exchange = RecordExchange(connections.memory, connections.mesh, connections.watchdog)
         self.sequence_number, self._name = 0, ""
+        self._is_published = False  # the record of a collective that ``repeat`` has begun
         self.broken = ""
         self.profile = CallProfile()
 
@@ -50,13 +52,50 @@ class Session:
             raise
         self.leave(operation)
 
+    def repeat(self, operation: str, record: RepeatedRecord, handle: int) -> bool:
+        """Enter a collective, agree with all ranks and let go of the records, as far as one compiled call does it.
+
+        Return False if something is not as it was before: ``begin`` and ``agree`` must follow, with the same input.
+        If the record has been published already, they go on from there. ``leave`` must follow in any case.
+        """
+        if self.broken:
+            return False
+        number = self.sequence_number + 1
+        name, outcome = f"{operation} #{number}", record.publish(number, handle)
+        if outcome == PEERS_NOT_DONE:
+            self._watchdog.begin(number, name)
+            self._exchange.wait_for_peers_done(number)
+            outcome = record.publish(number, handle)
+        if outcome <= PEERS_NOT_DONE:
+            return False
+        self.sequence_number, self._name, self.profile = number, name, CallProfile(name)
+        self._watchdog.begin(number, name)
+        self._exchange.count_as_written(record.text)
+        if outcome == RECORDS_MISSING:
+            self._exchange.wait_for_records(number)
+            outcome = record.compare(number)
+        self._is_published = outcome != ALL_EQUAL
+        return not self._is_published
+
+    def leave_repeated(self, planning_s: float, wire_s: float, num_sms: int) -> None:
+        """Leave a collective in which ``repeat`` returned True, and complete its profile."""
+        profile = self.profile
+        profile.planning_s, profile.wire_s, profile.num_sms = planning_s, wire_s, num_sms
+        self._watchdog.end()
+
+    @property
+    def has_published(self) -> bool:
+        """True if ``repeat`` has published this rank's record, and so accepted its input, but could not do the rest."""
+        return self._is_published
+
     def begin(self, operation: str) -> Call:
         """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
         if self.broken:
             self._require_usable(operation)
         try:
-            self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
-            self.profile = CallProfile(self._name)
+            if not self._is_published:
+                self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
+                self.profile = CallProfile(self._name)
             self._watchdog.check_device()
         except BaseException as error:
             self.fail(operation, error)
@@ -66,6 +105,7 @@ class Session:
     def leave(self, operation: str, error: BaseException | None = None) -> None:
         """Leave a collective that is complete, or in which an error was raised."""
         if error is None or isinstance(error, _RECOVERABLE):
+            self._is_published = False
             self._memory.write_done(self.sequence_number)
             self._watchdog.end()
         else:
@@ -122,7 +162,10 @@ class Session:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
             RejectedInputError: if other ranks have a rejection and this one has none.
         """
-        return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
+        if not self._is_published:
+            return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
+        self._is_published = False
+        return self._exchange.counts_of_all(fingerprint, len(counts))
 
     def _agree_again(self, operation: str, fields: Fields) -> int:
         """Compare more fields in the same collective, after all earlier records have been read."""

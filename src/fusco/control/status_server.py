@@ -78,9 +78,11 @@ class StatusServer:
         self._server = LineServer(host, self._answer_line)
         self.address = StatusServerAddress(host, self._server.port)
 
-    def note(self, collective: int, operation: str, phase: str) -> None:
-        """Set this rank's status; called at every change of phase, so it must be cheap."""
-        self._doing = (collective, operation, phase, time.monotonic())
+    def note(self, collective: int, operation: str, phase: str) -> float:
+        """Set this rank's status, and return the time; called at every change of phase, so it must be cheap."""
+        now = time.monotonic()
+        self._doing = (collective, operation, phase, now)
+        return now
 
     @property
     def status(self) -> Status:

@@ -114,8 +114,8 @@ class Watchdog:
     def begin(self, collective: int, operation: str) -> None:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
         self._collective, self._operation = collective, operation
-        self._status_server.note(collective, operation, "start")
-        self._since_progress, self._pause_s = time.monotonic(), _FIRST_PAUSE_S
+        self._since_progress = self._status_server.note(collective, operation, "start")
+        self._pause_s = _FIRST_PAUSE_S
 
     def end(self) -> None:
         """Note that the collective has ended on this rank."""

@@ -18,17 +18,12 @@ NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # of numba; used for CPU kernels u
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """A folder for compiled kernels.
+    """A folder for compiled kernels."""
 
-    Attributes:
-        wanted: folder of the environment; searched first even if it cannot be written. ``None`` if there is none.
-        used: folder that kernels are written to: ``wanted``, a private temporary folder, or ``None``.
-        problem: why ``wanted`` cannot be written; empty if it can.
-    """
-
+    # folder of the environment; searched first even if it cannot be written. ``None`` if there is none.
     wanted: Path | None
-    used: Path | None
-    problem: str = ""
+    used: Path | None  # folder that kernels are written to: ``wanted``, a private temporary folder, or ``None``
+    problem: str = ""  # why ``wanted`` cannot be written; empty if it can
 
     @property
     def readable(self) -> tuple[Path, ...]:

@@ -111,14 +111,7 @@ class NoTimeline:
         """Do nothing."""
         return self._NOTHING
 
-    def timed(
-        self,
-        lane: str,  # noqa: ARG002
-        name: str,  # noqa: ARG002
-        stream: Any,  # noqa: ARG002
-        function: Callable[..., _Result],
-        *args: Any,
-    ) -> _Result:
+    def timed(self, _lane: str, _name: str, _stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function and return its result; a third of the time of a span that does nothing."""
         return function(*args)
 

@@ -20,25 +20,15 @@ from fusco.cuda.layout import DeviceLayout
 
 @dataclass(kw_only=True)
 class CudaContext:
-    """One rank's device, with its per-rank constants.
+    """One rank's device, with its per-rank constants."""
 
-    Attributes:
-        arena: the peer-visible memory.
-        library: the device's kernels.
-        placement: the experts of each rank.
-        watchdog: waits for peers.
-        tables: tables for all plans.
-        expert_to_node: int32 (num_experts,).
-        timeline: of all launches; see ``record``.
-    """
-
-    arena: Arena
-    library: Library
-    placement: ExpertPlacement
-    watchdog: Watchdog
-    tables: PlanTables
-    expert_to_node: torch.Tensor
-    timeline: Timeline | NoTimeline = NO_TIMELINE
+    arena: Arena  # the peer-visible memory
+    library: Library  # the device's kernels
+    placement: ExpertPlacement  # the experts of each rank
+    watchdog: Watchdog  # waits for peers
+    tables: PlanTables  # tables for all plans
+    expert_to_node: torch.Tensor  # int32 (num_experts,)
+    timeline: Timeline | NoTimeline = NO_TIMELINE  # of all launches; see ``record``
     _prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent, init=False)
     _launchers: Recent[int, Launcher] = field(default_factory=Recent, init=False)
 

@@ -15,21 +15,14 @@ from fusco.cuda.kernels.plan import PlannedRows
 
 @dataclass(kw_only=True)
 class DevicePlan(PlannedRows):
-    """See ``fusco.engine.base.Plan``.
+    """See ``fusco.engine.base.Plan``."""
 
-    Attributes:
-        rank: the rank that the plan is for.
-        placement: the experts of each rank.
-        num_slots: rows of the expert-major output; set once the plan is made if they are exact.
-        reported_counts: int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan.
-        stream: handle of the stream that it was made on; 0 if that is not known.
-    """
-
-    rank: int
-    placement: ExpertPlacement
-    num_slots: int
+    rank: int  # the rank that the plan is for
+    placement: ExpertPlacement  # the experts of each rank
+    num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
+    # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
-    stream: int = 0
+    stream: int = 0  # handle of the stream that it was made on; 0 if that is not known
 
     @property
     def tensors(self) -> list[torch.Tensor]:

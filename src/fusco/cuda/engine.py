@@ -40,6 +40,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.repeated_calls import RepeatedCalls, warm_up_repeated_calls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -47,7 +48,6 @@ from fusco.engine.base import (
     CombineRequest,
     DispatchOutput,
     DispatchRequest,
-    EmptyRequest,
     Pending,
     RedispatchRequest,
     ShuffleRequest,
@@ -88,6 +88,8 @@ class Shuffle(Protocol[_PlanT]):
 
 class CudaEngine:
     """Engine of one rank on CUDA. Methods are those of ``fusco.engine.base.Engine``, documented there."""
+
+    _repeated_calls: RepeatedCalls | None = None  # within a node
 
     def __init__(
         self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
@@ -132,7 +134,9 @@ class CudaEngine:
         planner = DevicePlanner(self._context)
         own_rows = OwnRows(self._context)
         if not self._network:
-            return IntranodeShuffle(self._context, planner, own_rows)
+            shuffle = IntranodeShuffle(self._context, planner, own_rows)
+            self._repeated_calls = RepeatedCalls(self._context, planner, self._order, self._memory, shuffle)
+            return shuffle
         packing_stream = self._order.new_stream(priority=-1)
         return InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
 
@@ -164,13 +168,26 @@ class CudaEngine:
         pending: Pending[DispatchOutput[DevicePlan]]
         pending = inside(context, self._shuffle.prepare_dispatch, request, call, stream)
         if not (launch.own_stream or launch.event or request.with_weights or context):
-            return pending
+            return pending if request.known is None else self._kept(request, pending)
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
             output = inside(context, pending.run, counts)
             weights = inside(context, weights_of_rows, output.plan, request)
             outputs = [*output.rows, *output.plan.tensors, *([] if weights is None else [weights])]
             return replace(output, weights=weights, event=order.hand_over(outputs, launch, stream))
+
+        return Pending(pending.counts, run)
+
+    def _kept(
+        self, request: DispatchRequest, pending: Pending[DispatchOutput[DevicePlan]]
+    ) -> Pending[DispatchOutput[DevicePlan]]:
+        """Return the same dispatch, to be repeated if it was made before."""
+
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
+            output = pending.run(counts)
+            if self._repeated_calls:
+                self._repeated_calls.keep_dispatch(request, output.plan)
+            return output
 
         return Pending(pending.counts, run)
 
@@ -196,6 +213,8 @@ class CudaEngine:
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
                 order.hand_over((out,), launch, stream)
+            elif self._repeated_calls and request.known:
+                self._repeated_calls.keep_combine(request)
             return out
 
         return Pending((), run)
@@ -260,15 +279,6 @@ class CudaEngine:
             streams = self._streams(stream)
             with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
                 run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
-
-    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG002
-        memory = allocate_visible(request.num_bytes, self._device)
-
-        def run(_: Sequence[Sequence[int]]) -> torch.Tensor:
-            self._arena.share(memory)
-            return memory[: request.num_bytes].view(request.dtype).view(request.shape)
-
-        return Pending((), run)
 
     def wait(self) -> None:
         self._order.wait()
@@ -339,6 +349,7 @@ def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch
             f"num_topk={config.capacity.num_topk} and {config.topology.ranks_per_node} ranks"
         )
     library = Library(device)
+    warm_up_repeated_calls()  # before any rank's clock runs
     _check_room_to_plan(placement, library)
     return library
 

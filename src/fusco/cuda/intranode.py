@@ -14,6 +14,7 @@ from fusco.core.rows import aligned, is_plain
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
+from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.engine.base import (
@@ -32,6 +33,7 @@ class IntranodeShuffle:
 
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
+        self.launched: list[PreparedLaunch] = []  # by the latest dispatch or combine
 
     def pending_error(self) -> None:
         """Return no error: plans report all that there are."""
@@ -70,25 +72,28 @@ class IntranodeShuffle:
         wire_dtype = context.wire_dtype(rows.dtype)
         launch = partial(combine_rows, is_weighted=request.is_weighted, num_sms=request.launch.num_sms)
         arguments = (context.launcher(stream), plan, rows, wire_dtype, out)
-        call.profile.count_sms(context.timeline.timed("sum", "tokens", stream, launch, *arguments))
+        launched = context.timeline.timed("sum", "tokens", stream, launch, *arguments)
+        call.profile.count_sms(launched.grid)
+        self.launched = [launched]
         return out
 
     def _dispatch(self, request: DispatchRequest, transfer: Transfer) -> DispatchOutput[DevicePlan]:
         """Launch plan and scatter; an exact size is read while rows move, if its bound is affordable."""
         routing, profile, own_rows, planner = request.routing, transfer.call.profile, self._own_rows, self._planner
         begin = perf_counter()
-        if not request.static:
-            planner.begin(transfer.stream)
         published = [(routing.topk_idx.contiguous(), detached_weights(routing))]
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
-        launch_plan = partial(planner.launch, plan, request, published, transfer.stream)
+
+        def launch_plan() -> None:
+            transfer.launched.append(planner.launch(plan, request, published, transfer.stream))
+
         planned = perf_counter()
         profile.planning_s += planned - begin
         rows = None
         if request.static:
             rows = own_rows.scatter(plan, plan, transfer, launch_plan=launch_plan)
-        elif (bound := affordable_bound_of(plan, request, transfer)) is not None:
+        elif (bound := affordable_bound_of(plan, request, transfer.row_bytes)) is not None:
             with suppress(torch.cuda.OutOfMemoryError):  # then nothing has been launched; there may be room for fewer
                 rows = own_rows.scatter(plan, plan, transfer, bound, launch_plan)
         if rows is None:
@@ -96,9 +101,10 @@ class IntranodeShuffle:
         profile.wire_s += perf_counter() - planned
         if not request.static:
             rows = self._size_exactly(plan, rows, transfer)
-        if not request.static and (rejection := planner.rejection_of(routing)):
+        if not request.static and (rejection := planner.rejection_of(routing.topk_idx)):
             raise LateRejection(rejection)
         assert rows is not None
+        self.launched = transfer.launched
         return DispatchOutput(plan, rows)
 
     def _size_exactly(
@@ -111,11 +117,18 @@ class IntranodeShuffle:
         if rows is None:
             with transfer.call.profile.spend("wire"):
                 return self._own_rows.scatter(plan, plan, transfer)
-        for of_payload in rows:
-            if of_payload.shape[0] != plan.num_slots:
-                # In place: a view would be one of a larger tensor, which autograd treats differently.
-                of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
-        return rows
+        return narrowed(rows, plan.num_slots)
+
+
+def narrowed(outputs: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
+    """Return tensors that may be larger than needed, with this number of rows.
+
+    They are changed in place: a view would be one of a larger tensor, which autograd treats differently.
+    """
+    for output in outputs:
+        if output.shape[0] != num_rows:
+            output.resize_(num_rows, *output.shape[1:])
+    return outputs
 
 
 def detached_weights(routing: Routing) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import Rows
+from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.scatter_rows import scatter_rows
 from fusco.cuda.output_bound import affordable_bound
 from fusco.engine.base import DispatchRequest
@@ -55,6 +56,7 @@ class Transfer:
         launch: launch options.
         stream: the stream for all launches.
         call: counts times and SMs.
+        launched: the kernels launched so far.
     """
 
     payloads: Sequence[torch.Tensor]
@@ -62,6 +64,7 @@ class Transfer:
     launch: Launch
     stream: torch.cuda.Stream
     call: Call
+    launched: list[PreparedLaunch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.row_bytes = tuple(map(row_bytes, self.payloads))
@@ -80,7 +83,7 @@ class OwnRows:
         held: Rows,
         transfer: Transfer,
         num_slots: int | None = None,
-        launch_plan: Callable[[], None] | None = None,
+        launch_plan: Callable[[], object] | None = None,
     ) -> list[torch.Tensor]:
         """Return the outputs, filled with the tokens of this node's ranks.
 
@@ -106,8 +109,9 @@ class OwnRows:
         context, received = self._context, self._received(held.first_row, transfer.row_bytes)
         launch = partial(scatter_rows, clears_padding=what == "own rows", num_sms=transfer.launch.num_sms)
         arguments = (context.launcher(transfer.stream), plan, held, payloads, received)
-        num_sms = context.timeline.timed("scatter", what, transfer.stream, launch, *arguments)
-        transfer.call.profile.count_sms(num_sms)
+        launched = context.timeline.timed("scatter", what, transfer.stream, launch, *arguments)
+        transfer.launched.append(launched)
+        transfer.call.profile.count_sms(launched.grid)
 
     def _received(self, first_row: tuple[int, ...], row_bytes: tuple[int, ...]) -> list[int]:
         """Return the offsets of all payloads of the rows that ranks push, rank by rank."""
@@ -123,15 +127,15 @@ class OwnRows:
         return offsets
 
 
-def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, transfer: Transfer) -> int | None:
+def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, row_bytes: Sequence[int]) -> int | None:
     """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
-    num_pairs, num_local_experts = plan.first_row[-1] * plan.num_topk, plan.tables.num_local_experts
+    shape = plan.tables.shape
     needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
     return affordable_bound(
-        num_pairs,
-        num_local_experts,
+        shape.num_rows * shape.num_topk,
+        shape.num_local_experts,
         request.expert_alignment,
-        len(transfer.published),
-        sum(transfer.row_bytes),
+        len(plan.first_row) - 1,
+        sum(row_bytes),
         needs_grad=needs_grad,
     )

@@ -14,9 +14,10 @@ from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
-from fusco.planner.routing import Routing, describe_invalid_id
+from fusco.planner.routing import describe_invalid_id
 
 _Plan = TypeVar("_Plan", bound=DevicePlan)
 
@@ -29,17 +30,12 @@ class DevicePlanner:
 
     def __init__(self, context: CudaContext) -> None:
         self._context, self._arena, self._placement = context, context.arena, context.placement
-        self._reached_plan = torch.cuda.Event()  # unused between nodes: there the host has waited already
         self._num_plans = 0
         self._reported_counts = context.tables.reported_counts.numpy()
         self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
         self._published_sources = (rank, *counterparts)
-
-    def begin(self, stream: torch.cuda.Stream) -> None:
-        """Record an event ahead of the next plan: until it completes, no peer is to blame for a wait."""
-        self._reached_plan.record(stream)
 
     def make_plan(
         self,
@@ -83,7 +79,7 @@ class DevicePlanner:
             held=holders,
             num_topk=num_topk,
             num_slots=static.num_rows if static else 0,
-            tables=PlanTensors(shape, self._arena.device),
+            tables=PlanTensors.of(shape, self._arena.device),
             stream=stream.cuda_stream,
         )
 
@@ -93,10 +89,9 @@ class DevicePlanner:
         request: DispatchRequest,
         routing: Sequence[tuple[Memory, Memory | None]],
         stream: torch.cuda.Stream,
-    ) -> None:
+    ) -> PreparedLaunch:
         """Make a plan on the device; see ``make_plan``."""
-        self._num_plans += 1
-        static = request.static
+        number, static = self.next_ticket(), request.static
         published = [
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
@@ -107,10 +102,14 @@ class DevicePlanner:
             static is not None and static.on_overflow == "raise",
             request.launch.num_sms,
         )
-        ticket = 0 if static else self._num_plans
         context = self._context
-        arguments = (context.launcher(stream), context.tables, plan, published, terms, ticket)
-        context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
+        arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
+        return context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
+
+    def next_ticket(self) -> int:
+        """Return the number of another plan."""
+        self._num_plans += 1
+        return self._num_plans
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
@@ -123,7 +122,7 @@ class DevicePlanner:
         return self._sizes[key]
 
     def size_exactly(self, plan: _Plan) -> _Plan:
-        """Wait for the plan, and return it with its number of slots and of each expert's rows."""
+        """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""
         report, ticket = self._arena.report, self._num_plans
         if report.ticket != ticket:
             self._wait_for(ticket)
@@ -136,13 +135,13 @@ class DevicePlanner:
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 
         def stall() -> Stall:
-            if not self._reached_plan.query():
+            if report.begun != ticket:  # until then, no peer is to blame
                 return own_backlog("the plan")
             return Stall("planning on the device", peers, "the plan", "none yet")
 
         self._context.watchdog.wait_until(lambda: report.ticket == ticket, stall)
 
-    def rejection_of(self, routing: Routing) -> Exception | None:
+    def rejection_of(self, topk_idx: torch.Tensor) -> Exception | None:
         """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection.
 
         ``Engine.pending_error`` returns those of earlier plans, into static rows.
@@ -154,7 +153,7 @@ class DevicePlanner:
         report.bad_src = -1
         token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
         if src == self._arena.rank and abs(bad_id) == _CLAMPED:
-            bad_id = int(routing.topk_idx[token, k])
+            bad_id = int(topk_idx[token, k])
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
         if src == self._arena.rank:
             return ValueError(reason)

@@ -89,6 +89,17 @@ class StreamOrder:
             return stream, None
         return stream, torch.cuda.stream(stream)
 
+    def goes_on(self, stream: torch.cuda.Stream) -> bool:
+        """Return whether ``enter`` would have nothing to do for a launch on a stream: it is still the current one."""
+        return (
+            self.latest is stream
+            and self._current is stream
+            and raw_stream_of is not None
+            and raw_stream_of(self._device.index) == self._current_handle
+            and torch.cuda.current_device() == self._device.index
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
     def _is_captured(self) -> bool:
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured:

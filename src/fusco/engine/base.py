@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -77,15 +77,30 @@ PlanT = TypeVar("PlanT", bound=Plan)
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(eq=False)
+class KnownCall:
+    """Calls whose inputs differ in nothing but values and addresses from one that has been validated in full.
+
+    Attributes:
+        fingerprint: of all of them.
+        circumstances: of the latest one, beyond what the fingerprint has; the engine sets and compares them.
+        repeated: what the engine has prepared for more of them, see ``fusco.api.repeats``.
+    """
+
+    fingerprint: CollectiveFingerprint
+    circumstances: object = field(default=None, init=False)
+    repeated: Any = field(default=None, init=False)
+
+
 class Request:
     """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly.
 
     Attributes:
-        agreed: the fingerprint of an earlier request with the same ``fields``, if there was one.
+        known: of earlier requests with the same ``fields``, if there were any.
         handle: number of the collective that made the handle, equal on all ranks; 0 without one.
     """
 
-    agreed: CollectiveFingerprint | None = None
+    known: KnownCall | None = None
     handle: int = 0
 
     @property
@@ -119,7 +134,7 @@ class DispatchRequest(Request):
     with_weights: bool = False
     static: StaticRows | None
     launch: Launch
-    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
+    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
@@ -166,7 +181,7 @@ class RedispatchRequest(Request, Generic[PlanT]):
     plan: PlanT
     handle: int
     launch: Launch
-    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
+    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
@@ -189,7 +204,7 @@ class CombineRequest(Request, Generic[PlanT]):
     topk_weights: torch.Tensor | None
     handle: int
     launch: Launch
-    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
+    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_weighted(self) -> bool:
@@ -217,7 +232,7 @@ class CombineAllRequest(Request, Generic[PlanT]):
 
     parts: Sequence[CombineRequest[PlanT]]
     handle: int
-    agreed: CollectiveFingerprint | None = field(default=None, repr=False, compare=False)
+    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
@@ -274,24 +289,6 @@ class AllToAllRequest(Request):
             "schedule": str(self.mode),
             "requires_grad": str(self.requires_grad),
         }
-
-
-@dataclass(kw_only=True)
-class EmptyRequest(Request):
-    """Allocation of memory that peers can read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the allocation."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def fields(self) -> Fields:
-        """See ``Request``."""
-        return {"shape": str(self.shape), "dtype": str(self.dtype)}
 
 
 @dataclass
@@ -355,9 +352,6 @@ class Engine(Protocol[PlanT]):
 
         The result is the request with its output filled.
         """
-
-    def prepare_empty(self, request: EmptyRequest, call: Call) -> Pending[torch.Tensor]:
-        """Allocate memory from which rows are sent without a copy; ``SharedMemoryError`` if there is not enough."""
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Send segments to one rank, which calls ``scatter_recv``; not a collective."""

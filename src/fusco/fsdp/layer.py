@@ -36,15 +36,10 @@ class ExpertParallelLayer:
 
 @dataclass(frozen=True, eq=False)
 class SlicedLayer:
-    """A layer whose tokens several ranks have: each computes a slice, and all get all slices.
+    """A layer whose tokens several ranks have: each computes a slice, and all get all slices."""
 
-    Attributes:
-        layer: of a slice.
-        mesh: of one dimension, the ranks with the same tokens. All of them get the same gradients.
-    """
-
-    layer: ExpertParallelLayer
-    mesh: DeviceMesh
+    layer: ExpertParallelLayer  # of a slice
+    mesh: DeviceMesh  # of one dimension, the ranks with the same tokens. All of them get the same gradients.
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -26,14 +26,18 @@ class SentRows:
     @property
     def counts_on_host(self) -> torch.Tensor:
         """Rows of each local expert without padding, int64 (num_local_experts,), in host memory."""
-        counts = self.dispatched.num_rows_per_expert_on_host
-        assert counts is not None, "the output has its exact size"
-        return counts
+        return counts_on_host(self.dispatched)
 
     def combine(self, rows: torch.Tensor, *, is_weighted: bool, launch: Launch | None = None) -> torch.Tensor:
         """Return rows (num_rows, hidden) to their tokens, with the weights of the dispatch or as they are."""
         handle = self.dispatched.handle
         return self.comm.combine(rows, handle, weights="topk" if is_weighted else None, launch=launch)
+
+
+def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
+    """Return the rows of each local expert in host memory; another wait of the host if they came without the size."""
+    counts = dispatched.num_rows_per_expert_on_host
+    return dispatched.num_rows_per_expert.cpu() if counts is None else counts
 
 
 class ExpertRows:
@@ -47,7 +51,7 @@ class ExpertRows:
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
         """Return the same object for all layers of a group, whose communicators they share."""
         of_group = _BY_GROUP.setdefault(group, {})
-        if num_experts not in of_group:
+        if num_experts not in of_group or of_group[num_experts].is_closed:
             of_group[num_experts] = cls(group, num_experts)
         return of_group[num_experts]
 
@@ -84,6 +88,11 @@ class ExpertRows:
             max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
         )
         return self._comms.run(need, first.device, dispatch)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``abort``."""
+        return self._comms.is_closed
 
     def abort(self) -> None:
         """Release all communicators without waiting for other ranks."""

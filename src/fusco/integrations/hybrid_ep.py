@@ -20,6 +20,7 @@ from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
 from fusco.integrations.dense_routing import dense_weights, map_to_indices
+from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.rank_rows import RankRows, checked_handle, combine, combine_dense, dispatch_again, ranks_of
 
@@ -28,19 +29,12 @@ _TOPK_STEP = 4  # the number of experts per token that a map allows for is round
 
 @dataclass(frozen=True)
 class _Sent:
-    """A routing that was dispatched: element 0 of the handle that callers pass back.
+    """A routing that was dispatched: element 0 of the handle that callers pass back."""
 
-    Attributes:
-        comm: the communicator that owns ``handle``.
-        handle: of its dispatch.
-        topk_idx: int64 (num_tokens, num_topk).
-        counts: rows of each local expert with padding, int64 (num_local_experts,).
-    """
-
-    comm: Communicator
-    handle: Handle
-    topk_idx: torch.Tensor
-    counts: torch.Tensor
+    comm: Communicator  # the communicator that owns ``handle``
+    handle: Handle  # of its dispatch
+    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
+    counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
 
 
 class HybridEPBuffer:
@@ -215,8 +209,7 @@ class HybridEPBuffer:
         if lost is not None:
             has_overflow = has_overflow | (lost > 0)
         if not non_blocking:
-            assert sent.num_rows_per_expert_on_host is not None
-            counts = sent.num_rows_per_expert_on_host
+            counts = counts_on_host(sent)
             self._require_none_lost()
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple

@@ -23,25 +23,16 @@ _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
 @dataclass(frozen=True)
 class RankRouting:
-    """A routing that was dispatched, with what came of other ranks' routing.
+    """A routing that was dispatched, with what came of other ranks' routing."""
 
-    Attributes:
-        comm: the communicator that owns ``handle``.
-        handle: of its dispatch.
-        rank: this rank.
-        words: int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights.
-        topk_idx: of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given.
-        num_experts: of all ranks together.
-        num_rows: rows that arrived, int64 (1,); fewer than those of ``words`` if these are static.
-    """
-
-    comm: Communicator
-    handle: Handle
-    rank: int
-    words: torch.Tensor
+    comm: Communicator  # the communicator that owns ``handle``
+    handle: Handle  # of its dispatch
+    rank: int  # this rank
+    words: torch.Tensor  # int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights
+    # of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given
     topk_idx: torch.Tensor | None
-    num_experts: int
-    num_rows: torch.Tensor
+    num_experts: int  # of all ranks together
+    num_rows: torch.Tensor  # rows that arrived, int64 (1,); fewer than those of ``words`` if these are static
 
     @property
     def is_row(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from fusco.core.cache import CacheFolder, find_cache_folder
 from fusco.core.errors import CompileError
 from fusco.rails.limits import Limits
-from fusco.rails.rail import Rail, check_rails, discover_rails
+from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 
 SOURCE_DIR = Path(__file__).parent / "plugin"
 POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
@@ -38,8 +38,8 @@ def nccl_plugin(
     all processes of a job need it. The plugin is compiled by the system's C compiler when first used, and kept.
 
     Args:
-        rails: the rails of this host, in the order that all hosts have; by default ``discover_rails()``, for as many
-            workers as torchrun has started on this host.
+        rails: the rails of this host, in the order that all hosts have; by default those that ``FUSCO_RAILS`` names,
+            or ``discover_rails()``, for as many workers as torchrun has started on this host.
         worker: this process's number on its host, which must own a rail; by default ``LOCAL_RANK`` as of torchrun,
             or 0.
         policy: ``"fuselink"``, ``"spray"`` or ``"direct"``.
@@ -56,9 +56,8 @@ def nccl_plugin(
     if why_not := why_not_nccl(nccl_version()):
         raise ValueError(why_not)
     if rails is None:
-        found = discover_rails()
-        num_workers = max(len(found), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        rails = discover_rails([rail.interface for rail in found], num_workers)
+        num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+        rails = configured_rails(num_workers) or discover_rails(None, num_workers)
     return environment_of_plugin(rails, worker=worker, policy=policy, limits=limits, board=board, timeout_s=timeout_s)
 
 
@@ -78,12 +77,12 @@ def environment_of_plugin(
         "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
         "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
         "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # of NCCL's own control messages
-        "FUSCO_RAILS": ";".join(map(_describe, rails)),
-        "FUSCO_RAILS_POLICY": policy,
-        "FUSCO_RAILS_LIMITS": ",".join(f"{name}={value}" for name, value in bounds.items()),
-        "FUSCO_RAILS_TIMEOUT_S": str(timeout_s),
+        "FUSCO_NCCL_RAILS": ";".join(map(_describe, rails)),
+        "FUSCO_NCCL_POLICY": policy,
+        "FUSCO_NCCL_LIMITS": ",".join(f"{name}={value}" for name, value in bounds.items()),
+        "FUSCO_NCCL_TIMEOUT_S": str(timeout_s),
     }
-    optional = {"FUSCO_RAILS_WORKER": worker, "FUSCO_RAILS_BOARD": board}
+    optional = {"FUSCO_NCCL_WORKER": worker, "FUSCO_NCCL_BOARD": board}
     return chosen | {name: str(value) for name, value in optional.items() if value is not None}
 
 
@@ -96,7 +95,7 @@ def nccl_version() -> tuple[int, ...] | None:
     import torch  # noqa: PLC0415  loads for seconds
 
     try:
-        return tuple(torch.cuda.nccl.version())
+        return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError):  # a torch without CUDA
         return None
 

@@ -11,30 +11,19 @@ from fusco.rails.board import BORROWED, COMPLETED, POSTED, RX_BYTES, TX_BYTES, B
 
 @dataclass(frozen=True)
 class RailUse:
-    """A worker's use of a rail between two looks at the board.
+    """A worker's use of a rail between two looks at the board."""
 
-    Attributes:
-        rail: its index.
-        interface: its name.
-        bits_per_s: its speed; 0 if unknown.
-        worker: the worker.
-        pid: its process.
-        is_owner: whether the rail is its direct one.
-        sent_mb_per_s, received_mb_per_s: MB/s (1e6 bytes).
-        outstanding: chunks sent and not acknowledged.
-        borrowed: those of them that are borrowed.
-    """
-
-    rail: int
-    interface: str
-    bits_per_s: int
-    worker: int
-    pid: int
-    is_owner: bool
+    rail: int  # its index
+    interface: str  # its name
+    bits_per_s: int  # its speed; 0 if unknown
+    worker: int  # the worker
+    pid: int  # its process
+    is_owner: bool  # whether the rail is its direct one
+    # sent_mb_per_s, received_mb_per_s: MB/s (1e6 bytes)
     sent_mb_per_s: float
     received_mb_per_s: float
-    outstanding: int
-    borrowed: int
+    outstanding: int  # chunks sent and not acknowledged
+    borrowed: int  # those of them that are borrowed
 
 
 class UsageReader:

@@ -9,32 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.stopwatch import Stopwatch
+from fusco.bench.stopwatch import SectionTimer
 from fusco.fsdp.dispatcher import Arrival, Dispatcher
 
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
-
-
-class SectionTimer:
-    """Adds up the times between marks, by section: of the current CUDA stream with ``"cuda"``, or of the host."""
-
-    def __init__(self, device_type: str) -> None:
-        self._stopwatch = Stopwatch(device_type)
-        self._marks: dict[str, list[Any]] = {}
-
-    def mark(self, section: str) -> None:
-        """Begin a section, or end the one that has begun."""
-        self._marks.setdefault(section, []).append(self._stopwatch.mark())
-
-    def take_s(self) -> dict[str, float]:
-        """Return the seconds of every section since the last call; the device must have reached all marks."""
-        times = {}
-        for section in SECTIONS:
-            marks = self._marks.pop(section, [])
-            assert len(marks) % 2 == 0, f"{section} began and did not end"
-            pairs = zip(marks[::2], marks[1::2], strict=True)
-            times[section] = sum(self._stopwatch.elapsed_ms(start, end) for start, end in pairs) / 1e3
-        return times
 
 
 @dataclass

@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
+from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Settings
 from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
-from fusco.train.observer import SECTIONS, ObservingDispatcher, SectionTimer
+from fusco.train.observer import SECTIONS, ObservingDispatcher
 from fusco.train.records import Run, StepRecord
 from fusco.train.text import load_text, make_batch
 
@@ -96,7 +97,7 @@ def _run(
             loss=mean_loss,
             gradient_norm=float(norm),
             step_s=time.perf_counter() - start,
-            section_to_s=observer.timer.take_s(),
+            section_to_s=observer.timer.take_s(SECTIONS),
             expert_imbalance=_imbalance(job, observer),
         )
         steps.append(_record(job, name, index, measured))

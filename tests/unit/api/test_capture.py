@@ -27,7 +27,6 @@ VERBS = {
     "combine": lambda comm, handle: comm.combine(torch.zeros(8, 4), handle),
     "shuffle": lambda comm, handle: comm.shuffle({1: SEGMENTS}, {}),
     "all_to_all": lambda comm, handle: comm.all_to_all(torch.zeros(4, 2), torch.ones(4, 2)),
-    "empty": lambda comm, handle: comm.empty((3, 4), torch.float32),
 }
 CAPTURABLE = ("static dispatch", "dispatch_again", "combine")
 
@@ -44,14 +43,14 @@ class Scene:
 
     def __init__(self, topology: Topology) -> None:
         self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
-        self.session = mock.Mock(sequence_number=1)
+        self.session = mock.Mock(sequence_number=1, has_published=False)
         self.session.access = Access("a communicator")
         self.session.begin.side_effect = lambda _: Call(1, CallProfile())
         self.engine = mock.Mock(topology=topology)
         self.engine.pending_error.return_value = None
         self.engine.prepare_dispatch.return_value = Pending((), lambda _: DispatchOutput(self.plan, [X]))
         self.engine.prepare_redispatch.return_value = Pending((), lambda _: [X])
-        for name in ("combine", "shuffle", "empty"):
+        for name in ("combine", "shuffle"):
             getattr(self.engine, f"prepare_{name}").return_value = Pending((), lambda _: X)
         self.engine.prepare_all_to_all.side_effect = lambda request, _: Pending((), lambda _: request)
         validator = OnCpu(

@@ -22,6 +22,8 @@ class Valid(Request):
 class Session:
     """A session of two ranks with equal fields; the other one sends counts larger by one."""
 
+    has_published = False
+
     def __init__(self) -> None:
         self.log: list[object] = []
         self.profile = CallProfile()

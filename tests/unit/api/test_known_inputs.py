@@ -106,11 +106,11 @@ def test_a_second_dispatch_is_not_validated_in_full_and_a_wrong_one_is():
     )
     ids, options = torch.zeros(3, 2, dtype=torch.int64), DispatchOptions()
     first = validator.validate_dispatch([X], ids, None, options)
-    assert first.agreed is None
+    assert first.known is None
     with mock.patch.object(Validator, "require_payloads", side_effect=AssertionError):
         second = validator.validate_dispatch([torch.ones(3, 4)], ids, None, options)
-    assert second.agreed is not None
-    assert second.agreed.fields == first.fields
+    assert second.known is not None
+    assert second.known.fingerprint.fields == first.fields
     with pytest.raises(ValueError, match=r"topk_idx\[2, 1\] = 4 is no expert"):
         validator.validate_dispatch([X], torch.tensor([[0, 0], [0, 0], [0, 4]]), None, options)
     with pytest.raises(TypeError, match="has 48 bytes of elements, but its storage has 8"):

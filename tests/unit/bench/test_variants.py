@@ -9,15 +9,15 @@ def test_the_default_ones():
     assert choose_variants("cpu", 2) == ("fusco", "baseline")
     assert choose_variants("cuda", 2) == ("fusco", "fusco-static", "fusco-graph", "baseline")
     within = choose_variants("cuda", 1)
-    assert within[:4] == ("fusco", "fusco-graph", "fusco-in-place", "baseline")
+    assert within[:3] == ("fusco", "fusco-graph", "baseline")
     assert within[-1] == "fusco-fp8"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_ablation_comes_on_top_and_once(device):
-    assert choose_variants(device, 4, with_ablation=True)[-3:] == ABLATION
+    assert choose_variants(device, 4, with_ablation=True)[-4:] == ABLATION
     chosen = choose_variants(device, 2, ["no-balancer", "fusco", "fusco"], with_ablation=True)
-    assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner")
+    assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner", "no-lanes")
 
 
 def test_every_variant_has_an_entry():
@@ -27,7 +27,7 @@ def test_every_variant_has_an_entry():
 
 def test_deep_ep_is_measured_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "deep_ep" or None)
-    assert choose_variants("cuda", 1)[4:6] == PEERS == ("deep_ep", "deep_ep_v2")
+    assert choose_variants("cuda", 1)[3:5] == PEERS == ("deep_ep", "deep_ep_v2")
     assert not set(PEERS) & set(choose_variants("cuda", 2))
 
 

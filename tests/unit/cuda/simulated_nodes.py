@@ -124,6 +124,8 @@ class SimulatedNetwork:
 class SimulatedSession:
     """Replaces ``Session``."""
 
+    has_published = False
+
     def __init__(self, gathers: AllGathers, rank: int) -> None:
         self.profile = CallProfile()
         self._gathers, self._rank, self._num_calls = gathers, rank, 0

@@ -280,8 +280,11 @@ def test_a_check_raises_what_is_pending_once():
 
 
 def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_host_waits():
+    are_open = threading.Barrier(2)  # a rank that fails earlier would fail the opening of the other
+
     def capture(store_gather):
         communicator = open_on(store_gather)  # launches something, which is captured
+        are_open.wait(TIMEOUT_S)
         arena, deadline = communicator._engine._arena, time.monotonic() + TIMEOUT_S
         if store_gather.rank == 1:
             communicator._session.abandon("failed in a test")

@@ -120,6 +120,14 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
         play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
 
 
+@pytest.mark.parametrize("kind", ["ragged with holes", "skewed"])
+def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(kind, folder, monkeypatch):
+    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 1 << 20)
+    monkeypatch.setattr(plan_kernel, "PLAN_THREADS", 32)
+    for order in range(2):
+        play(Scene(num_nodes=1, ranks_per_node=4, kind=kind, seed=order), folder, order)
+
+
 @pytest.mark.parametrize("kind", ["balanced", "ragged with holes", "repeated experts"])
 def test_sums_have_the_bits_of_the_twins(kind, folder):
     for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):

@@ -32,7 +32,7 @@ def launch(kernel: Kernel, shared_bytes: int = 0) -> None:
 def test_a_launch_that_fails_hints_at_kernels_before_it():
     kernel = loaded()
     with (
-        mock.patch.object(kernel, "_launch", return_value=int(ILLEGAL[0])),
+        mock.patch.object(kernel, "driver_launch", return_value=int(ILLEGAL[0])),
         pytest.raises(
             LaunchError, match=rf"kernel plan could not be launched: CUDA_ERROR_ILLEGAL_ADDRESS\. {HINT}"
         ) as raised,
@@ -46,7 +46,7 @@ def test_so_does_asking_for_shared_memory():
     with (
         mock.patch.object(kernel._driver, "cuCtxGetDevice", return_value=(driver.CUresult.CUDA_SUCCESS, 0)),
         mock.patch.object(kernel._driver, "cuKernelSetAttribute", return_value=ILLEGAL),
-        mock.patch.object(kernel, "_launch", return_value=0) as launched,
+        mock.patch.object(kernel, "driver_launch", return_value=0) as launched,
         pytest.raises(LaunchError, match=HINT),
     ):
         launch(kernel, shared_bytes=60 << 10)

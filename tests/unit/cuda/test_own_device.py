@@ -83,8 +83,9 @@ def test_a_plan_is_waited_for_on_the_own_device_until_it_is_begun(order):
 def test_between_nodes_no_peer_is_waited_for_until_rows_are_counted(order):
     for rank, stalls in enumerate(stalls_of_an_exact_dispatch(2, order)):
         assert stalls[:2] == [(False, COUNTS), (True, COUNTS)]
-        # Only then for the plan, which needs the node's other rank.
-        assert stalls[2:] == [(True, Stall("planning on the device", (rank ^ 1,), "the plan", "none yet"))] * 2
+        # Only then for the plan, which needs the node's other rank as soon as the device has come to it.
+        of_peer = Stall("planning on the device", (rank ^ 1,), "the plan", "none yet")
+        assert stalls[2:] == [(True, PLAN), (True, of_peer)]
 
 
 class Engine(CudaEngine):

@@ -147,7 +147,7 @@ class OnCpu(Validator):
 
 
 def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
-    session = mock.Mock(sequence_number=1, access=Access("a communicator"))
+    session = mock.Mock(sequence_number=1, has_published=False, access=Access("a communicator"))
     session.begin.side_effect = lambda _: Call(1, CallProfile())
     validator = OnCpu(
         rank=0,

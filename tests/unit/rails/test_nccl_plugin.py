@@ -48,7 +48,7 @@ def started(tmp_path, version=11, rails=RAILS, name="b", **options):
     with pytest.MonkeyPatch.context() as patch:
         for key, value in chosen.items():
             patch.setenv(key, value)
-        patch.setenv("FUSCO_RAILS_THREADS", "2")
+        patch.setenv("FUSCO_NCCL_THREADS", "2")
         plugin = Plugin(str(plugin_path(flags=FLAGS)), version)
         try:
             yield plugin
@@ -226,7 +226,7 @@ def test_closing_in_the_middle(tmp_path, closes):
             (sender, (receives[1:], receiver)) if closes == "sender" else (receiver, (sends, sender))
         )
         first.close()  # the memory of its requests is the caller's again
-        copies = [bytes(each) for each in buffers]
+        copies = [bytes(each) for each in buffers] if closes == "receiver" else []
         others = [each for each in others if not each.done]
         settle(others, stays, limit_s=3.0)
         codes = [each.error.code for each in others]
@@ -339,18 +339,18 @@ def test_memory_of_a_gpu_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("FUSCO_RAILS", "", "FUSCO_RAILS: it is not set; fusco.rails.nccl_plugin"),
-        ("FUSCO_RAILS", "lo,127.0.0.1", "a rail is interface,address,bit/s,owners"),
-        ("FUSCO_RAILS", "lo,nowhere,0,1", "no IP address"),
-        ("FUSCO_RAILS", "lo,127.0.0.1,0,1;lo,::1,0,2", "IPv4 and IPv6 addresses are mixed"),
-        ("FUSCO_RAILS", ";".join(f"lo,127.0.0.{i + 1},0,1" for i in range(17)), "more than 16 rails"),
-        ("FUSCO_RAILS", "lo,198.51.100.7,0,1", "cannot listen on lo, 198.51.100.7: Cannot assign"),
-        ("FUSCO_RAILS_WORKER", "7", "owns no rail .worker 7"),
-        ("FUSCO_RAILS_POLICY", "fuselink-paper", "none of fuselink, spray, direct"),
-        ("FUSCO_RAILS_LIMITS", "chunk_bytes=0", "a limit is not positive"),
-        ("FUSCO_RAILS_LIMITS", "direct_depth=99", "more than 32 chunks"),
-        ("FUSCO_RAILS_LIMITS", "speed=3", "the name of a field of Limits"),
-        ("FUSCO_RAILS_BOARD", "/nowhere/board", "cannot open the board of rails /nowhere/board: No such file"),
+        ("FUSCO_NCCL_RAILS", "", "FUSCO_NCCL_RAILS: it is not set; fusco.rails.nccl_plugin"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1", "a rail is interface,address,bit/s,owners"),
+        ("FUSCO_NCCL_RAILS", "lo,nowhere,0,1", "no IP address"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1,0,1;lo,::1,0,2", "IPv4 and IPv6 addresses are mixed"),
+        ("FUSCO_NCCL_RAILS", ";".join(f"lo,127.0.0.{i + 1},0,1" for i in range(17)), "more than 16 rails"),
+        ("FUSCO_NCCL_RAILS", "lo,198.51.100.7,0,1", "cannot listen on lo, 198.51.100.7: Cannot assign"),
+        ("FUSCO_NCCL_WORKER", "7", "owns no rail .worker 7"),
+        ("FUSCO_NCCL_POLICY", "fuselink-paper", "none of fuselink, spray, direct"),
+        ("FUSCO_NCCL_LIMITS", "chunk_bytes=0", "a limit is not positive"),
+        ("FUSCO_NCCL_LIMITS", "direct_depth=99", "more than 32 chunks"),
+        ("FUSCO_NCCL_LIMITS", "speed=3", "the name of a field of Limits"),
+        ("FUSCO_NCCL_BOARD", "/nowhere/board", "cannot open the board of rails /nowhere/board: No such file"),
     ],
 )
 def test_a_configuration_that_cannot_be(tmp_path, monkeypatch, name, value, text):
@@ -489,9 +489,9 @@ def test_the_environment_that_nccl_needs(monkeypatch):
     assert Path(chosen["NCCL_NET_PLUGIN"]).is_file()
     assert chosen["NCCL_NET"] == "fusco"
     assert chosen["NCCL_SOCKET_IFNAME"] == "=eth0,eth1"
-    assert chosen["FUSCO_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
-    assert (chosen["FUSCO_RAILS_WORKER"], chosen["FUSCO_RAILS_BOARD"]) == ("2", "/dev/shm/b")
-    assert "batch=3" in chosen["FUSCO_RAILS_LIMITS"]
+    assert chosen["FUSCO_NCCL_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
+    assert (chosen["FUSCO_NCCL_WORKER"], chosen["FUSCO_NCCL_BOARD"]) == ("2", "/dev/shm/b")
+    assert "batch=3" in chosen["FUSCO_NCCL_LIMITS"]
     with pytest.raises(ValueError, match="policy must be one of fuselink, spray, direct, got 'fuselink-paper'"):
         nccl_plugin(rails, policy="fuselink-paper")
     monkeypatch.setattr("fusco.rails.nccl.nccl_version", lambda: (2, 21, 5))

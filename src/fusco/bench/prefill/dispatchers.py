@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.bench.stopwatch import Stopwatch
+from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import StaticRows
 from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
-
-
-@dataclass
-class SectionClock:
-    """Marks the beginning and end of dispatch and combine in every layer, while it is on.
-
-    On CUDA these are events on the current stream, so a section includes waiting for other ranks and for the host.
-    """
-
-    device: str
-    is_on: bool = False
-    _marks: dict[str, list[Any]] = field(default_factory=dict)
-
-    @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """Mark a section around the block."""
-        self.mark(name)
-        yield
-        self.mark(name)
-
-    def mark(self, name: str) -> None:
-        """Begin a section, or end the one that has begun."""
-        if self.is_on:
-            self._marks.setdefault(name, []).append(Stopwatch(self.device).mark())
-
-    def take_ms(self, name: str) -> float:
-        """Return the sum of a section's times since the last call; the device must have reached all marks."""
-        marks, watch = self._marks.pop(name, []), Stopwatch(self.device)
-        return sum(watch.elapsed_ms(start, end) for start, end in zip(marks[::2], marks[1::2], strict=True))
 
 
 @dataclass
@@ -49,7 +19,7 @@ class TimedDispatcher:
     """Wraps a dispatcher and marks the sections "dispatch" and "combine"."""
 
     inner: Dispatcher
-    clock: SectionClock
+    clock: SectionTimer
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -60,12 +30,12 @@ class TimedDispatcher:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """See ``Dispatcher``."""
-        with self.clock.section("dispatch"):
+        with self.clock.timed("dispatch"):
             return self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """See ``Dispatcher``."""
-        with self.clock.section("combine"):
+        with self.clock.timed("combine"):
             return self.inner.combine(y, arrival)
 
     def synchronize(self) -> None:
@@ -79,7 +49,7 @@ class TimedTransformersLayer:
     Rows reach its experts by source rank, so a permutation of theirs is not in these sections.
     """
 
-    def __init__(self, implementation: Any, clock: SectionClock) -> None:
+    def __init__(self, implementation: Any, clock: SectionTimer) -> None:
         self._implementation, self._clock = implementation, clock
         self._experts_forward, implementation.experts_forward = implementation.experts_forward, self._run_experts
 
@@ -115,7 +85,7 @@ class StaticDispatcher(FuscoDispatcher):
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
 
-class ShuffleDispatcher:
+class ShuffleDispatcher(TorchDispatcher):
     """Moves rows by two functions: what ``fusco bench shuffle`` compares fusco with.
 
     ``send`` takes rows, ids and float32 weights, and returns expert-major rows, the rows of each local expert on the
@@ -128,7 +98,8 @@ class ShuffleDispatcher:
         send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sequence[int], Any]],
         give_back: Callable[[torch.Tensor, Any], torch.Tensor],
     ) -> None:
-        self.group, self._send, self._give_back = group, send, give_back
+        super().__init__(group)
+        self._send, self._give_back = send, give_back
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
@@ -143,11 +114,6 @@ class ShuffleDispatcher:
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens."""
         return self._give_back(y, arrival.ticket)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()
 
 
 class ReferenceDispatcher(TorchDispatcher):

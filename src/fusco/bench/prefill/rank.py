@@ -173,9 +173,8 @@ class PrefillBench:
                 self._layers, variant.clock.is_on = variant.layers, True
                 took = self._timed_ms(prompts)
                 variant.clock.is_on = False
-                means = torch.tensor(
-                    [*(variant.clock.take_ms(name) for name in names[:2]), took], dtype=torch.float64, device="cpu"
-                )
+                sections_ms = [seconds * 1e3 for seconds in variant.clock.take_s(names[:2]).values()]
+                means = torch.tensor([*sections_ms, took], dtype=torch.float64, device="cpu")
                 dist.all_reduce(means, group=self._group)
                 rounds[variant.name].append((means / self._job.num_ranks).tolist())
             on_step()

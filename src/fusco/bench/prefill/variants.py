@@ -20,13 +20,13 @@ from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.peers import BufferShuffle
 from fusco.bench.prefill.dispatchers import (
     ReferenceDispatcher,
-    SectionClock,
     ShuffleDispatcher,
     StaticDispatcher,
     TimedDispatcher,
     TimedTransformersLayer,
 )
 from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Launch, Settings
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
@@ -86,7 +86,7 @@ class Variant:
 
     name: str  # of ``VARIANTS``
     layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
-    clock: SectionClock  # of its dispatches and combines
+    clock: SectionTimer  # of its dispatches and combines
     dispatcher: Dispatcher | None  # ``None`` for transformers
 
     def set_static_rows(self, num_rows: int) -> None:
@@ -117,7 +117,7 @@ def reference_layers(group: dist.ProcessGroup, experts: Sequence[Experts]) -> li
 def _make(
     name: str, job: PrefillJob, group: dist.ProcessGroup, experts: Sequence[Experts], stack: ExitStack
 ) -> Variant:
-    clock = SectionClock(job.device)
+    clock = SectionTimer(job.device, is_on=False)
     if name == "transformers":
         return Variant(name, _transformers_layers(job, experts, clock), clock, None)
     dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)
@@ -144,7 +144,7 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
     )
 
 
-def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: SectionClock) -> list[Layer]:
+def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: SectionTimer) -> list[Layer]:
     module: Any = importlib.import_module("transformers.distributed.expert_parallel")
     mesh = dist.device_mesh.init_device_mesh(job.device, (job.num_ranks, 1), mesh_dim_names=("ep", "tp"))
     all_to_all = module.EPImplementationInterface()["all_to_all"]

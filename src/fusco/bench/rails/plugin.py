@@ -254,12 +254,12 @@ class PluginChannel:
 class Handle(bytes):
     """A handle, like ``fusco.rails.Address``."""
 
-    def to_bytes(self) -> bytes:  # type: ignore[override]
+    def to_bytes(self) -> bytes:
         """Return it."""
         return self
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Handle:  # type: ignore[override]
+    def from_bytes(cls, data: bytes) -> Handle:
         """Return the handle of ``to_bytes``."""
         return cls(data)
 

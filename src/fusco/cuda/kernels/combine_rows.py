@@ -13,6 +13,8 @@ from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.plan import PlanShape
+from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.tuning import RingShape, combine_senders, combine_shape, parts_of_row, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
@@ -51,10 +53,10 @@ def combine_rows(
     *,
     is_weighted: bool,
     num_sms: int | None,
-) -> int:
+) -> PreparedLaunch:
     """Sum expert-major rows into the rows of their holders; ``out`` receives this rank's.
 
-    Returns the number of SMs that it takes.
+    Returns the launch, whose grid is the number of SMs that it takes.
     """
     weight_bytes = held.weight_bytes if is_weighted else 0
     hidden = rows.shape[1]
@@ -75,7 +77,18 @@ def combine_rows(
     arguments.row_to_slots, weights, arguments.token_to_ranks = held.addresses
     arguments.row_weights = weights if is_weighted else 0
     prepared.launch(launcher.stream)
-    return launcher.sms(num_sms)
+    return prepared
+
+
+def combine_fields(shape: PlanShape, memory: int, rows: int, out: int, *, is_weighted: bool) -> list[Field]:
+    """Return the fields that change if a combine within a node is repeated, by the indices of their values.
+
+    ``memory`` is the address of the plan's tensors.
+    """
+    made = {"row_to_slots": "row_to_slots", "token_to_ranks": "token_to_ranks"}
+    made |= {"row_weights": "weights"} if is_weighted else {}
+    fields = [Field(field, memory, shape.offsets[name]) for field, name in made.items()]
+    return [Field("rows", rows), Field("out", out), *fields]
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

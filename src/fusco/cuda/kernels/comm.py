@@ -22,6 +22,7 @@ class Report(ctypes.Structure):
         *((name, I32) for name in ("num_slots", "bad_src", "bad_token", "bad_k", "bad_id")),
         ("bad_ticket", U32),
         *((name, I32) for name in ("overflow_needed", "overflow_limit")),
+        ("begun", U32),
     ]
 
 
@@ -32,6 +33,7 @@ def comm_type(num_ranks: int) -> type[ctypes.Structure]:
         "routing_ready",
         "rows_released",
         "sums_released",
+        "node_ready",
         "rows_ready",
         "sums_ready",
         "ids",

@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fusco.core.recent import Recent
 from fusco.cuda.kernels.abi import MAX_PARTS
-from fusco.cuda.kernels.library import Kernel, Library
+from fusco.cuda.kernels.library import BoundLaunch, Kernel, Library
 
 
 class PreparedLaunch:
@@ -19,10 +19,10 @@ class PreparedLaunch:
     The struct may be changed again as soon as ``launch`` returns: the driver copies it.
     """
 
-    __slots__ = ("_tables", "arguments", "grid", "launch")
+    __slots__ = ("_shape", "_tables", "arguments", "grid", "kernel", "launch")
 
     def __init__(self, kernel: Kernel, arguments: ctypes.Structure, shape: Mapping[str, Any]) -> None:
-        self.arguments: Any = arguments
+        self.kernel, self.arguments, self._shape = kernel, cast("Any", arguments), shape
         self.grid: int = shape["grid"]
         self.launch: Callable[[int], None] = partial(kernel.launch, arguments, **shape)  # on a stream handle
         self._tables: dict[str, Any] = {}
@@ -34,6 +34,10 @@ class PreparedLaunch:
             offset = getattr(type(self.arguments), name).offset
             table = self._tables[name] = (ctypes.c_uint64 * len(entries)).from_buffer(self.arguments, offset)
         table[:] = entries
+
+    def bound_to(self, stream: int) -> BoundLaunch:
+        """Return the same launch on a stream handle, with a copy of the arguments as they are now."""
+        return self.kernel.bind(type(self.arguments).from_buffer_copy(self.arguments), stream, **self._shape)
 
 
 @dataclass(frozen=True)

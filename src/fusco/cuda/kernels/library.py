@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from fusco.control.machine_calls import address_of
 from fusco.core.errors import LaunchError
 from fusco.core.recent import Recent
 from fusco.cuda.kernels.compiler import Compiler
@@ -66,7 +67,7 @@ class Kernel:
         self._set_up(name, function, _driver_launch())
 
     def _set_up(self, name: str, function: int, launch: Any) -> None:
-        self.name, self._function, self._launch = name, function, launch
+        self.name, self.function, self.driver_launch = name, function, launch
         self._shared_bytes = _FREE_SHARED_BYTES
         self._configs: Recent[tuple[int, ...], Any] = Recent()
         self._parameters = (ctypes.c_void_p * 1)()
@@ -85,13 +86,22 @@ class Kernel:
         key = (stream, grid, num_threads, shared_bytes, is_dependent)
         config = self._configs.get(key) or self._configure(*key)
         self._parameters[0] = ctypes.addressof(arguments)
-        if result := self._launch(config, self._function, self._parameters, None):
-            raise _error(self.name, "launched", self._driver.CUresult(result).name)
+        if result := self.driver_launch(config, self.function, self._parameters, None):
+            raise self.error(result)
+
+    def bind(self, arguments: ctypes.Structure, stream: int, **shape: Any) -> BoundLaunch:
+        """Return a launch of these arguments on a stream handle; see ``launch`` for the others."""
+        config = self._configure(stream, shape["grid"], shape["num_threads"], *_optional(**shape))
+        return BoundLaunch(self, arguments, config)
+
+    def error(self, result: int) -> LaunchError:
+        """Return the error of a launch with this result."""
+        return _error(self.name, "launched", self._driver.CUresult(result).name)
 
     def _configure(self, stream: int, grid: int, num_threads: int, shared_bytes: int, is_dependent: bool) -> Any:  # noqa: FBT001
         if shared_bytes > self._shared_bytes:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            kernel, device = self._driver.CUkernel(self._function), self._check(self._driver.cuCtxGetDevice())
+            kernel, device = self._driver.CUkernel(self.function), self._check(self._driver.cuCtxGetDevice())
             self._check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, device))
             self._shared_bytes = shared_bytes
         config = _Config((grid, 1, 1), (num_threads, 1, 1), shared_bytes, stream)
@@ -105,6 +115,36 @@ class Kernel:
         if int(result[0]):
             raise _error(self.name, "launched", result[0].name)
         return result[-1]
+
+
+def _optional(*, shared_bytes: int = 0, is_dependent: bool = False, **_: int) -> tuple[int, bool]:
+    """Return the optional parts of a launch shape."""
+    return shared_bytes, is_dependent
+
+
+class BoundLaunch:
+    """A launch with all that the driver takes.
+
+    Attributes:
+        driver_launch: the address of the driver's function.
+        call: its first three arguments: addresses of the configuration, the kernel, and the parameters.
+    """
+
+    def __init__(self, kernel: Kernel, arguments: ctypes.Structure, config: Any) -> None:
+        self._kernel, self._arguments, self._config = kernel, arguments, config
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        self.driver_launch = address_of(kernel.driver_launch)
+        self.call = (address_of(config), kernel.function, ctypes.addressof(self._parameters))
+
+    def address_of(self, field: str, index: int) -> int:
+        """Return the address of a field of 8 bytes of the arguments, or of an entry of a field that is an array."""
+        at = getattr(type(self._arguments), field)
+        assert at.size >= 8 * (index + 1), (field, index, at.size)
+        return int(ctypes.addressof(self._arguments) + at.offset + 8 * index)
+
+    def fail(self, result: int) -> NoReturn:
+        """Raise the error of a launch with this result."""
+        raise self._kernel.error(result)
 
 
 def _error(name: str, done: str, why: str) -> LaunchError:

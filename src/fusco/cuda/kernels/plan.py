@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U32, Memory, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, Memory, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.repeated_launches import TICKET, Field
 from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
 
 _WARP_SIZE = 32
+_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
 
 
 class PublishedRouting(NamedTuple):
@@ -97,40 +99,60 @@ class PlanShape:
             end += -(-size // 16) * 16
         return {**offsets, "end": end}
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight; 0 without weights."""
+        return self.weight_dtype.itemsize if self.weight_dtype else 0
+
 
 class PlanTensors:
-    """Tensors of a plan, in one allocation; see ``PlannedRows``. Most are made when first used: kernels need none.
+    """Tensors of a plan in one run of memory; see ``PlannedRows``. They are made when first used: kernels need none.
 
     Attributes:
-        memory: of all of them, int64.
+        shape: sizes and offsets.
+        memory: int64; has this plan's tensors, and perhaps those of others.
+        address: of the first.
         num_rows_per_expert: see ``PlannedRows``.
-        addresses: see ``Rows``.
-        address_of_counts: of ``num_rows_per_expert``.
-        address_of_blocks: of ``block_to_first_slot``.
-        num_local_experts: experts of this rank.
-        weight_bytes: bytes of a weight; 0 without weights.
     """
 
-    def __init__(self, shape: PlanShape, device: torch.device) -> None:
-        self._shape, at = shape, shape.offsets
-        self.memory = torch.empty(at["end"] // 8, dtype=torch.int64, device=device)
-        first = self.memory.data_ptr()
+    def __init__(
+        self, shape: PlanShape, memory: torch.Tensor, first: int = 0, counts: torch.Tensor | None = None
+    ) -> None:
+        """Place the tensors behind the first elements of the memory; ``counts`` are ``num_rows_per_expert``."""
+        self.shape, self.memory, self._first = shape, memory, first
+        self.address: int = memory.data_ptr() + 8 * first
+        self.num_rows_per_expert = memory[first : first + shape.num_local_experts] if counts is None else counts
+
+    @classmethod
+    def of(cls, shape: PlanShape, device: torch.device) -> PlanTensors:
+        """Return the tensors of one plan, in memory of their own."""
+        return cls(shape, torch.empty(shape.offsets["end"] // 8, dtype=torch.int64, device=device))
+
+    @property
+    def addresses(self) -> RowAddresses:
+        """See ``Rows``."""
+        at, first, shape = self.shape.offsets, self.address, self.shape
         weights = first + at["weights"] if shape.weight_dtype else 0
-        self.addresses = RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
-        self.address_of_counts, self.address_of_blocks = first, first + at["block_to_first_slot"]
-        self.num_local_experts = shape.num_local_experts
-        self.num_rows_per_expert = self.memory[: shape.num_local_experts]  # callers of dispatch get it
-        self.weight_bytes = shape.weight_dtype.itemsize if shape.weight_dtype else 0
+        return RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
+
+    def address_of(self, name: str) -> int:
+        """Return the address of a tensor."""
+        return self.address + self.shape.offsets[name]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight; 0 without weights."""
+        return self.shape.weight_bytes
 
     @cached_property
     def row_to_slots(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("row_to_slots", torch.int32, (self._shape.num_rows, self._shape.num_topk))
+        return self._view("row_to_slots", torch.int32, (self.shape.num_rows, self.shape.num_topk))
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
         """See ``PlannedRows``."""
-        shape = self._shape
+        shape = self.shape
         return (
             self._view("weights", shape.weight_dtype, (shape.num_rows, shape.num_topk)) if shape.weight_dtype else None
         )
@@ -138,21 +160,44 @@ class PlanTensors:
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 2,))[:-1]
+        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[:-1]
 
     @cached_property
     def num_rows_needed(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("block_to_first_slot", torch.int32, (self._shape.num_local_experts + 2,))[-1:]
+        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[-1:]
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
         """See ``PlannedRows``."""
-        return self._view("token_to_ranks", torch.int32, (self._shape.num_held_rows,))
+        return self._view("token_to_ranks", torch.int32, (self.shape.num_held_rows,))
 
     def _view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        first = self._shape.offsets[name] // dtype.itemsize
+        first = (8 * self._first + self.shape.offsets[name]) // dtype.itemsize
         return self.memory.view(dtype)[first : first + math.prod(shape)].view(shape)
+
+
+class PlanMemory:
+    """Memory for plans of one shape, allocated for several at a time: an allocation takes as long as a launch."""
+
+    def __init__(self, shape: PlanShape, device: torch.device) -> None:
+        """Allocate on the current stream when first needed; all plans must be for that stream."""
+        self._shape, self._device = shape, device
+        self._spare: list[PlanTensors] = []
+
+    def take(self) -> PlanTensors:
+        """Return the tensors of a new plan."""
+        if not self._spare:
+            self._spare = self._allocate()
+        return self._spare.pop()
+
+    def _allocate(self) -> list[PlanTensors]:
+        size, num_local = self._shape.offsets["end"] // 8, self._shape.num_local_experts
+        number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 8 * size)))
+        memory = torch.empty(number, size, dtype=torch.int64, device=self._device)
+        # Callers of dispatch get the counts, and a slice of memory takes as long as half a launch: all at once.
+        all_counts, memory = memory[:, :num_local].unbind(), memory.view(-1)
+        return [PlanTensors(self._shape, memory, i * size, counts) for i, counts in enumerate(all_counts)]
 
 
 @dataclass(kw_only=True)
@@ -162,7 +207,7 @@ class PlannedRows:
     Attributes:
         first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
             tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources whose rows are in this rank's pool; this rank first.
+        held: the sources with rows in this rank's pool; this rank first.
         num_topk: experts per token (top-k).
         tables: the tensors of the following properties.
     """
@@ -213,12 +258,13 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
         ("comm", comm_type(num_ranks)),
         *((name, POINTER * num_nodes) for name in ("topk_idx", "topk_weights")),
         *((name, POINTER) for name in (*tables, *made, "run_counts", "reported_counts", "report")),
+        ("ticket", U64),
         ("first_row", I32 * (num_sources + 1)),
         ("publishers", I32 * num_sources),
-        *((name, I32 * num_nodes) for name in ("published", "held")),
-        *((name, I32) for name in ("num_experts", "num_local_experts", "expert_alignment")),
+        ("published", I32 * num_nodes),
+        ("held", I32 * (num_sources - num_ranks + 1)),
+        *((name, I32) for name in ("num_held", "num_experts", "num_local_experts", "expert_alignment")),
         *((name, I32) for name in ("max_slots", "is_overflow_reported")),
-        ("ticket", U32),
     ]
     return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -235,7 +281,7 @@ def plan_slots(
     published: Sequence[PublishedRouting],
     terms: PlanTerms,
     ticket: int,
-) -> None:
+) -> PreparedLaunch:
     """Exchange routing within the node and fill the plan's tensors.
 
     Args:
@@ -245,6 +291,8 @@ def plan_slots(
         published: one entry for each node.
         terms: see ``PlanTerms``.
         ticket: number of the report; 0 if the host does not wait for it.
+
+    Returns the launch.
     """
     ids, made = published[0].topk_idx, plan.tables
     key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)
@@ -254,9 +302,23 @@ def plan_slots(
         arguments.topk_idx[node] = routing.topk_idx.data_ptr()
         arguments.topk_weights[node] = address(routing.topk_weights)
     arguments.row_to_slots, arguments.row_weights, arguments.token_to_ranks = made.addresses
-    arguments.num_rows_per_expert, arguments.block_to_first_slot = made.address_of_counts, made.address_of_blocks
+    arguments.num_rows_per_expert = made.address
+    arguments.block_to_first_slot = made.address_of("block_to_first_slot")
     arguments.ticket = ticket
     prepared.launch(launcher.stream)
+    return prepared
+
+
+def plan_fields(shape: PlanShape, memory: int, topk_idx: int, topk_weights: int) -> list[Field]:
+    """Return the fields that change if a plan within a node is repeated, by the indices of their values.
+
+    ``memory`` is the address of its tensors; the ticket is the first value.
+    """
+    made = {"num_rows_per_expert": "num_rows_per_expert", "row_weights": "weights"}
+    made |= {name: name for name in ("row_to_slots", "block_to_first_slot", "token_to_ranks")}
+    fields = [Field("ticket", TICKET), Field("topk_idx", topk_idx)]
+    fields += [Field(field, memory, shape.offsets[name]) for field, name in made.items()]
+    return [*fields, Field("topk_weights", topk_weights)] if shape.weight_dtype else fields
 
 
 def _prepare(
@@ -279,6 +341,7 @@ def _prepare(
         publishers=tables.publishers,
         published=tuple(routing.source for routing in published),
         held=plan.held,
+        num_held=len(plan.held),
         num_experts=len(tables.expert_to_local),
         num_local_experts=tables.num_local_experts,
         expert_alignment=terms.expert_alignment,

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from fusco.cuda.kernels.abi import I32, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
+from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.kernels.plan import PlannedRows
+from fusco.cuda.kernels.plan import PlannedRows, PlanShape
+from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.tuning import SCATTER_UNROLL, scatter_parts, scatter_senders, scatter_threads
 
 
@@ -24,8 +25,9 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         *((name, POINTER * num_payloads) for name in ("rows", "outputs")),
         ("received", U64 * num_payloads * num_ranks),
         *((name, POINTER) for name in made),
+        ("num_slots", I64),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "num_slots", "longest", "parts", "num_senders")),
+        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders")),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -39,7 +41,7 @@ def scatter_rows(
     *,
     clears_padding: bool,
     num_sms: int | None,
-) -> int:
+) -> PreparedLaunch:
     """Write this rank's rows, and those that its peers push, to their slots.
 
     Args:
@@ -52,9 +54,9 @@ def scatter_rows(
         clears_padding: True to set the slots between blocks to zero.
         num_sms: a budget of SMs.
 
-    Returns the number of SMs that it takes.
+    Returns the launch, whose grid is the number of SMs that it takes.
     """
-    first_row, num_local_experts = held.first_row, plan.tables.num_local_experts if clears_padding else 0
+    first_row, num_local_experts = held.first_row, plan.tables.shape.num_local_experts if clears_padding else 0
     row_bytes = tuple(payload.row_bytes for payload in payloads)
     key = ("scatter_rows", first_row, held.num_topk, num_local_experts, row_bytes, num_sms)
     prepared = launcher.prepared.get(key) or _prepare(launcher, key)
@@ -63,11 +65,27 @@ def scatter_rows(
     prepared.set_table("outputs", [payload.output_address for payload in payloads])
     prepared.set_table("received", received)
     arguments.row_to_slots, _, arguments.token_to_ranks = held.addresses
-    arguments.block_to_first_slot = plan.tables.address_of_blocks
+    arguments.block_to_first_slot = plan.tables.address_of("block_to_first_slot")
     arguments.num_slots = payloads[0].num_output_rows
-    arguments.num_rows_per_expert = plan.tables.address_of_counts
+    arguments.num_rows_per_expert = plan.tables.address
     prepared.launch(launcher.stream)
-    return prepared.grid
+    return prepared
+
+
+def scatter_fields(
+    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int
+) -> list[Field]:
+    """Return the fields that change if a dispatch within a node is repeated, by the indices of their values.
+
+    ``memory`` is the address of the plan's tensors; rows and outputs have an entry for each payload.
+    """
+    made = ("row_to_slots", "token_to_ranks", "block_to_first_slot", "num_rows_per_expert")
+    return [
+        *(Field("rows", value, entry=payload) for payload, value in enumerate(rows)),
+        *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
+        *(Field(name, memory, shape.offsets[name]) for name in made),
+        Field("num_slots", num_slots),
+    ]
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

@@ -90,7 +90,7 @@ def _planned(shape: KernelShape, weights: torch.Tensor) -> DevicePlan:
         held=(0,),
         num_topk=shape.num_topk,
         num_slots=0,
-        tables=PlanTensors(sizes, torch.device("cpu")),
+        tables=PlanTensors.of(sizes, torch.device("cpu")),
     )
 
 

@@ -7,8 +7,8 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-static const int64_t RETRY_NS = 1000000, RESCUE_NS = 5000000, CLOSING_NS = 1000000000;
-enum { LATE = 4, AVERAGED_OVER = 8, CLOSE_LIMIT_S = 5 };
+static const int64_t RETRY_NS = 1000000, RESCUE_NS = 5000000, CLOSING_NS = 1000000000, DRAINING_NS = 200000000;
+enum { LATE = 4, CLOSE_LIMIT_S = 5 };
 
 static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes) {
   return num_bytes ? (uint32_t)((num_bytes - 1) / chunk_bytes + 1) : 1; /* an empty message arrives, too */
@@ -132,7 +132,14 @@ static bool pop(struct channel *channel, uint64_t *seq, uint32_t *chunk) {
   return true;
 }
 
+static void count_passed(struct channel *channel) {
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    if (channel->connections[rail]) connection_count_passed(channel->connections[rail]);
+  }
+}
+
 void channel_pump(struct channel *channel) {
+  if (channel_waits(channel)) count_passed(channel);
   while (channel->num_connections && has_chunk(channel)) {
     uint64_t seq;
     uint32_t chunk;
@@ -150,7 +157,11 @@ void channel_pump(struct channel *channel) {
       posted->is_late = false;
       continue;
     }
-    if (connection->num_outstanding == MAX_DEPTH) abort(); /* the limits are checked to be less */
+    if (connection->num_outstanding == MAX_OUTSTANDING) { /* the peer does not read; its credits come later */
+      put_back(channel, seq, chunk);
+      schedule_completed(channel, rail, 0);
+      break;
+    }
     connection->outstanding[connection->num_outstanding++] = (struct posted){
         .seq = seq, .chunk = chunk, .num_bytes = payload_bytes(channel->out + seq % MAX_REQUESTS, chunk), .at_ns = now_ns(), .is_queued = true};
   }
@@ -179,11 +190,12 @@ static bool rescue(struct channel *channel, int64_t now) {
     struct connection *connection = channel->connections[rail];
     if (!connection || !connection->num_outstanding || !host_defers(rail)) continue;
     borrows = true;
+    connection_count_passed(connection);
     double limit_s = LATE * connection->typical_s, least_s = host_least_late_s(rail);
     int64_t limit_ns = (int64_t)(1e9 * (limit_s > least_s ? limit_s : least_s));
     for (int i = 0; i < connection->num_outstanding; i++) {
       struct posted *each = connection->outstanding + i;
-      if (each->is_late || now - each->at_ns <= limit_ns) continue;
+      if (each->is_late || each->has_passed || now - each->at_ns <= limit_ns) continue;
       each->is_late = true;
       put_back(channel, each->seq, each->chunk);
     }
@@ -298,15 +310,8 @@ static const char *take_ack(struct connection *connection, const struct record *
   schedule_credit(channel, record->mask, record->epoch);
   struct posted *posted = connection_find(connection, record->seq, record->slot);
   if (!posted || posted->is_queued) return "the acknowledgement of a chunk that was not sent";
-  double taken_s = (double)(now_ns() - posted->at_ns) / 1e9, typical_s = connection->typical_s;
-  if (posted->is_late) { /* once is no rule, but where all are late, that is typical */
-    connection->typical_s = taken_s < 1.5 * typical_s + 0.001 ? taken_s : 1.5 * typical_s + 0.001;
-  } else {
-    connection->typical_s += (taken_s - typical_s) / AVERAGED_OVER;
-  }
-  size_t num_bytes = posted->num_bytes;
+  if (!posted->has_passed) connection_note_passed(connection, posted);
   connection_remove(connection, posted);
-  schedule_completed(channel, connection->rail, num_bytes);
   return acked(channel, record->seq, record->slot);
 }
 
@@ -356,7 +361,10 @@ void channel_end(struct connection *connection, bool aborts) {
   channel->connections[connection->rail] = NULL;
   channel->num_connections--;
   atomic_fetch_and(&channel->usable, ~(1u << connection->rail));
-  for (; connection->num_outstanding; connection->num_outstanding--) schedule_completed(channel, connection->rail, 0);
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    if (!connection->outstanding[i].has_passed) schedule_completed(channel, connection->rail, 0);
+  }
+  connection->num_outstanding = 0;
   connection->is_closed = true;
   loop_forget(channel->loop, &connection->watched, aborts);
 }
@@ -454,12 +462,21 @@ void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *i
   if (now - channel->without_rail_ns > (int64_t)(1e9 * the_host->limits.no_rail_s)) channel_fail(channel, REMOTE_ERROR, "no rail is left");
 }
 
+/* End a connection of a channel that closes, once the peer has read everything: what arrives here meanwhile is discarded,
+ * since to close with unread bytes would reset the connection, and lose what the peer has not read. */
+static void end_when_written(struct connection *connection, int64_t now) {
+  bool has_output = connection_has_output(connection);
+  if (!has_output && !connection->drains_until_ns) {
+    connection->drains_until_ns = now + DRAINING_NS;
+    shutdown(connection->watched.fd, SHUT_WR);
+  }
+  if (now - connection->channel->closing_ns > CLOSING_NS || (!has_output && now > connection->drains_until_ns)) channel_end(connection, has_output);
+}
+
 void channel_step(struct channel *channel, int64_t now, int64_t *wait_ns) {
   if (channel->closing_ns) {
     for (int rail = 0; rail < channel->num_rails; rail++) {
-      struct connection *connection = channel->connections[rail];
-      bool is_done = connection && !connection_has_output(connection);
-      if (connection && (is_done || now - channel->closing_ns > CLOSING_NS)) channel_end(connection, !is_done);
+      if (channel->connections[rail]) end_when_written(channel->connections[rail], now);
     }
     if (*wait_ns > RETRY_NS) *wait_ns = channel->num_connections ? RETRY_NS : 0;
     return;

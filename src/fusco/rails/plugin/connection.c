@@ -2,15 +2,20 @@
 #include "rails.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 enum {
   READ_BUDGET = 4 << 20,             /* bytes read before other connections get their turn */
+  /* Of the socket's buffer. Credits wait behind it, so it is short; but it feeds the rail while the core is busy. */
+  MAX_UNSENT = 256 * 1024,
+  LATE_AVERAGED_OVER = 8,
   LOW_TOS = 0x20, LOW_PRIORITY = 2,  /* RFC 3662: class CS1 in packets, the lowest band of queueing disciplines */
 };
 static const char ZEROS[64 * 1024]; /* sent for the rest of a chunk that the peer has got over another rail */
@@ -34,8 +39,9 @@ struct connection *connection_new(struct channel *channel, int fd, int rail, uin
 }
 
 bool configure_socket(int fd, int family, bool defers) {
-  int one = 1, tos = LOW_TOS, priority = LOW_PRIORITY;
+  int one = 1, unsent = MAX_UNSENT, tos = LOW_TOS, priority = LOW_PRIORITY;
   bool works = !setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+  works &= !setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
   if (defers) { /* the class before the priority, which it changes, too */
     works &= !(family == AF_INET6 ? setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &tos, sizeof tos)
                                   : setsockopt(fd, IPPROTO_IP, IP_TOS, &tos, sizeof tos));
@@ -81,6 +87,7 @@ static bool begin_frame(struct connection *connection) {
       continue;
     }
     each->is_queued = false;
+    each->end = connection->num_written + RECORD_BYTES + each->num_bytes;
     connection->frame = (struct record){.seq = each->seq, .size = message->size, .slot = each->chunk, .mask = each->num_bytes,
                                         .kind = message->is_too_large ? TOO_LARGE : DATA, .magic = RECORD_MAGIC};
     connection->has_frame = true;
@@ -115,6 +122,7 @@ static ssize_t write_frame(struct connection *connection) {
   struct msghdr message = {.msg_iov = header ? parts : parts + 1, .msg_iovlen = header ? 2 : 1};
   ssize_t sent = sendmsg(connection->watched.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return sent;
+  connection->num_written += (uint64_t)sent;
   connection->frame_sent += (size_t)sent;
   if (connection->frame_sent == RECORD_BYTES + frame->mask) {
     connection->has_frame = false;
@@ -128,6 +136,7 @@ static ssize_t write_credits(struct connection *connection) {
   size_t left = connection->num_credits - connection->credits_sent;
   ssize_t sent = send(connection->watched.fd, connection->credits + connection->credits_sent, left, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return sent;
+  connection->num_written += (uint64_t)sent;
   connection->credits_sent += (size_t)sent;
   if (connection->credits_sent == connection->num_credits) connection->num_credits = connection->credits_sent = 0;
   return sent;
@@ -210,6 +219,29 @@ const char *connection_read(struct connection *connection) {
   }
   if (has_payload && the_host->direct >> connection->rail & 1) board_receiving(&the_host->board, connection->rail, !channel->num_begun);
   return why;
+}
+
+void connection_note_passed(struct connection *connection, struct posted *posted) {
+  double taken_s = (double)(now_ns() - posted->at_ns) / 1e9, typical_s = connection->typical_s;
+  posted->has_passed = true;
+  if (posted->is_late) { /* once is no rule, but where all are late, that is typical */
+    connection->typical_s = taken_s < 1.5 * typical_s + 0.001 ? taken_s : 1.5 * typical_s + 0.001;
+  } else {
+    connection->typical_s += (taken_s - typical_s) / LATE_AVERAGED_OVER;
+  }
+  schedule_completed(connection->channel, connection->rail, posted->num_bytes);
+}
+
+/* Take chunks that have left the network from the count of the rail; the peer may read them later. */
+void connection_count_passed(struct connection *connection) {
+  int num_unacked = -1;
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    struct posted *each = connection->outstanding + i;
+    if (each->has_passed || each->is_queued) continue;
+    if (num_unacked < 0 && ioctl(connection->watched.fd, SIOCOUTQ, &num_unacked)) return;
+    if (each->end + (uint64_t)num_unacked > connection->num_written) return;
+    connection_note_passed(connection, each);
+  }
 }
 
 bool connection_is_stalled(struct connection *connection, int64_t now) {

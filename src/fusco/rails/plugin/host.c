@@ -104,9 +104,9 @@ static const char *variable(const char *name) {
 
 /* Read the environment; false after saying what is wrong with which variable. */
 static bool configure(struct host *host) {
-  const char *rails = variable("FUSCO_RAILS"), *limits = variable("FUSCO_RAILS_LIMITS"), *policy = variable("FUSCO_RAILS_POLICY");
-  const char *worker = variable("FUSCO_RAILS_WORKER"), *timeout = variable("FUSCO_RAILS_TIMEOUT_S");
-  const char *problem = NULL, *name = "FUSCO_RAILS";
+  const char *rails = variable("FUSCO_NCCL_RAILS"), *limits = variable("FUSCO_NCCL_LIMITS"), *policy = variable("FUSCO_NCCL_POLICY");
+  const char *worker = variable("FUSCO_NCCL_WORKER"), *timeout = variable("FUSCO_NCCL_TIMEOUT_S");
+  const char *problem = NULL, *name = "FUSCO_NCCL_RAILS";
   char text[4096];
   if (!worker) worker = variable("LOCAL_RANK");
   host->worker = worker ? atoi(worker) : 0;
@@ -119,14 +119,14 @@ static bool configure(struct host *host) {
     snprintf(text, sizeof text, "%s", rails);
     problem = strlen(rails) < sizeof text ? parse_rails(host, text) : "it is too long";
   }
-  if (!problem && !host->direct) problem = "this worker (FUSCO_RAILS_WORKER or LOCAL_RANK) owns no rail";
+  if (!problem && !host->direct) problem = "this worker (FUSCO_NCCL_WORKER or LOCAL_RANK) owns no rail";
   if (!problem && limits) {
-    name = "FUSCO_RAILS_LIMITS";
+    name = "FUSCO_NCCL_LIMITS";
     snprintf(text, sizeof text, "%s", limits);
     problem = parse_limits(host, text);
   }
   if (!problem && policy) {
-    name = "FUSCO_RAILS_POLICY";
+    name = "FUSCO_NCCL_POLICY";
     host->policy = !strcmp(policy, "direct") ? DIRECT : !strcmp(policy, "spray") ? SPRAY : FUSELINK;
     if (host->policy == FUSELINK && strcmp(policy, "fuselink")) problem = "it is none of fuselink, spray, direct";
   }
@@ -141,7 +141,7 @@ static bool configure(struct host *host) {
 /* ---- life ---- */
 
 static int count_loops(const struct host *host) {
-  const char *wanted = variable("FUSCO_RAILS_THREADS"), *local = variable("LOCAL_WORLD_SIZE");
+  const char *wanted = variable("FUSCO_NCCL_THREADS"), *local = variable("LOCAL_WORLD_SIZE");
   long cores = sysconf(_SC_NPROCESSORS_ONLN), workers = local ? atol(local) : 1;
   long num = wanted ? atol(wanted) : cores / (2 * (workers > 0 ? workers : 1));
   if (!wanted && num > host->num_rails) num = host->num_rails;
@@ -158,7 +158,7 @@ static bool start(struct host *host) {
   pthread_mutex_init(&host->lock, NULL);
   random_bytes(&host->num_listens, sizeof host->num_listens);
   if (!host->loops) abort();
-  if (!board_open(&host->board, variable("FUSCO_RAILS_BOARD"), why, sizeof why)) goto failed;
+  if (!board_open(&host->board, variable("FUSCO_NCCL_BOARD"), why, sizeof why)) goto failed;
   if (!board_register(&host->board, host, why, sizeof why) || !joining_listen(host, why, sizeof why)) {
     board_close(&host->board);
     goto failed;

@@ -19,7 +19,8 @@ enum {
   MAX_RAILS = 16,
   MAX_WORKERS = 64,
   MAX_REQUESTS = 32, /* of a channel and direction, as NCCL has them */
-  MAX_DEPTH = 32,    /* chunks outstanding on a connection */
+  MAX_DEPTH = 32,    /* of the limits */
+  MAX_OUTSTANDING = 128, /* chunks on a connection that the peer has not acknowledged */
   MAX_LOOPS = 8,
   MAX_GRANTS = 256, /* buffers that a peer may grant ahead of the messages */
   HANDLE_BYTES = 128,
@@ -173,7 +174,9 @@ struct posted { /* a chunk that was given to a connection */
   uint64_t seq;
   uint32_t chunk, num_bytes;
   int64_t at_ns;
+  uint64_t end;            /* bytes written to the connection at its end */
   bool is_late, is_queued; /* queued: not yet being written */
+  bool has_passed;         /* it has left the network: the kernel of the peer has it, so it delays nothing on the rail */
 };
 
 struct connection {
@@ -181,9 +184,10 @@ struct connection {
   struct channel *channel;
   int rail;
   uint32_t incarnation;
-  struct posted outstanding[MAX_DEPTH]; /* in the order in which they are written */
+  struct posted outstanding[MAX_OUTSTANDING]; /* in the order in which they are written */
   int num_outstanding;
-  double typical_s;
+  double typical_s; /* for which a chunk is on the network */
+  uint64_t num_written;
   bool wants_write, is_closed;
   uint8_t *credits; /* records that overtake chunks */
   size_t num_credits, credit_room, credits_sent;
@@ -195,7 +199,7 @@ struct connection {
   size_t num_header, num_payload;
   bool reads_payload;
   uint64_t num_acked; /* bytes, by the peer's kernel */
-  int64_t progress_ns;
+  int64_t progress_ns, drains_until_ns; /* 0: it does not close */
 };
 
 struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation);
@@ -205,6 +209,8 @@ const char *connection_write(struct connection *connection); /* NULL, or why it 
 const char *connection_read(struct connection *connection);
 struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk);
 void connection_remove(struct connection *connection, struct posted *posted);
+void connection_note_passed(struct connection *connection, struct posted *posted);
+void connection_count_passed(struct connection *connection);
 bool connection_is_stalled(struct connection *connection, int64_t now);
 void connection_release_memory(struct connection *connection);
 bool configure_socket(int fd, int family, bool defers);

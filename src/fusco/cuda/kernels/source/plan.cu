@@ -13,11 +13,12 @@
 
 // Result in host memory, from which the host sizes the output.
 struct Report {
-    u32 ticket;       // of the plan, written last
+    u32 ticket;       // of the plan, written last, together with
     i32 num_slots;    // rows of the expert-major output, including padding
     i32 bad_src, bad_token, bad_k, bad_id;  // the first invalid expert id; bad_src is -1 if none
     u32 bad_ticket;                         // of the plan that found it
     i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all fit
+    u32 begun;                              // ticket of the latest plan that the device has come to
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -36,20 +37,21 @@ struct PlanArgs {
     i32* run_counts;           // [block][expert]: scratch
     i32* reported_counts;      // [num_local_experts] in host memory: num_rows_per_expert, if the host waits for the report
     Report* report;
+    u64 ticket;  // below 2^32; 0: the host does not wait for the report
     i32 first_row[NUM_SOURCES + 1];
     i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
     i32 published[NUM_NODES];     // the sources whose routing this rank publishes
-    i32 held[NUM_NODES];          // the sources whose rows are in this rank's pool
-    i32 num_experts, num_local_experts, expert_alignment;
+    i32 held[NUM_SOURCES - NUM_RANKS + 1];  // the sources with rows in this rank's pool, num_held of them
+    i32 num_held, num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
-    u32 ticket;  // 0: the host does not wait for the report
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;
 constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
+constexpr i32 KEPT_ROUNDS = 4;
 
 struct RowPlace {
     i32 src, token;
@@ -86,13 +88,17 @@ __device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
     return max(1, (comm.max_tokens * comm.max_topk + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
 }
 
-// Push routing chunk by chunk, and announce each chunk to all ranks of the node. A source without rows has one chunk, too.
+__device__ __forceinline__ i32 num_chunks_of(const PlanArgs& args, i32 src) {
+    return max(1, (num_pairs_of(args, src) + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
+}
+
+// Push this block's chunks of routing, mostly one or two, and announce them to all ranks of the node. A source without rows
+// has one chunk, too.
 __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     const Comm& comm = args.comm;
     u32 turn = 0;  // the block that pushes the next chunk
     for (u32 i = 0; i < NUM_NODES; ++i) {
-        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src);
-        const i32 num_chunks = max(1, (num_pairs + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
+        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src), num_chunks = num_chunks_of(args, src);
         const u64 base = pooled_index(comm, parity, src);
         for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
             const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
@@ -116,11 +122,17 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
 #endif
                 }
             }
-            __syncthreads();
+        }
+        turn = (turn + num_chunks) % gridDim.x;
+    }
+    __syncthreads();
+    turn = 0;
+    for (u32 i = 0; i < NUM_NODES; ++i) {
+        const i32 src = args.published[i], num_chunks = num_chunks_of(args, src);
+        for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x)
             for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
                 store_release_system(
                     section<u32>(comm, peer, comm.routing_ready) + src * max_routing_chunks(comm) + chunk, epoch);
-        }
         turn = (turn + num_chunks) % gridDim.x;
     }
 }
@@ -168,6 +180,32 @@ __device__ __noinline__ void forget_rows(const PlanArgs& args, i32 first_row, i3
     if (blockIdx.x == 0 && threadIdx.x == 0) args.block_to_first_slot[args.num_local_experts + 1] = 0;
 }
 
+// Report the slots that are needed, and the first invalid id, which `id_of` returns for a pair; one thread.
+template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs& args, i32 needed, F&& id_of) {
+    Report* const report = args.report;
+    u32* const first_bad = args.comm.state + FIRST_BAD_PAIR;
+    if (const u32 bad = *reinterpret_cast<volatile u32*>(first_bad)) {
+        const i32 pair = static_cast<i32>(~bad);
+        const RowPlace place = place_of(args, pair / NUM_TOPK);
+        report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
+        report->bad_id = id_of(pair);
+        report->bad_ticket = static_cast<u32>(args.ticket);
+        __threadfence_system();
+        report->bad_src = place.src;
+        __threadfence_system();
+        *first_bad = 0;
+    }
+    if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
+        report->overflow_limit = args.max_slots;
+        __threadfence_system();
+        report->overflow_needed = needed;
+    }
+    if (args.ticket) {
+        __threadfence_system();
+        *reinterpret_cast<volatile u64*>(report) = args.ticket | static_cast<u64>(needed) << 32;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
     extern __shared__ i32 shared[];
     const Comm& comm = args.comm;
@@ -181,6 +219,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const i32 rows_per_block = (num_rows + gridDim.x - 1) / gridDim.x;
     const i32 first_row = min(num_rows, static_cast<i32>(blockIdx.x) * rows_per_block);
     const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
+    if (args.ticket && blockIdx.x == 0 && threadIdx.x == 0)
+        *reinterpret_cast<volatile u32*>(&args.report->begun) = static_cast<u32>(args.ticket);
     if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
 
@@ -216,14 +256,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     auto local_expert_of = [&](i32 id) -> i32 {
         return id >= 0 && id < args.num_experts ? args.expert_to_local[id] : -1;
     };
-    for (i32 round = 0; round < rounds; ++round) {
-        const i32 pair = warp_first + round * WARP_SIZE + lane;
-        if (pair >= block_end) continue;
+    // The experts of the first rounds stay in registers for step 4. Their loads are in flight together.
+    auto expert_in = [&](i32 round, bool is_checked) -> i32 {
+        const i32 pair = warp_first + round * static_cast<i32>(WARP_SIZE) + static_cast<i32>(lane);
+        if (round >= rounds || pair >= block_end) return -1;
         const i32 id = pooled_id_of(pooled_pair_of(pair));
-        if (id < -1 || id >= args.num_experts) atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
-        const i32 expert = local_expert_of(id);
+        if (is_checked && (id < -1 || id >= args.num_experts))
+            atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
+        return local_expert_of(id);
+    };
+    auto count = [&](i32 expert) {
         if (expert >= 0) atomicAdd(own_counts + expert, 1);
-    }
+    };
+    i32 kept[KEPT_ROUNDS];
+#pragma unroll
+    for (i32 round = 0; round < KEPT_ROUNDS; ++round) kept[round] = expert_in(round, true);
+#pragma unroll
+    for (i32 round = 0; round < KEPT_ROUNDS; ++round) count(kept[round]);
+    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) count(expert_in(round, true));
     __syncthreads();
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
         i32 sum = 0;
@@ -232,8 +282,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             warp_counts[w * num_experts + expert] = sum;
             sum += count;
         }
-        args.run_counts[blockIdx.x * num_experts + expert] = sum;
-        num_before[expert] = num_all[expert] = 0;
+        num_before[expert] = 0;
+        num_all[expert] = gridDim.x > 1 ? 0 : sum;
+        if (gridDim.x > 1) args.run_counts[blockIdx.x * num_experts + expert] = sum;
     }
     if (gridDim.x > 1 && !grid_barrier(comm)) return forget_rows(args, first_row, end_row);
     launch_dependents();
@@ -241,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
 
     // Step 3: compute where this block's run begins in every expert's block, and where the experts' blocks begin.
     const i32 num_groups = max(1, static_cast<i32>(NUM_THREADS) / max(1, num_experts));  // of threads, one for each expert
-    for (i32 i = threadIdx.x; i < num_groups * num_experts; i += NUM_THREADS) {
+    for (i32 i = threadIdx.x; gridDim.x > 1 && i < num_groups * num_experts; i += NUM_THREADS) {
         const i32 expert = i % num_experts;
         i32 before = 0, all = 0;
 #pragma unroll 8
@@ -272,12 +323,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     }
     __syncthreads();
 
-    // Step 4: assign a slot to every pair. Lanes with the same expert take consecutive slots.
-    for (i32 round = 0; round < rounds; ++round) {
-        const i32 pair = warp_first + round * WARP_SIZE + lane;
+    // Step 4: the first block reports the size, for which the host waits, and closes the epoch, which all blocks read before
+    // the grid barrier.
+    if (blockIdx.x == 0) {
+        for (i32 expert = threadIdx.x; args.ticket && expert < num_experts; expert += NUM_THREADS)
+            args.reported_counts[expert] = num_all[expert];
+        __syncthreads();  // the fence before the ticket is for the counts of all threads, too
+        if (threadIdx.x == 0) {
+            report_plan(args, first_slot[num_experts], [&](i32 pair) { return pooled_id_of(pooled_pair_of(pair)); });
+            comm.state[PLAN_EPOCH] = epoch;
+        }
+    }
+
+    // Step 5: assign a slot to every pair. Lanes with the same expert take consecutive slots.
+    auto assign = [&](i32 round, i32 expert) {
+        const i32 pair = warp_first + round * static_cast<i32>(WARP_SIZE) + static_cast<i32>(lane);
         const bool is_inside = pair < block_end;
-        const PooledPair place = is_inside ? pooled_pair_of(pair) : PooledPair{};
-        const i32 expert = is_inside ? local_expert_of(pooled_id_of(place)) : -1;
         const u32 same = __match_any_sync(ALL_LANES, expert);
         i32 slot = NOT_HERE;
         if (expert >= 0) {
@@ -287,8 +348,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) own_counts[expert] += __popc(same);
         __syncwarp();
-        if (!is_inside) continue;
+        if (!is_inside) return;
         args.row_to_slots[pair] = slot;
+#if WEIGHT_BYTES
+        const PooledPair place = pooled_pair_of(pair);
+#endif
 #if WEIGHT_BYTES == 4
         reinterpret_cast<u32*>(args.row_weights)[pair] =
             *const_cast<const volatile u32*>(pooled_weight<u32>(comm, comm.rank, place.base, place.pair));
@@ -296,9 +360,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         reinterpret_cast<u64*>(args.row_weights)[pair] =
             *const_cast<const volatile u64*>(pooled_weight<u64>(comm, comm.rank, place.base, place.pair));
 #endif
-    }
+    };
+#pragma unroll
+    for (i32 round = 0; round < KEPT_ROUNDS; ++round)
+        if (round < rounds) assign(round, kept[round]);
+    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) assign(round, expert_in(round, false));
     i32 num_before_source = 0;
-    for (u32 i = 0; i < NUM_NODES; ++i) {
+    for (i32 i = 0; i < args.num_held; ++i) {
         const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
         const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
         if (src != args.published[0])  // those of this rank are marked already
@@ -308,42 +376,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         num_before_source += num_tokens;
     }
 
-    // Step 5: the first block reports the result and closes the epoch, which all blocks read before the grid barrier.
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == 0)
         for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
             const i32 first = min(first_slot[expert], args.max_slots);
             args.block_to_first_slot[expert] = first;
-            if (expert == num_experts) continue;
-            args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
-            if (args.ticket) args.reported_counts[expert] = num_all[expert];
+            if (expert < num_experts) args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
+            else args.block_to_first_slot[num_experts + 1] = first_slot[num_experts];
         }
-        __syncthreads();  // the fence before the ticket is for the counts of all threads, too
-        if (threadIdx.x == 0) {
-            const u32 bad = *reinterpret_cast<volatile u32*>(comm.state + FIRST_BAD_PAIR);
-            const i32 needed = first_slot[num_experts];
-            Report* const report = args.report;
-            args.block_to_first_slot[num_experts + 1] = needed;
-            if (bad) {
-                const i32 pair = static_cast<i32>(~bad);
-                const RowPlace place = place_of(args, pair / NUM_TOPK);
-                report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
-                report->bad_id = pooled_id_of(pooled_pair_of(pair));
-                report->bad_ticket = args.ticket;
-                __threadfence_system();
-                report->bad_src = place.src;
-                comm.state[FIRST_BAD_PAIR] = 0;
-            }
-            if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
-                report->overflow_limit = args.max_slots;
-                __threadfence_system();
-                report->overflow_needed = needed;
-            }
-            report->num_slots = needed;
-            if (args.ticket) {
-                __threadfence_system();
-                *reinterpret_cast<volatile u32*>(&report->ticket) = args.ticket;
-            }
-            comm.state[PLAN_EPOCH] = epoch;
-        }
-    }
 }

@@ -17,9 +17,9 @@ struct ScatterArgs {
     const u32* token_to_ranks;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
+    i64 num_slots;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
-    i32 num_slots;
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'

@@ -1,0 +1,89 @@
+"""Dispatch and combine of inputs that were seen before, by what the engine has prepared for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from fusco.api.handle import Handle
+from fusco.api.validation import Validator
+from fusco.control.session import Session
+from fusco.core.movable import why_nothing_moves_here
+from fusco.engine.base import DispatchOutput
+
+
+class Repeats:
+    """Repeated calls of one communicator.
+
+    A call with a known input is prepared after it has been made with the same numbers of tokens on all ranks twice.
+    From then on it is made here, as long as nothing but values and addresses changes. Whatever else is the case, the
+    methods return ``None``, and ``run_collective`` must follow with the same input.
+    """
+
+    def __init__(self, session: Session, validator: Validator) -> None:
+        self._session, self._validator = session, validator
+
+    def dispatch(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *options: Any,
+    ) -> DispatchOutput[Any] | None:
+        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` are those of ``DispatchOptions``."""
+        alignment, with_weights, static, launch = options
+        known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
+        if known is None or (repeated := known.repeated) is None:
+            return None
+        session = self._session
+        session.access.enter("dispatch", is_for_owner=True)
+        try:
+            if why_nothing_moves_here() or (outputs := repeated.outputs(payloads, static, launch)) is None:
+                return None
+            begin = perf_counter()
+            try:
+                if not session.repeat("dispatch", repeated.record, 0):
+                    return None
+                agreed = perf_counter()
+                output, rejection = repeated.run(payloads, topk_idx, topk_weights, outputs)
+            except BaseException as error:
+                session.leave("dispatch", error)
+                raise
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
+        finally:
+            session.access.leave()
+        if rejection:
+            raise rejection
+        return output  # type: ignore[no-any-return]
+
+    def combine(
+        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Any
+    ) -> torch.Tensor | None:
+        """Return what ``Engine.prepare_combine`` does when it is run."""
+        try:
+            known = self._validator.known_combine(y, handle, weights)
+        except (TypeError, ValueError):
+            return None
+        if known is None or (repeated := known.repeated) is None:
+            return None
+        session = self._session
+        session.access.enter("combine", is_for_owner=True)
+        try:
+            if why_nothing_moves_here() or (out := repeated.output(y, handle.plan, launch)) is None:
+                return None
+            begin = perf_counter()
+            try:
+                if not session.repeat("combine", repeated.record, handle.number):
+                    return None
+                agreed = perf_counter()
+                repeated.run(y, handle.plan, out)
+            except BaseException as error:
+                session.leave("combine", error)
+                raise
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
+        finally:
+            session.access.leave()
+        return out  # type: ignore[no-any-return]

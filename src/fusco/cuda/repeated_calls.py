@@ -1,0 +1,249 @@
+"""Calls within a node that have been made before: one compiled function agrees with all ranks, another launches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.control.node_memory import NodeMemory
+from fusco.control.repeated_record import Condition, RepeatedRecord, warm_up_repeated_record
+from fusco.core.config import Launch, StaticRows
+from fusco.core.rows import is_plain, row_bytes
+from fusco.core.timeline import NO_TIMELINE
+from fusco.cuda.context import CudaContext
+from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.intranode import IntranodeShuffle, narrowed
+from fusco.cuda.kernels.combine_rows import combine_fields
+from fusco.cuda.kernels.comm import Failure, Report
+from fusco.cuda.kernels.launcher import PreparedLaunch
+from fusco.cuda.kernels.plan import PlanMemory, plan_fields
+from fusco.cuda.kernels.repeated_launches import RepeatedLaunches, warm_up_repeated_launches
+from fusco.cuda.kernels.scatter_rows import scatter_fields
+from fusco.cuda.own_rows import affordable_bound_of
+from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.stream_order import StreamOrder
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
+
+_ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
+_LOW_HALF, _HIGH_HALF = 0xFFFFFFFF, -1 << 32
+
+
+def warm_up_repeated_calls() -> None:
+    """Compile both functions, or read them from the disk cache."""
+    warm_up_repeated_record()
+    warm_up_repeated_launches()
+
+
+def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
+    """Return that no plan has found an invalid id or an overflow, and that no wait of the device has ended early."""
+    report, failure = context.arena.report_address, ctypes.addressof(context.arena.failure)
+    assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
+    assert Failure.is_set.offset == 0
+    return [
+        Condition(report + 8, _LOW_HALF, _LOW_HALF),
+        Condition(report + 24, _HIGH_HALF, 0),
+        Condition(failure, _LOW_HALF, 0),
+    ]
+
+
+@dataclass(frozen=True)
+class RepeatedCalls:
+    """Makes calls that can be repeated, of those that have just been made.
+
+    Attributes:
+        context: of the rank.
+        planner: of the rank.
+        order: of its launches.
+        memory: of the node.
+        shuffle: has launched the kernels of the latest call.
+    """
+
+    context: CudaContext
+    planner: DevicePlanner
+    order: StreamOrder
+    memory: NodeMemory
+    shuffle: IntranodeShuffle
+
+    def keep_dispatch(self, request: DispatchRequest, plan: DevicePlan) -> None:
+        """Prepare a dispatch that has just been launched, if an earlier one was the same."""
+        circumstances = (plan.first_row, plan.stream, request.static, request.launch)
+        if _is_second(request.known, circumstances):
+            request.known.repeated = self._of_dispatch(request, plan, self.shuffle.launched)
+
+    def keep_combine(self, request: CombineRequest[DevicePlan]) -> None:
+        """Prepare a combine that has just been launched, if an earlier one was the same."""
+        plan = request.plan
+        circumstances = (plan.tables.shape, plan.first_row, plan.stream, request.launch)
+        if _is_second(request.known, circumstances) and self._can_repeat(request.launch, plan, [request.rows]):
+            request.known.repeated = RepeatedCombine(self, request, self.shuffle.launched[0])
+
+    def _of_dispatch(
+        self, request: DispatchRequest, plan: DevicePlan, launched: Sequence[PreparedLaunch]
+    ) -> RepeatedDispatch | None:
+        """Return the dispatch of a known input, to be made again; ``None`` if it cannot be."""
+        routing = request.routing
+        tensors = [*request.payloads, routing.topk_idx]
+        tensors += [] if routing.topk_weights is None else [routing.topk_weights]
+        if not self._can_repeat(request.launch, plan, tensors) or request.with_weights or len(launched) != 2:
+            return None
+        if request.topk_weights is not None and request.topk_weights.dtype != tensors[-1].dtype:
+            return None  # the weights that travel are a copy
+        num_slots: int | None = plan.num_slots
+        if not request.static:
+            num_slots = affordable_bound_of(plan, request, tuple(map(row_bytes, request.payloads)))
+        return RepeatedDispatch(self, request, plan, launched, num_slots)
+
+    def _can_repeat(self, launch: Launch, plan: DevicePlan, tensors: Sequence[torch.Tensor]) -> bool:
+        order = self.order
+        if launch.own_stream or launch.event or order.latest is None or order.latest.cuda_stream != plan.stream:
+            return False
+        are_plain = all(is_plain(tensor.detach()) for tensor in tensors)
+        return are_plain and order.goes_on(order.latest) and self.context.timeline is NO_TIMELINE
+
+    def record(self, fingerprint: CollectiveFingerprint, counts: Sequence[Sequence[int]]) -> RepeatedRecord:
+        """Return the record of a call with these counts of all ranks."""
+        return RepeatedRecord(self.memory, fingerprint, counts, _nothing_is_wrong(self.context))
+
+
+def _is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:
+    """Return whether the latest call before this one had the same input and circumstances; note them."""
+    if known is None:
+        return False
+    before, known.circumstances = known.circumstances, circumstances
+    return before == circumstances
+
+
+class _Repeated:
+    """What repeated calls have in common.
+
+    Attributes:
+        record: to agree with all ranks.
+        num_sms: for the profile.
+    """
+
+    def __init__(self, calls: RepeatedCalls, launch: Launch, record: RepeatedRecord, num_sms: int) -> None:
+        assert calls.order.latest is not None
+        self._context, self._order, self._stream = calls.context, calls.order, calls.order.latest
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._launch, self.record, self.num_sms = launch, record, num_sms
+
+    def _fits(self, launch: Launch | None) -> bool:
+        """Return whether a call with these launch options, now, is the same."""
+        return (
+            (self._launch == launch if launch else not self._launch.num_sms)
+            and self._order.goes_on(self._stream)
+            and self._context.timeline is NO_TIMELINE
+            and torch.is_inference_mode_enabled() is self._is_inference
+        )
+
+
+class RepeatedDispatch(_Repeated):
+    """Dispatch of an input whose values and addresses alone differ from an earlier one."""
+
+    def __init__(
+        self,
+        calls: RepeatedCalls,
+        request: DispatchRequest,
+        plan: DevicePlan,
+        launched: Sequence[PreparedLaunch],
+        num_slots: int | None,
+    ) -> None:
+        """Prepare the dispatch that has just made a plan.
+
+        Its output has ``num_slots`` rows before it is narrowed; with ``None`` it is made once the size is known.
+        """
+        assert request.known is not None
+        counts = [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
+        super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched[1].grid)
+        self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
+        self._row_shapes = [payload.shape[1:] for payload in request.payloads]
+        shape = plan.tables.shape
+        self._memory = PlanMemory(shape, calls.context.arena.device)
+        same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
+        self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
+        # Indices of values, after the ticket.
+        memory, num, ids, weights, first = range(1, 6)
+        rows = range(first, first + len(request.payloads))
+        outputs = range(rows.stop, rows.stop + len(rows))
+        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num)]
+        launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
+        together = [launches] if num_slots is not None else [launches[:1], launches[1:]]
+        self._launches = [RepeatedLaunches(each, outputs.stop, plan.stream, report) for each in together]
+
+    def outputs(
+        self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
+    ) -> list[torch.Tensor] | None:
+        """Return memory for the rows; ``None`` if the call is another one, or there is none."""
+        if (static is not self._static and static != self._static) or not self._fits(launch):
+            return None
+        for payload in payloads:
+            if payload.data_ptr() % _ALIGNMENT:
+                return None
+        try:
+            return [] if self._num_slots is None else self._new_outputs(payloads, self._num_slots)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def _new_outputs(self, payloads: Sequence[torch.Tensor], num_slots: int) -> list[torch.Tensor]:
+        return [p.new_empty(num_slots, *shape) for p, shape in zip(payloads, self._row_shapes, strict=True)]
+
+    def run(
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        outputs: list[torch.Tensor],
+    ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
+        """Launch it, once all ranks agree, into these outputs; wait for their size unless they are static.
+
+        Returns the output, and the error of an invalid id.
+        """
+        number, tables = self._planner.next_ticket(), self._memory.take()
+        inputs = (topk_idx.data_ptr(), 0 if topk_weights is None else topk_weights.data_ptr())
+        rows = [payload.data_ptr() for payload in payloads]
+        places = [output.data_ptr() for output in outputs] or rows  # no outputs yet: the plan uses no rows
+        num_slots, ticket = self._num_slots, 0 if self._static else number
+        outcome = self._launches[0].launch(ticket, tables.address, num_slots or 0, *inputs, *rows, *places)
+        plan = DevicePlan(num_slots=num_slots or 0, tables=tables, **self._of_plan)
+        if self._static:
+            return DispatchOutput(plan, outputs), None
+        self._planner.size_exactly(plan)
+        if num_slots is None:
+            outputs = self._new_outputs(payloads, plan.num_slots)
+            places = [output.data_ptr() for output in outputs]
+            self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
+        rejection = self._planner.rejection_of(topk_idx) if outcome < 0 else None
+        return DispatchOutput(plan, narrowed(outputs, plan.num_slots)), rejection
+
+
+class RepeatedCombine(_Repeated):
+    """Combine of rows whose number, values and addresses alone differ from earlier ones."""
+
+    def __init__(self, calls: RepeatedCalls, request: CombineRequest[DevicePlan], launched: PreparedLaunch) -> None:
+        """Prepare the combine that has just been launched."""
+        assert request.known is not None
+        plan = request.plan
+        counts: list[tuple[int, ...]] = [()] * (len(plan.first_row) - 1)
+        super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched.grid)
+        self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
+        self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
+        memory, rows, out = 1, 2, 3  # indices of values, after the ticket
+        fields = combine_fields(plan.tables.shape, memory, rows, out, is_weighted=request.is_weighted)
+        self._launches = RepeatedLaunches([(launched, fields)], 4, plan.stream, 0)
+
+    def output(self, y: torch.Tensor, plan: DevicePlan, launch: Launch | None) -> torch.Tensor | None:
+        """Return memory for the sums; ``None`` if the call is another one."""
+        if (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:
+            return None
+        if y.data_ptr() % _ALIGNMENT or not self._fits(launch):
+            return None
+        return y.new_empty(self._num_tokens, self._hidden)
+
+    def run(self, y: torch.Tensor, plan: DevicePlan, out: torch.Tensor) -> None:
+        """Launch it, once all ranks agree."""
+        self._launches.launch(0, plan.tables.address, y.data_ptr(), out.data_ptr())
