@@ -29,7 +29,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "All-to-all without a communicator": "all_to_all",
         "Settings and memory": "Settings Capacity memory_size_hint MemorySize",
         "Ranks, nodes and experts": "Topology ExpertPlacement",
-        "Forwarding": "Balancer BALANCERS Traffic Groups",
+        "Forwarding": "Balancer BALANCERS Traffic Groups Lanes Runs",
         "Errors": "FuscoError PeerFailureError MismatchError RejectedInputError RowOverflowError ClosedError "
         "ThreadError SharedMemoryError OutputMemoryError TransportError CompileError LaunchError",
     },

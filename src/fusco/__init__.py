@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from fusco.core.errors import ThreadError as ThreadError
     from fusco.core.errors import TransportError as TransportError
     from fusco.core.groups import Groups as Groups
+    from fusco.core.lanes import Lanes as Lanes
+    from fusco.core.lanes import Runs as Runs
     from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
     from fusco.core.segments import Segments as Segments
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from fusco.core.topology import Topology as Topology
     from fusco.planner.balancer import BALANCERS as BALANCERS
     from fusco.planner.balancer import Balancer as Balancer
-    from fusco.planner.balancer import Traffic as Traffic
+    from fusco.planner.traffic import Traffic as Traffic
 
 __version__ = "0.2.0"
 
@@ -85,6 +87,8 @@ _NAME_TO_MODULE = {
     "ThreadError": "core.errors",
     "TransportError": "core.errors",
     "Groups": "core.groups",
+    "Lanes": "core.lanes",
+    "Runs": "core.lanes",
     "Launch": "core.config",
     "StaticRows": "core.config",
     "ExpertPlacement": "core.placement",
@@ -93,7 +97,7 @@ _NAME_TO_MODULE = {
     "Topology": "core.topology",
     "BALANCERS": "planner.balancer",
     "Balancer": "planner.balancer",
-    "Traffic": "planner.balancer",
+    "Traffic": "planner.traffic",
 }
 
 _MODULES = ("fsdp", "offload", "rails", "schedule")  # public as modules, loaded when first used like the names above

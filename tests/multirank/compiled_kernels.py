@@ -8,8 +8,9 @@ import numpy as np
 from fusco.control.node_memory import warm_up_node_memory
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.warm_up import warm_up_cpu
-from fusco.planner.balancer import BALANCERS, Traffic
+from fusco.planner.balancer import BALANCERS
 from fusco.planner.sending import warm_up_stages
+from fusco.planner.traffic import Traffic
 
 warm_up_node_memory()
 warm_up_cpu()

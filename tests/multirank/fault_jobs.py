@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import fusco
+from scattered_lanes import ScatteredLanes
 
 _ENDING_S = 15.0  # blocked threads end sooner, but not at once on a loaded machine
 TIMEOUT_S = 4.0
@@ -170,6 +171,7 @@ def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
         max_tokens_per_rank=_NUM_TOKENS,
         max_bytes_per_token=_HIDDEN * 4,
         ranks_per_node=ranks_per_node,
+        balancer=ScatteredLanes(_NUM_TOKENS * (group.size() // ranks_per_node - 1)),  # so every rank carries rows
         # Slices of two rows, so that a fault finds every step half done.
         settings=fusco.Settings(timeout_s=TIMEOUT_S, slice_bytes=1, ring_depth=2),
     )

@@ -15,6 +15,7 @@ import fusco
 from comparison import assert_within
 from generator import Case, number_of, values
 from law import Law
+from scattered_lanes import ScatteredLanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Setup:
     num_topk: int = 8
     max_tokens: int = 24
     max_bytes_per_token: int = 256
-    balancer: str = "send-and-receive"
+    balancer: str = "lanes"  # of fusco.BALANCERS, or "scattered"
     expert_placement: tuple[int, ...] | None = None
     device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
@@ -41,11 +42,18 @@ class Setup:
             max_bytes_per_token=self.max_bytes_per_token,
             expert_placement=self.expert_placement,
             ranks_per_node=self.ranks_per_node,
-            balancer=fusco.BALANCERS[self.balancer],
+            balancer=self.balancer_of(group),
             settings=self.settings,
             device=self.device,
         )
         return comm if self.device == "cpu" else OnDevice(comm)  # type: ignore[return-value]
+
+    def balancer_of(self, group: dist.ProcessGroup) -> fusco.Balancer:
+        """Return the balancer."""
+        if self.balancer == "scattered":
+            num_nodes = dist.get_world_size(group) // (self.ranks_per_node or 1)
+            return ScatteredLanes(self.max_tokens * (num_nodes - 1))
+        return fusco.BALANCERS[self.balancer]
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
         """A routing within the capacity; by default of one to ``num_topk`` experts per token."""

@@ -172,3 +172,19 @@ def overlap_senders(group: dist.ProcessGroup, setup: Setup) -> None:
                 comm.scatter_recv(received.segments, src)
                 assert_same_bits(received.stream, scattered(3000, 500, torch.uint8, src).stream, f"from rank {src}")
         check_that_it_works(comm, setup)
+
+
+def bytes_sent_for_one_rank(group: dist.ProcessGroup, setup: Setup, num_bytes: int) -> int:
+    """Shuffle: rank 0 sends to ranks of the other node, and itself; return the bytes that this rank sent to nodes."""
+    with setup.open(group) as comm:
+        totals = {(0, 0): 500, (0, 2): num_bytes, (0, 3): num_bytes, (1, 0): 700}
+        payloads = {pair: scattered(total, 900, torch.int16, "send", *pair) for pair, total in totals.items()}
+        received = {pair: scattered(total, 300, torch.uint8, "receive", *pair) for pair, total in totals.items()}
+        before = {pair: payload.segments.memory.clone() for pair, payload in received.items()}
+        send = {dst: payloads[src, dst].segments for src, dst in totals if src == comm.rank}
+        receive = {src: received[src, dst].segments for src, dst in totals if dst == comm.rank}
+        comm.shuffle(send, receive)
+        for src in receive:
+            pair = (src, comm.rank)
+            check_arrival(received[pair], before[pair], payloads[pair].stream, f"from rank {src}")
+        return comm.profile.internode_row_bytes

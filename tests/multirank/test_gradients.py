@@ -15,9 +15,8 @@ from generator import KINDS
 
 pytestmark = pytest.mark.multirank
 
-SETUP = Setup(
-    ranks_per_node=2, num_experts=8, num_topk=3, max_tokens=16, settings=Settings(timeout_s=60.0, slice_bytes=1)
-)
+SETTINGS = Settings(timeout_s=60.0, slice_bytes=1)
+SETUP = Setup(ranks_per_node=2, num_experts=8, num_topk=3, max_tokens=16, balancer="scattered", settings=SETTINGS)
 LAYERS = {
     "weights in combine": Layer(),
     "weights at the experts": Layer(weighted_by="experts", alignment=4),

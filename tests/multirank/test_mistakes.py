@@ -152,7 +152,9 @@ def test_a_balancer_that_gives_no_groups(world):
     outcomes = world.run(jobs.dispatch_balanced_badly, 4, SETUP)
     first = [of_rank[0] for of_rank in outcomes]
     assert "TypeError" in kinds(first), first
-    assert all("a balancer must return Groups, got str from balance_badly" in outcome.text for outcome in first), first
+    assert all(
+        "a balancer must return Groups or Lanes, got str from balance_badly" in outcome.text for outcome in first
+    ), first
     check_that_it_broke(outcomes)
 
 
@@ -169,7 +171,7 @@ def test_balancers_that_give_different_groups(world, mistaken, phrases):
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert {outcome.text for outcome in outcomes} == {
         f"ranks disagree in dispatch: the balancer's result is {phrases}. "
-        f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+        f"A balancer must be pure, and the same on all ranks: equal traffic, equal groups or lanes"
     }
 
 
@@ -258,7 +260,7 @@ DIFFERENCES = [
     ({"device": "mps"}, "ValueError", "device must be 'cpu' or 'cuda', got 'mps'"),
     ({"device": "foo"}, "ValueError", "device must be 'cpu' or 'cuda', got 'foo'"),
     ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
-    ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['send-and-receive'], got 'static'"),
+    ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['lanes'], got 'static'"),
     ({"balancer": None}, "TypeError", "balancer must be a function of the traffic"),
 ]
 

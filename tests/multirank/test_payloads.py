@@ -11,7 +11,8 @@ from fusco import Settings
 
 pytestmark = pytest.mark.multirank
 
-SETUP = Setup(ranks_per_node=2, num_experts=12, num_topk=4, settings=Settings(timeout_s=60.0, slice_bytes=1))
+SETTINGS = Settings(timeout_s=60.0, slice_bytes=1)
+SETUP = Setup(ranks_per_node=2, num_experts=12, num_topk=4, balancer="scattered", settings=SETTINGS)
 DTYPES = [
     torch.bool,
     torch.uint8,

@@ -18,7 +18,7 @@ TOPOLOGIES = [(1, 1), (1, 4), (2, 2), (2, 1), (4, 2), (3, 2)]  # nodes, ranks of
 TINY, MEDIUM, HUGE = 1, 200, 1 << 20  # the last one takes all rows of a case at once
 
 
-def setup_of(ranks_per_node, balancer="send-and-receive", slice_bytes=MEDIUM, ring_depth=4, **rest):
+def setup_of(ranks_per_node, balancer="lanes", slice_bytes=MEDIUM, ring_depth=4, **rest):
     settings = Settings(timeout_s=60.0, slice_bytes=slice_bytes, ring_depth=ring_depth)
     # Rows of 5 float32 in slots made for 64 bytes: with tiny slices six rows make one.
     return Setup(ranks_per_node=ranks_per_node, balancer=balancer, settings=settings, max_bytes_per_token=64, **rest)
@@ -28,6 +28,7 @@ def setup_of(ranks_per_node, balancer="send-and-receive", slice_bytes=MEDIUM, ri
 def test_every_kind_of_routing_with_every_balancer_slice_and_ring_size(world, world_of, num_nodes, ranks_per_node):
     num_ranks = num_nodes * ranks_per_node
     setups = [setup_of(ranks_per_node, balancer, TINY, 2) for balancer in BALANCERS]
+    setups += [setup_of(ranks_per_node, "scattered", slice_bytes, 2) for slice_bytes in (TINY, MEDIUM)]
     setups += [setup_of(ranks_per_node, ring_depth=7), setup_of(ranks_per_node, slice_bytes=HUGE)]
     staged = dataclasses.replace(setups[0].settings, slice_order="staged")
     setups.append(dataclasses.replace(setups[0], settings=staged))

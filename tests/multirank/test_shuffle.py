@@ -84,3 +84,8 @@ def test_a_shuffle_whose_sizes_differ_fails_on_all_ranks_and_moves_nothing(world
 def test_peers_that_are_no_other_rank_and_payloads_that_are_none(world):
     for outcomes in world.run(jobs.name_wrong_peers, 4, setup_of(2)):
         assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 4 + ["TypeError"] * 4
+
+
+@pytest.mark.cpu_only
+def test_ranks_of_a_node_share_what_one_of_them_sends(world):
+    assert world.run(jobs.bytes_sent_for_one_rank, 4, setup_of(2), 10_000) == [10_000, 10_000, 0, 0]

@@ -15,5 +15,6 @@ pytestmark = pytest.mark.multirank
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 1), (2, 2), (4, 2), (4, 4)])
 def test_rows_that_do_not_fit_are_dropped(world, num_ranks, ranks_per_node):
     # Slices of a few rows, so that some have none left to sum.
-    setup = Setup(ranks_per_node=ranks_per_node, settings=Settings(timeout_s=30.0, slice_bytes=64))
+    settings = Settings(timeout_s=30.0, slice_bytes=64)
+    setup = Setup(ranks_per_node=ranks_per_node, balancer="scattered", settings=settings)
     world.run(jobs.check_drops, num_ranks, setup, range(len(KINDS)))

@@ -31,7 +31,8 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.base import CombineAllRequest, Engine, Pending
-from fusco.planner.balancer import Balancer, balance_send_and_receive
+from fusco.planner.balancer import Balancer
+from fusco.planner.lanes import balance_lanes
 from fusco.schedule.schedule import ScheduleMode
 
 _RELEASE_LIMIT_S = 2.0  # limit of the wait of a thread that drops a communicator, until its resources are released
@@ -66,7 +67,7 @@ class Communicator:
         max_bytes_per_token: int,
         expert_placement: Sequence[int] | None = None,
         ranks_per_node: int | None = None,
-        balancer: Balancer = balance_send_and_receive,
+        balancer: Balancer = balance_lanes,
         settings: Settings | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -81,8 +82,8 @@ class Communicator:
                 ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
-            balancer: a pure function of the traffic that chooses the forwarders, the same one on all ranks. After a
-                balancer that is not one of ``fusco.BALANCERS``, every dispatch between nodes compares the groups of all
+            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks.
+                With one that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all
                 ranks in a second exchange of records, and raises ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.

@@ -7,33 +7,40 @@ from dataclasses import dataclass
 from fusco.api.memory_size import memory_size_hint
 from fusco.bench.traffic import Workload
 from fusco.core.config import Capacity
-from fusco.planner.balancer import BALANCERS, IntArray
+from fusco.core.lanes import Lanes
+from fusco.planner.balancer import BALANCERS, balance_static
 from fusco.planner.cost import plan_cost
+from fusco.planner.traffic import Traffic
 from fusco.planner.world import plan_world, traffic_of
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows that one rank sends and receives between nodes."""
+    """Rows that one rank sends and receives between nodes; ``plain``: if ranks with equal local ranks do it."""
 
     rank: int
     node: int
-    group: int
+    plain_sends: int
+    plain_receives: int
     sends: int
     receives: int
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Imbalance that a balancer leaves: largest over mean, so 1.0 is perfect."""
+    """Imbalance that a balancer leaves: the busiest rank over the bound, so 1.0 is perfect, and the rows it moves."""
 
-    group_load_ratio: float
+    send_ratio: float
     receive_ratio: float
+    moved_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """A plan for all ranks. Rows and bytes are of one dispatch, bytes summed over ranks."""
+    """A plan for all ranks. Rows and bytes are of one dispatch, bytes summed over ranks.
+
+    ``bound_rows`` are those of a rank of the busiest node, if its ranks send and receive equally many.
+    """
 
     traffic: str
     nodes: int
@@ -45,11 +52,11 @@ class PlanRecord:
     balancer: str
     node_to_node_rows: list[list[int]]
     ranks: list[RankRows]
-    groups: list[list[int]]
-    group_loads: list[int]
+    bound_rows: float
     balance: dict[str, Balance]
     internode_bytes: int
     internode_bytes_avoided: int
+    lane_bytes: int
     intranode_bytes: int
     metadata_bytes: int
     shared_memory_bytes: int
@@ -62,7 +69,7 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
     routings = [workload.routing(rank) for rank in range(topology.world_size)]
     plans = plan_world(routings, workload.placement, topology, BALANCERS[balancer])
     traffic = traffic_of([plan.forwarding for plan in plans], topology)
-    groups = plans[0].groups
+    plain, lanes = traffic.lanes_of(balance_static(traffic)), plans[0].lanes
     costs = [plan_cost(plan, workload.bytes_per_token) for plan in plans]
     memory = memory_size_hint(
         topology,
@@ -72,7 +79,6 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
             num_topk=workload.num_topk,
         ),
     )
-    received = traffic.received_rows(groups)
     return PlanRecord(
         traffic=workload.pattern.value,
         nodes=topology.num_nodes,
@@ -87,23 +93,18 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
             RankRows(
                 rank=rank,
                 node=node,
-                group=groups.rank_to_group[rank],
-                sends=int(traffic.rank_loads[node, topology.rank_to_local[rank]]),
-                receives=int(received[groups.rank_to_group[rank], node]),
+                plain_sends=int(plain.sent_rows[rank]),
+                plain_receives=int(plain.received_rows[rank]),
+                sends=int(lanes.sent_rows[rank]),
+                receives=int(lanes.received_rows[rank]),
             )
             for rank, node in enumerate(topology.rank_to_node)
         ],
-        groups=[
-            [topology.node_to_ranks[node][local] for node, local in enumerate(members)]
-            for members in groups.group_to_locals
-        ],
-        group_loads=traffic.group_loads(groups).tolist(),
-        balance={
-            name: Balance(_ratio(traffic.group_loads(result)), _ratio(traffic.received_rows(result)))
-            for name, result in ((name, balance(traffic)) for name, balance in BALANCERS.items())
-        },
+        bound_rows=round(traffic.bound, 1),
+        balance={name: balance_of(traffic, traffic.lanes_of(balance(traffic))) for name, balance in BALANCERS.items()},
         internode_bytes=sum(cost.internode_send_bytes for cost in costs),
         internode_bytes_avoided=sum(cost.internode_bytes_avoided for cost in costs),
+        lane_bytes=sum(cost.lane_bytes for cost in costs),
         intranode_bytes=sum(cost.intranode_bytes for cost in costs),
         metadata_bytes=sum(cost.metadata_bytes for cost in costs),
         shared_memory_bytes=memory.shared_bytes,
@@ -111,6 +112,8 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
     )
 
 
-def _ratio(loads: IntArray) -> float:
-    mean = float(loads.mean())
-    return float(loads.max()) / mean if mean else 1.0
+def balance_of(traffic: Traffic, lanes: Lanes) -> Balance:
+    """Return how close the busiest rank is to the bound."""
+    bound = traffic.bound or 1.0
+    sent, received = (float(rows.max() / bound) for rows in (lanes.sent_rows, lanes.received_rows))
+    return Balance(sent, received, lanes.num_moved)

@@ -9,10 +9,11 @@ import numpy as np
 from fusco.bench.matrices import rows_of_routing
 from fusco.bench.no_planner import expand
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import has_fixed_messages
-from fusco.planner.balancer import BALANCERS, IntArray, Traffic
+from fusco.bench.variants import balancer_of, has_fixed_messages
+from fusco.core.lanes import IntArray
+from fusco.planner.balancer import BALANCERS
 from fusco.planner.forwarding import plan_forwarding
-from fusco.planner.internode import Forwarders
+from fusco.planner.traffic import Traffic
 
 
 def internode_rows(variant: str, workload: Workload, balancer: str, device: str = "cpu") -> IntArray:
@@ -32,7 +33,7 @@ def internode_rows(variant: str, workload: Workload, balancer: str, device: str 
         if variant == "no-planner":  # a copy for each rank of a node
             routing = expand(routing, workload.placement).routing
         counts.append(plan_forwarding(routing.topk_idx, workload.placement, workload.topology).num_tokens_to_node)
-    return _forwarded(counts, workload, "static" if variant == "no-balancer" else balancer)
+    return _forwarded(counts, workload, balancer_of(variant, balancer, device))
 
 
 def busiest_rows(rank_to_rank: IntArray) -> int:
@@ -48,13 +49,12 @@ def busiest_rows(rank_to_rank: IntArray) -> int:
 
 
 def _forwarded(counts: Sequence[Sequence[int]], workload: Workload, balancer: str = "static") -> IntArray:
-    """Return the rows to each forwarder, if rank ``r`` sends ``counts[r][n]`` to node ``n``."""
+    """Return the rows to each forwarder, from each carrier, if rank ``r`` has ``counts[r][n]`` rows for node ``n``."""
     topology = workload.topology
-    groups = BALANCERS[balancer](Traffic.from_counts(topology, counts))
+    traffic = Traffic.from_counts(topology, counts)
+    runs = traffic.lanes_of(BALANCERS[balancer](traffic)).runs
     rank_to_rank = np.zeros((topology.world_size, topology.world_size), np.int64)
-    for src, node_to_count in enumerate(counts):
-        for node, forwarder in Forwarders(src, groups).destinations:
-            rank_to_rank[src, forwarder] += node_to_count[node]
+    np.add.at(rank_to_rank, (runs.carrier, runs.forwarder), runs.num_rows)
     return rank_to_rank
 
 

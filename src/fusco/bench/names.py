@@ -27,3 +27,6 @@ MatrixKind = Literal["uniform", "random", "zipf"]
 # Bytes that ranks send each other in an all-to-all: as in a ``MatrixKind``, or tokens of captured routing, one copy for
 # each expert, as in an all-to-all of a MoE layer.
 ExchangeMatrix = Literal["uniform", "random", "zipf", "trace"]
+# Tokens of each rank in a draw of ``fusco bench balancers``: Beta(0.2, 0.2) of the same number; a prompt of the Azure
+# trace, at most 8192 tokens; as many prompts as fit into 8192 tokens.
+Loads = Literal["bimodal", "one-prompt", "ragged"]

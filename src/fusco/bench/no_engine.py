@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.messages import exchange_messages
-from fusco.core.groups import Groups
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
-from fusco.planner.balancer import Balancer, Traffic
+from fusco.planner.balancer import Balancer
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import mark_destinations, plan_forwarding
-from fusco.planner.internode import Forwarders
+from fusco.planner.rank_lanes import RankLanes
+from fusco.planner.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,13 @@ class NoEngineShuffle:
         counts: list[list[int]] = gathered.tolist()
         num_remote_ranks = topology.world_size - len(self._node_ranks)
         self.profile.internode_metadata_bytes = counts_here.nbytes * num_remote_ranks
-        groups: Groups = self._balancer(Traffic.from_counts(topology, counts))
-        forwarders, remote = Forwarders(self._rank, groups), topology.remote_nodes(self._rank)
+        traffic, remote = Traffic.from_counts(topology, counts), topology.remote_nodes(self._rank)
+        lanes = RankLanes(self._rank, traffic.lanes_of(self._balancer(traffic)))
+        assert not lanes.lanes.num_moved, "a balancer of groups"
         return InternodeBlocks(
             tokens=torch.cat([forwarding.node_to_tokens[node] for node in remote] or [topk_idx.new_empty(0).long()]),
-            sends=[(forwarder, counts[self._rank][node]) for node, forwarder in sorted(forwarders.destinations)],
-            receives=[(src, counts[src][self._node]) for src in sorted(forwarders.sources)],
+            sends=list(zip(lanes.own.forwarder.tolist(), lanes.own.num_rows.tolist(), strict=True)),
+            receives=sorted(zip(lanes.received.src.tolist(), lanes.received.num_rows.tolist(), strict=True)),
         )
 
     def _plan_fanout(self, held_ids: torch.Tensor, num_received: int) -> Fanout:

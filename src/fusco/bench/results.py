@@ -12,7 +12,7 @@ from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
-from fusco.bench.variants import DEDUPLICATED, has_fixed_messages
+from fusco.bench.variants import DEDUPLICATED, balancer_of, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class ShuffleRecord(InternodeBytesRecord):
     wire_ms: float
     rearranging_ms: float
     intranode_row_bytes: int
+    lane_row_bytes: int
     copy_peak_gbs: float
 
 
@@ -134,12 +135,9 @@ def describe_internode_bytes(
     for operation, seen in zip(("dispatch", "combine"), bytes_sent, strict=True):
         if seen != expected:
             errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, its plan requires {expected}"]
-    variant_to_balancer = {"baseline": "none", "no-balancer": "static"}
-    if has_fixed_messages(variant, run.device):
-        variant_to_balancer[variant] = "static"
     return {
         **describe_variant(variant, workload, run, errors),
-        "balancer": variant_to_balancer.get(variant, run.balancer),
+        "balancer": balancer_of(variant, run.balancer, run.device),
         "internode_row_bytes": bytes_sent[0],
         "combine_internode_row_bytes": bytes_sent[1],
         "busiest_rank_bytes": busiest_rows(rows) * workload.bytes_per_token,
@@ -178,6 +176,7 @@ def _summarize_variant(
         rearranging_ms=both("rearranging_s"),
         internode_row_bytes_lower_bound=bound,
         intranode_row_bytes=sum(it.dispatch.intranode_row_bytes for it in last),
+        lane_row_bytes=sum(it.dispatch.lane_row_bytes for it in last),
         metadata_bytes=sum(it.dispatch.internode_metadata_bytes for it in last),
         internode_peak_gbs=round(ranks[0].links.internode.best_gbs, 3),
         copy_peak_gbs=round(median(rank.links.copy_gbs for rank in ranks), 3),

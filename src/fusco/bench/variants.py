@@ -157,7 +157,7 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.no_engine import NoEngineShuffle
     from fusco.planner.balancer import BALANCERS
 
-    balancer = BALANCERS[factory.run.balancer]
+    balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
     explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
     return Shuffle(
         _of_routing(explicit, rank), explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS
@@ -199,6 +199,10 @@ def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
         expand(rank.routing, factory.run.shape.placement),
     )
     return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
+
+
+def _no_lanes(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    return factory.by_communicator(factory.communicator(_WITHOUT_LANES), rank.x, rank.routing)
 
 
 def _no_balancer(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
@@ -247,20 +251,36 @@ VARIANTS = {
         "a copy of a token for each rank that needs it, through fusco; copies are made untimed, summed timed",
         _no_planner,
     ),
+    "no-lanes": Variant("as fusco, every rank sends its rows itself, by the balancer send-and-receive", _no_lanes),
     "no-balancer": Variant("as fusco, ranks of the same local rank forward for each other", _no_balancer),
 }
 
-# FUSCO section 5.4, Table 3: what is left without the engine, without the planner, without the balancer.
-ABLATION = ("no-engine", "no-planner", "no-balancer")
+# FUSCO section 5.4, Table 3: what is left without the engine, the planner, lanes, the balancer.
+ABLATION = ("no-engine", "no-planner", "no-lanes", "no-balancer")
 # Of a library that may be installed; what cannot be set up is left out.
 PEERS = ("deep_ep", "deep_ep_v2")
 # One copy of a token for each node that needs it, and no more.
-DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-balancer")
+DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
+_WITHOUT_LANES = "send-and-receive"
 
 
 def has_fixed_messages(variant: str, device: str) -> bool:
     """Return whether a variant sends a row of every token to each other node, whatever the routing."""
     return device == "cuda" and variant in ("fusco-static", "fusco-graph")
+
+
+def balancer_of(variant: str, balancer: str, device: str) -> str:
+    """Return the name of the balancer that a variant uses in a run with ``balancer``.
+
+    >>> [balancer_of(variant, "lanes", "cpu") for variant in ("fusco", "no-engine", "no-balancer")]
+    ['lanes', 'send-and-receive', 'static']
+    """
+    if variant == "baseline":
+        return "none"
+    if variant == "no-balancer" or has_fixed_messages(variant, device):
+        return "static"
+    is_without = variant == "no-lanes" or (variant == "no-engine" and balancer == "lanes")  # every rank sends its rows
+    return _WITHOUT_LANES if is_without else balancer
 
 
 def choose_variants(
@@ -278,7 +298,7 @@ def choose_variants(
         ValueError: for a name that is not offered there.
 
     >>> choose_variants("cuda", 2, with_ablation=True)
-    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-balancer')
+    ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-lanes', 'no-balancer')
     >>> choose_variants("cpu", 2, ["no-engine", "fusco"])
     ('no-engine', 'fusco')
     """

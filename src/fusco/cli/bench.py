@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fusco.bench import names
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
@@ -30,24 +31,40 @@ app.command()(offload)
 @app.command()
 def balancers(
     draws: Annotated[int, typer.Option(min=1, help="Draws of loads for each shape.")] = 1000,
+    loads: Annotated[
+        names.Loads,
+        typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace."),
+    ] = "bimodal",
     seed: options.Seed = 0,
     json: options.JsonFile = None,
 ) -> None:
-    """Compare balancers on bimodal loads: Beta(0.2, 0.2) for each rank, medians over draws."""
+    """Compare balancers on the loads of many draws: how far the busiest rank is from the bound, and the time."""
     from fusco.bench.balancers import compare_balancers
     from fusco.bench.json_lines import write_json_lines
 
-    records = compare_balancers([(2, 8), (4, 8), (8, 8)], draws, seed)
-    columns = ("nodes x ranks", "balancer", "groups (what they send)", "ranks (what they receive)", "time")
-    table = new_table(f"largest load over mean load, medians of {draws} draws", columns, left=("balancer",))
+    records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
+    columns = (
+        "nodes x ranks",
+        "balancer",
+        "busiest sender",
+        "busiest receiver",
+        "busiest",
+        "rows moved",
+        "time",
+        "gain",
+        "P99",
+    )
+    title = f"rows of the busiest rank over the bound, {loads}, medians of {draws} draws; gain over send-and-receive"
+    table = new_table(title, columns, left=("balancer",))
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or records[i + 1].nodes != record.nodes
         table.add_row(
             f"{record.nodes} x {record.ranks_per_node}",
             record.balancer,
-            f"{record.group_load_ratio:.3f}",
-            f"{record.receive_ratio:.3f}",
+            *(f"{ratio:.3f}" for ratio in (record.send_ratio, record.receive_ratio, record.busiest_ratio)),
+            f"{record.moved_share:.0%}",
             f"{record.microseconds:.0f} us",
+            *(f"{gain:.2f}" for gain in (record.gain, record.gain_p99)),
             end_section=is_last,
         )
     new_console(json).print(table)

@@ -60,7 +60,7 @@ def shuffle(
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
     seed: options.Seed = 0,
-    balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
+    balancer: options.Balancer = options.BalancerName.LANES,
     variants: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +69,7 @@ def shuffle(
         ),
     ] = None,
     ablation: Annotated[
-        bool, typer.Option("--ablation", help="Also without the engine, the planner, the balancer (FUSCO, 5.4).")
+        bool, typer.Option("--ablation", help="Also without the engine, planner, lanes, balancer (FUSCO, 5.4).")
     ] = False,
     slice_bytes: Annotated[
         int | None,

@@ -29,6 +29,7 @@ _ROWS = (
     ("  lower bound", "internode_row_bytes_lower_bound", "MB"),
     ("  busiest rank", "busiest_rank_bytes", "MB"),
     ("rows within nodes", "intranode_row_bytes", "MB"),
+    ("  read to send them for others", "lane_row_bytes", "MB"),
     ("metadata between nodes", "metadata_bytes", "MB"),
 )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class BalancerName(str, Enum):
     """The names of ``fusco.BALANCERS``; a test compares them."""
 
+    LANES = "lanes"
     STATIC = "static"
     ROTATION = "rotation"
     SEND_AND_RECEIVE = "send-and-receive"
@@ -100,7 +101,7 @@ TraceFile = Annotated[
 TraceKey = Annotated[str | None, typer.Option(help="Array of an npz trace.")]
 Layer = Annotated[int | None, typer.Option(min=0, help="Layer of the trace. Default: 0.")]
 Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
-Balancer = Annotated[BalancerName, typer.Option(help="Balancer of communication groups.")]
+Balancer = Annotated[BalancerName, typer.Option(help="Balancer of the rows between nodes.")]
 JsonFile = Annotated[
     Path | None,
     typer.Option(

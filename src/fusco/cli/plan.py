@@ -1,4 +1,4 @@
-"""``fusco plan``: the traffic, groups and loads of one plan."""
+"""``fusco plan``: the traffic, links and loads of one plan."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan(
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
     seed: options.Seed = 0,
-    balancer: options.Balancer = options.BalancerName.SEND_AND_RECEIVE,
+    balancer: options.Balancer = options.BalancerName.LANES,
     json: options.JsonFile = None,
 ) -> None:
-    """Explain one plan: traffic between nodes, communication groups, loads by balancer, duplicates avoided, memory.
+    """Explain one plan: traffic between nodes, ranks with and without lanes, balancers, duplicates avoided, memory.
 
     Pure computation: nothing is sent, and no other process is started.
     """
@@ -68,29 +68,28 @@ def _print(record: PlanRecord, console: Console) -> None:
         matrix.add_row(f"node {node}", *(f"{count:,}" if count else "-" for count in row))
     console.print(matrix)
 
-    ranks = new_table("rows between nodes, by rank", ("rank", "node", "group", "sends", "receives as forwarder"))
+    columns = ["rank", "node", "sends", "receives", "plain: sends", "receives"]
+    ranks = new_table(f"rows between nodes, by rank: '{record.balancer}', and plain with equal local ranks", columns)
     for rank in record.ranks:
-        received = f"{rank.receives:,}"
-        ranks.add_row(str(rank.rank), str(rank.node), str(rank.group), f"{rank.sends:,}", received)
+        numbers = (rank.rank, rank.node, rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
+        ranks.add_row(*(f"{number:,}" for number in numbers))
     console.print(ranks)
 
-    title = f"communication groups by '{record.balancer}': one rank of each node"
-    groups = new_table(title, ("group", "ranks", "load (rows)"), left=("ranks",))
-    for group, (members, load) in enumerate(zip(record.groups, record.group_loads, strict=True)):
-        groups.add_row(str(group), ", ".join(map(str, members)), f"{load:,}")
-    console.print(groups)
-
-    columns = ["balancer", "groups (what they send)", "ranks (what they receive)"]
-    loads = new_table("largest load over mean load", columns, left=("balancer",))
+    title = f"busiest rank over the bound, {record.bound_rows:,.1f} rows: the busiest node's share for each rank"
+    loads = new_table(title, ("balancer", "sends", "receives", "rows moved within nodes"), left=("balancer",))
     for name, balance in record.balance.items():
         chosen = " (chosen)" if name == record.balancer else ""
-        loads.add_row(name + chosen, f"{balance.group_load_ratio:.3f}", f"{balance.receive_ratio:.3f}")
+        ratios = (f"{balance.send_ratio:.3f}", f"{balance.receive_ratio:.3f}")
+        loads.add_row(name + chosen, *ratios, f"{balance.moved_rows:,}")
     console.print(loads)
 
     sent, avoided = record.internode_bytes, record.internode_bytes_avoided
     share = f" ({avoided / (sent + avoided):.0%} of what a copy for each expert would send)" if avoided else ""
     console.print(f"between nodes: {sent / 1e6:,.2f} MB of rows; duplicates avoided: {avoided / 1e6:,.2f} MB{share}")
-    console.print(f"within nodes: {record.intranode_bytes / 1e6:,.2f} MB pulled from other ranks' pools, each row once")
+    console.print(
+        f"within nodes: {record.intranode_bytes / 1e6:,.2f} MB pulled from other ranks' pools, each row once; "
+        f"{record.lane_bytes / 1e6:,.2f} MB read to send them for other ranks"
+    )
     console.print(f"metadata between nodes: {record.metadata_bytes / 1e6:,.2f} MB")
     console.print(
         f"memory of each rank: {record.shared_memory_bytes / 2**20:,.1f} MiB shared, "

@@ -41,6 +41,8 @@ class CallProfile:
         internode_metadata_bytes: routing and records sent to other nodes.
         intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA only those of
             ``all_to_all``, as the others are known on the device only.
+        lane_row_bytes: rows of other ranks of the node that this rank read to send them to other nodes, or sums that it
+            read from the ranks that carried them.
         num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels
             that pack slices and NCCL kernels do not count.
     """
@@ -53,6 +55,7 @@ class CallProfile:
     internode_row_bytes: int = 0
     internode_metadata_bytes: int = 0
     intranode_row_bytes: int = 0
+    lane_row_bytes: int = 0
     num_sms: int = 0
 
     def spend(self, kind: str) -> _Section:

@@ -11,25 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
+from fusco.cpu.kernels.copy_segments import SegmentMemory
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.transport import Ticket, Transport
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.tasks import Task
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
+# Contiguous, uint8, or segments.
+ByteMemory = torch.Tensor | SegmentMemory
+
 
 class Staging:
     """Memories of a rank in an all-to-all, and how far their regions are filled."""
 
-    def __init__(self, memories: Sequence[torch.Tensor], num_regions: int) -> None:
-        """``memories`` are uint8, in the order of ``fusco.schedule.rank_schedule``."""
-        self._tensors = list(memories)
-        self._arrays = [memory.numpy() for memory in memories]
+    def __init__(self, memories: Sequence[ByteMemory], num_regions: int) -> None:
+        """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
+        self._memories = list(memories)
+        none = np.empty(0, np.uint8)
+        self._arrays = [none if isinstance(memory, SegmentMemory) else memory.numpy() for memory in memories]
         self._filled = [0] * num_regions
 
     def is_there(self, message: FlowSlice) -> bool:
@@ -37,24 +43,33 @@ class Staging:
         return all(span.region < 0 or self._filled[span.region] >= span.end for span in message.spans)
 
     def in_place(self, message: FlowSlice) -> torch.Tensor | None:
-        """Return the memory of a message if it is one span; else ``None``."""
-        if len(message.spans) > 1:
-            return None
+        """Return the memory of a message if it is one span of a tensor; else ``None``."""
         span = message.spans[0]
-        return self._tensors[span.memory][span.offset : span.end]
+        memory = self._memories[span.memory]
+        if len(message.spans) > 1 or isinstance(memory, SegmentMemory):
+            return None
+        return memory[span.offset : span.end]
 
     def gather(self, message: FlowSlice, slot: torch.Tensor) -> None:
         """Copy a message to the first bytes of a slot."""
         target, begin = slot.numpy(), 0
         for span in message.spans:
-            target[begin : begin + span.num_bytes] = self._arrays[span.memory][span.offset : span.end]
+            memory = self._memories[span.memory]
+            if isinstance(memory, SegmentMemory):
+                memory.read(span.offset, span.num_bytes, slot.data_ptr() + begin)
+            else:
+                target[begin : begin + span.num_bytes] = self._arrays[span.memory][span.offset : span.end]
             begin += span.num_bytes
 
     def scatter(self, slot: torch.Tensor, message: FlowSlice) -> None:
         """Copy a message from the first bytes of a slot to its spans; call ``mark_filled`` afterwards."""
         source, begin = slot.numpy(), 0
         for span in message.spans:
-            self._arrays[span.memory][span.offset : span.end] = source[begin : begin + span.num_bytes]
+            memory = self._memories[span.memory]
+            if isinstance(memory, SegmentMemory):
+                memory.write(span.offset, span.num_bytes, slot.data_ptr() + begin)
+            else:
+                self._arrays[span.memory][span.offset : span.end] = source[begin : begin + span.num_bytes]
             begin += span.num_bytes
 
     def mark_filled(self, message: FlowSlice) -> None:
@@ -193,6 +208,7 @@ class _PostedReceive(NamedTuple):
     ticket: Ticket
     message: FlowSlice
     slot: torch.Tensor
+    is_in_slot: bool
 
 
 class ReceiveAcross:
@@ -218,7 +234,7 @@ class ReceiveAcross:
                 late.add(message.peer)
                 self._posted.append(receive)
                 continue
-            if len(message.spans) > 1:
+            if receive.is_in_slot:
                 self._staging.scatter(receive.slot, message)
             self._staging.mark_filled(message)
             self._free.append(receive.slot)
@@ -230,7 +246,7 @@ class ReceiveAcross:
         while self._free and (message := self._message_queue.next) is not None:
             slot, place = self._free.pop(), self._staging.in_place(message)
             ticket = self._transport.receive(slot[: message.num_bytes] if place is None else place, message.peer)
-            self._posted.append(_PostedReceive(ticket, message, slot))
+            self._posted.append(_PostedReceive(ticket, message, slot, place is None))
             self._message_queue.take()
 
     @property
@@ -248,10 +264,13 @@ class ReceiveAcross:
 class CopyOwn:
     """Task that copies the rank's message to itself, one slice at a time."""
 
-    def __init__(self, rank_schedule: RankSchedule, memories: Sequence[torch.Tensor], slice_bytes: int) -> None:
+    def __init__(self, rank_schedule: RankSchedule, memories: Sequence[ByteMemory], slice_bytes: int) -> None:
         source, target = (pieces[0].tolist() for pieces in rank_schedule.own)
-        self._source = memories[INPUT][source[OFFSET] :][: source[NUM_BYTES]]
-        self._target = memories[OUTPUT][target[OFFSET] :][: target[NUM_BYTES]]
+        from_, to = memories[INPUT], memories[OUTPUT]
+        assert isinstance(from_, torch.Tensor), "segments for this rank itself are no part of a schedule"
+        assert isinstance(to, torch.Tensor), "segments of this rank itself are no part of a schedule"
+        self._source = from_[source[OFFSET] :][: source[NUM_BYTES]]
+        self._target = to[target[OFFSET] :][: target[NUM_BYTES]]
         self._num_copied, self._slice_bytes = 0, slice_bytes
 
     def step(self) -> bool:
@@ -273,7 +292,7 @@ class CopyOwn:
 
 def make_tasks(
     rank_schedule: RankSchedule,
-    memories: Sequence[torch.Tensor],
+    memories: Sequence[ByteMemory],
     memory: CpuMemory,
     transport: Transport,
     private: torch.Tensor,
@@ -283,7 +302,7 @@ def make_tasks(
 
     Args:
         rank_schedule: the flows of the rank.
-        memories: uint8, with the sizes and in the order of the rank schedule.
+        memories: with the sizes and in the order of the rank schedule.
         memory: shared memory of the node, for its rings.
         transport: connections to other nodes.
         private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
@@ -301,6 +320,8 @@ def make_tasks(
     for peer, flows in rank_schedule.sends_within.items():
         ring_out = RingOut(memory, memory.ranks.index(peer))
         tasks.append(SendWithin(flows, staging, ring_out, slice_bytes))
+    if isinstance(memories[INPUT], SegmentMemory):
+        return tasks
     return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
 
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from fusco.core.errors import Stall
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype
 from fusco.cpu.channel import SendRing
-from fusco.cpu.dispatch import ReceiveRows
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.sum_rows import Chunks, Terms, fold_sums, has_message, produce_sums
 from fusco.cpu.memory import CpuMemory
@@ -23,11 +22,31 @@ from fusco.cpu.plan import CpuPlan
 
 
 class RowChunk(NamedTuple):
-    """Rows ``first`` to ``end`` of the node's routing, all of one source, summed and sent together."""
+    """Rows ``first`` to ``end`` of the node's routing, summed and sent together to rank ``dst``, or this rank's."""
 
-    src: int
+    dst: int
     first: int
     end: int
+
+
+class ReturningRun(NamedTuple):
+    """A run of this rank's rows whose sums return from another node.
+
+    Attributes:
+        tokens: int64, ascending.
+        carrier: the local rank in whose memory they arrive.
+        flag: index of its flag that counts what arrived from the forwarder.
+        place: of the first row among those that arrive there.
+        num_chunks_before: chunks that arrive from the forwarder before.
+        ranks: to wait for.
+    """
+
+    tokens: torch.Tensor
+    carrier: int
+    flag: int
+    place: int
+    num_chunks_before: int
+    ranks: tuple[int, ...]
 
 
 def as_rows(memory: torch.Tensor, num_rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -71,20 +90,21 @@ class FoldSums:
         memory: CpuMemory,
         terms: Terms,
         chunks: Chunks,
-        returned: ReceiveRows,
         send_ring: SendRing,
         scratch: torch.Tensor,
         out: torch.Tensor,
         wire_dtype: torch.dtype,
         rows_per_chunk: int,
-        profile: CallProfile,
+        call: Call,
     ) -> None:
-        self._plan, self._memory, self._terms, self._profile = plan, memory, terms, profile
-        self._returned, self._send_ring, self._scratch, self._out = returned, send_ring, scratch, out
+        self._plan, self._memory, self._terms, self._call = plan, memory, terms, call
+        self._send_ring, self._scratch, self._out = send_ring, scratch, out
         self._wire_dtype, self._rows_per_chunk = wire_dtype, rows_per_chunk
         self._sum_dtype = accumulation_dtype(out.dtype)
         first, end = chunks.local_to_chunks[memory.local]
         self._chunks = [RowChunk(*chunk) for chunk in chunks.bounds[first:end].tolist()]
+        self._returning = self._returning_runs()
+        self._missing: tuple[tuple[int, ...], int] | None = None  # ranks whose sums were not there, and how many
         self._num_done = 0
         self._next_local = 0  # local rank whose partial sums the current chunk adds next
         self._is_waiting = False  # for those
@@ -98,7 +118,7 @@ class FoldSums:
         moved = self._add_partials(chunk, sums)
         if self._next_local < len(self._memory.ranks):
             return moved
-        is_local = chunk.src == self._plan.rank
+        is_local = chunk.dst == self._plan.rank
         if not (self._finish_local(chunk, sums) if is_local else self._send_back(chunk, sums)):
             return moved
         self._num_done += 1
@@ -118,13 +138,13 @@ class FoldSums:
         if self._next_local < len(self._memory.ranks):
             producer = self._memory.ranks[self._next_local]
             return Stall("adding partial sums", (producer,), f"partial sums for {expected}", "none")
-        if self._chunks[self._num_done].src == self._plan.rank:
-            waiting = self._returned.stall()
-            return Stall("adding sums of other nodes", waiting.on_ranks, f"rows for {expected}", waiting.seen)
+        if self._chunks[self._num_done].dst == self._plan.rank:
+            ranks, num_chunks = self._missing or ((), 0)
+            return Stall("adding sums of other nodes", ranks, f"{num_chunks} chunks of them for {expected}", "fewer")
         return Stall("sending sums", self._remote_sources(), f"room to send {expected}", "all slots on the network")
 
     def _remote_sources(self) -> tuple[int, ...]:
-        return tuple(src for src in self._plan.sources_held_by(self._plan.rank) if src != self._plan.rank)
+        return tuple(dict.fromkeys(self._plan.rank_lanes.received.carrier.tolist()))
 
     def _add_partials(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         before = self._next_local
@@ -136,7 +156,7 @@ class FoldSums:
         folded = fold_sums(self._terms, chunk.first, before, self._memory.rings_in, sums)
         self._next_local = folded.next_local
         self._is_waiting = folded.next_local < len(self._memory.ranks)
-        self._profile.intranode_row_bytes += folded.num_peer_rows * self._terms.sum_bytes
+        self._call.profile.intranode_row_bytes += folded.num_peer_rows * self._terms.sum_bytes
         return folded.next_local > before
 
     def _send_back(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
@@ -145,26 +165,46 @@ class FoldSums:
             return False
         message = as_rows(slot, len(sums), self._terms.hidden, self._wire_dtype)
         message.copy_(sums)
-        self._send_ring.commit(message.nbytes, chunk.src)
-        self._profile.internode_row_bytes += message.nbytes
+        self._send_ring.commit(message.nbytes, chunk.dst)
+        self._call.profile.internode_row_bytes += message.nbytes
         return True
 
     def _finish_local(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         plan, memory = self._plan, self._memory
         first_row = plan.routing.src_to_first_row[plan.rank]
         tokens = torch.tensor([chunk.first - first_row, chunk.end - first_row], device="cpu")
-        ranges = {}
-        for node in plan.topology.remote_nodes(plan.rank):
-            first, end = torch.searchsorted(plan.forwarding.node_to_tokens[node], tokens).tolist()
-            src = plan.groups.forwarder(plan.rank, node)
-            num_needed = -(-end // self._rows_per_chunk)
-            if first < end and self._returned.num_arrived(src) < num_needed:
-                return False
-            ranges[node] = (first, end)
-        for node, (first, end) in ranges.items():
-            to_node = plan.forwarding.node_to_tokens[node]
-            shape = (len(to_node), self._terms.hidden)
-            returned = memory.pool(memory.local, node, shape, self._wire_dtype)
-            add_rows(returned[first:end], to_node[first:end] - tokens[0], sums)
+        found = []
+        for run in self._returning:
+            first, end = torch.searchsorted(run.tokens, tokens).tolist()
+            if first < end:
+                num_needed = run.num_chunks_before - (-end // self._rows_per_chunk)
+                if memory.flags[run.carrier].load(run.flag) < memory.layout.tag(self._call.sequence_number, num_needed):
+                    self._missing = (run.ranks, num_needed)
+                    return False
+                found.append((run, first, end))
+        for run, first, end in found:
+            shape = (end - first, self._terms.hidden)
+            returned = memory.crossing_rows(run.carrier, run.place + first, shape, self._wire_dtype)
+            add_rows(returned, run.tokens[first:end] - tokens[0], sums)
+            if run.carrier != memory.local:
+                self._call.profile.lane_row_bytes += returned.nbytes
         self._out[tokens[0] : tokens[1]].copy_(sums)
         return True
+
+    def _returning_runs(self) -> list[ReturningRun]:
+        plan, memory = self._plan, self._memory
+        lanes = plan.rank_lanes
+        tables = (*lanes.own, lanes.own_places, lanes.own_chunks(self._rows_per_chunk))
+        return [
+            ReturningRun(
+                tokens=plan.forwarding.node_to_tokens[node][first:end],
+                carrier=plan.topology.rank_to_local[carrier],
+                flag=memory.layout.arrival_flag(forwarder),
+                place=place,
+                num_chunks_before=num_chunks,
+                ranks=tuple(rank for rank in (forwarder, carrier) if rank != plan.rank),
+            )
+            for _, node, first, end, carrier, forwarder, place, num_chunks in zip(
+                *(t.tolist() for t in tables), strict=True
+            )
+        ]

@@ -4,69 +4,74 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fusco.core.errors import Stall
-from fusco.core.profile import CallProfile
+from fusco.core.profile import Call, CallProfile
 from fusco.cpu.channel import SendRing
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
 from fusco.cpu.transport import Ticket, Transport
+from fusco.planner.rank_lanes import chunks_before
 from fusco.planner.sending import SendingStage, order_of_slices
 
 
-@dataclass(frozen=True)
-class RowSlice:
-    """Rows ``first`` to ``end`` of those that one rank sends to one node."""
+class Outgoing(NamedTuple):
+    """Slice to send: the rank that receives it, the local rank in whose pool its rows are, and their offsets there."""
 
-    first: int
-    end: int
-
-
-def row_slices(num_rows: int, rows_per_slice: int) -> list[RowSlice]:
-    """Cut rows into slices; the last one may be shorter.
-
-    >>> [(piece.first, piece.end) for piece in row_slices(5, 2)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    return [RowSlice(first, min(first + rows_per_slice, num_rows)) for first in range(0, num_rows, rows_per_slice)]
+    forwarder: int
+    owner: int
+    offsets: torch.Tensor
 
 
 class SendRows:
-    """Task that gathers rows for other nodes, slice by slice, while earlier slices are on the network."""
+    """Task that gathers rows for other nodes, slice by slice, while earlier slices are on the network.
 
-    def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, profile: CallProfile) -> None:
-        self._memory, self._ring, self._row_bytes, self._profile = memory, ring, row_bytes, profile
+    Rows that this rank carries for others of its node are read from their pools.
+    """
+
+    def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, call: Call) -> None:
+        self._memory, self._ring, self._row_bytes, self._call = memory, ring, row_bytes, call
         rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        per_node: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for node, forwarder in plan.forwarders.destinations:
-            offsets = memory.pool_offset(memory.node) + plan.forwarding.node_to_tokens[node] * row_bytes
-            slices = row_slices(len(offsets), rows_per_slice)
-            per_node[node] = [(forwarder, offsets[piece.first : piece.end]) for piece in slices]
+        num_nodes, pool_offset = plan.topology.num_nodes, memory.layout.pool_offset(0)
+        # The next node first, so that nodes do not all send to the same one.
+        per_node: dict[int, list[Outgoing]] = {(plan.node + step) % num_nodes: [] for step in range(1, num_nodes)}
+        for src, node, first, end, _, forwarder in zip(*(c.tolist() for c in plan.rank_lanes.carried), strict=True):
+            offsets = pool_offset + plan.src_to_forwarding[src].node_to_tokens[node][first:end] * row_bytes
+            owner = plan.topology.rank_to_local[src]
+            per_node[node] += [Outgoing(forwarder, owner, piece) for piece in torch.split(offsets, rows_per_slice)]
         self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
         self._slot_offsets = torch.arange(rows_per_slice, device="cpu") * row_bytes
         self._sizes = torch.full((rows_per_slice,), row_bytes, device="cpu")
         self._num_sent = 0
 
     def step(self) -> bool:
-        """Gather and send one slice if a slot is free."""
+        """Gather and send one slice if a slot is free, and its rows are there."""
         slot = self._ring.slot()
         if slot is None or self._num_sent == len(self._todo):
             return False
-        forwarder, offsets = self._todo[self._num_sent]
+        forwarder, owner, offsets = self._todo[self._num_sent]
+        if not self._is_there(owner):
+            return False
         n = len(offsets)
-        copy_segments(self._memory.bytes[self._memory.local], offsets, slot, self._slot_offsets[:n], self._sizes[:n])
+        copy_segments(self._memory.bytes[owner], offsets, slot, self._slot_offsets[:n], self._sizes[:n])
         self._ring.commit(n * self._row_bytes, forwarder)
-        self._profile.internode_row_bytes += n * self._row_bytes
+        self._call.profile.internode_row_bytes += n * self._row_bytes
+        if owner != self._memory.local:
+            self._call.profile.lane_row_bytes += n * self._row_bytes
         self._num_sent += 1
         return True
+
+    def _is_there(self, owner: int) -> bool:
+        """Return whether a local rank has copied its rows into its pool."""
+        return self._memory.flags[owner].load(self._memory.layout.rows_flag) >= self._call.sequence_number
 
     @property
     def is_done(self) -> bool:
@@ -75,7 +80,9 @@ class SendRows:
 
     def stall(self) -> Stall:
         """Describe the wait for forwarders to take slices."""
-        forwarders = tuple(dict.fromkeys(forwarder for forwarder, _ in self._todo))
+        if self._num_sent < len(self._todo) and not self._is_there(owner := self._todo[self._num_sent].owner):
+            return Stall("carrying rows", (self._memory.ranks[owner],), "its rows in its pool", "none")
+        forwarders = tuple(dict.fromkeys(forwarder for forwarder, _, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 
 
@@ -87,20 +94,18 @@ class ReceiveRows:
         memory: CpuMemory,
         transport: Transport,
         collective: int,
-        src_to_rows: dict[int, int],
+        runs: Sequence[tuple[int, int]],
         row_bytes: int,
         rows_per_slice: int,
     ) -> None:
-        """``src_to_rows[r]`` rows of ``row_bytes`` come from rank ``r``, from at most one rank of each node."""
-        self._tickets: dict[int, list[Ticket]] = {}
-        layout = memory.layout
-        for src, num_rows in src_to_rows.items():
-            node = layout.topology.rank_to_node[src]
-            rows = memory.pool(memory.local, node, (num_rows, row_bytes), torch.uint8)
-            announce = _announcer(memory, layout.arrival_flag(node), collective)
-            self._tickets[src] = [
-                transport.receive(rows[piece.first : piece.end], src, on_done=announce)
-                for piece in row_slices(num_rows, rows_per_slice)
+        """``runs`` are, in order, the rank that each run of rows comes from and their number, of ``row_bytes`` each."""
+        self._tickets: dict[int, list[Ticket]] = {src: [] for src, _ in runs}
+        rows = memory.crossing_rows(memory.local, 0, (sum(num for _, num in runs), row_bytes), torch.uint8)
+        announcers = {src: _announcer(memory, memory.layout.arrival_flag(src), collective) for src in self._tickets}
+        for src, num_rows in runs:
+            of_run, rows = rows[:num_rows], rows[num_rows:]
+            self._tickets[src] += [
+                transport.receive(piece, src, on_done=announcers[src]) for piece in torch.split(of_run, rows_per_slice)
             ]
         self._num_arrived = 0
 
@@ -140,8 +145,6 @@ class ScatterRows:
     ) -> None:
         """``outputs`` are the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes)."""
         self._plan, self._memory, self._profile, self._row_bytes = plan, memory, profile, row_bytes
-        self._sources = _local_node_first(plan)
-        self._num_done = np.zeros(len(self._sources), np.int64)
         sizes = [output.shape[1] for output in outputs]
         places = [
             (output.data_ptr(), size, end - size)
@@ -149,8 +152,9 @@ class ScatterRows:
         ]
         self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
         self._rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        self._rows = self._source_rows(collective)
-        self._num_left = len(self._sources)
+        self._rows, self._ranks = self._source_rows(collective)
+        self._num_done = np.zeros(len(self._rows), np.int64)
+        self._num_left = len(self._rows)
 
     def step(self) -> bool:
         """Scatter about one slice of what is there."""
@@ -175,32 +179,42 @@ class ScatterRows:
 
     def stall(self) -> Stall:
         """Describe the wait for rows in the pools of this node."""
-        is_late = (self._num_done < self._rows[:, SourceRows._fields.index("num_rows")]).tolist()
-        waiting = [src for src, late in zip(self._sources, is_late, strict=True) if late]
-        ranks = dict.fromkeys(waiting + [self._plan.src_to_holder[src] for src in waiting])
+        num_left = self._rows[:, SourceRows._fields.index("num_rows")] - self._num_done
+        ranks = dict.fromkeys(self._ranks[num_left > 0].ravel().tolist())
         ranks.pop(self._memory.rank, None)
-        expected = sum(map(self._plan.num_rows_from, waiting))
-        seen = int(self._num_done[is_late].sum())
-        return Stall("scattering rows", tuple(ranks), f"{expected} rows in the pools of this node", f"{seen}")
+        seen, expected = int(self._num_done[num_left > 0].sum()), int(num_left.sum())
+        return Stall("scattering rows", tuple(ranks), f"{seen + expected} rows in the pools of this node", f"{seen}")
 
-    def _source_rows(self, collective: int) -> npt.NDArray[np.int64]:
-        """Return a ``SourceRows`` for each source."""
-        plan, memory, layout = self._plan, self._memory, self._memory.layout
-        src = np.array(self._sources)
-        first_row = np.array(plan.routing.src_to_first_row)
-        node, num_rows = memory.nodes[src], np.diff(first_row)[src]
-        local = memory.locals[np.array(plan.src_to_holder)[src]]
-        is_local = node == memory.node
-        fields = SourceRows(
-            flag=memory.rows_flags[local, node],
-            before=np.where(is_local, collective - 1, layout.tag(collective, 0)),
-            rows_per_step=np.where(is_local, num_rows, self._rows_per_slice),
-            pool=memory.pools[local, node],
-            first_row=first_row[src],
+    def _source_rows(self, collective: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return a ``SourceRows`` for each rank of the node and each run from others, and the ranks to wait for.
+
+        Rows of this node are first, as they do not wait for the network.
+        """
+        plan, memory, rows_per_slice = self._plan, self._memory, self._rows_per_slice
+        runs, first_row = plan.rank_lanes.incoming, np.array(plan.routing.src_to_first_row)
+        ranks, holder = np.array(memory.ranks), memory.locals[runs.forwarder]
+        num_rows = first_row[ranks + 1] - first_row[ranks]
+        own = SourceRows(
+            flag=memory.rows_flags,
+            before=np.full(len(ranks), collective - 1),
+            rows_per_step=num_rows,
+            pool=memory.pools,
+            first_row=first_row[ranks],
             num_rows=num_rows,
-            is_of_peer=local != memory.local,
+            is_of_peer=ranks != memory.rank,
         )
-        return np.stack(fields, axis=1)
+        chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)
+        of_runs = SourceRows(
+            flag=memory.arrival_flags[holder, runs.carrier],
+            before=memory.layout.tag(collective, 0) + chunks,
+            rows_per_step=np.full(len(holder), rows_per_slice),
+            pool=memory.crossing_pools[holder] + runs.offsets_by(runs.forwarder) * self._row_bytes,
+            first_row=first_row[runs.src] + runs.first,
+            num_rows=runs.num_rows,
+            is_of_peer=holder != memory.local,
+        )
+        waited_for = np.concatenate((np.stack([ranks] * 3), np.stack([runs.src, runs.carrier, runs.forwarder])), axis=1)
+        return np.concatenate((np.stack(own), np.stack(of_runs)), axis=1).T.copy(), waited_for.T
 
 
 def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
@@ -209,21 +223,13 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
-def _local_node_first(plan: CpuPlan) -> list[int]:
-    """Return all source ranks, those of this node first: their rows do not wait for the network."""
-    nodes, local_node = plan.topology.rank_to_node, plan.node
-    return sorted(range(len(nodes)), key=lambda src: nodes[src] != local_node)
-
-
-def _in_turn(per_node: Mapping[int, list[tuple[int, torch.Tensor]]]) -> list[tuple[int, torch.Tensor]]:
+def _in_turn(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
     """Interleave the slices: one for each node, then the next for each."""
     longest = max(map(len, per_node.values()), default=0)
     return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
 
 
-def _staged(
-    per_node: Mapping[int, list[tuple[int, torch.Tensor]]], stages: Sequence[SendingStage]
-) -> list[tuple[int, torch.Tensor]]:
+def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:
     """Sort the slices in the order of the stages."""
     slices = {node: iter(of_node) for node, of_node in per_node.items()}
     return [next(slices[node]) for node in order_of_slices({n: len(s) for n, s in per_node.items()}, stages)]

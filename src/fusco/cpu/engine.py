@@ -6,35 +6,39 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
+from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
 from fusco.core.errors import RowOverflowError, Stall
+from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
 from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import make_tasks
+from fusco.cpu.all_to_all import ByteMemory, make_tasks
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
+from fusco.cpu.kernels.copy_segments import SegmentMemory
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
-from fusco.cpu.rail_transport import RailTransport
+from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
-from fusco.engine.agreed_groups import agreed_groups
-from fusco.engine.all_to_all import plan_all_to_all, sizes_of
+from fusco.engine.agreed_lanes import agreed_lanes
+from fusco.engine.all_to_all import are_lanes_worth_it, plan_all_to_all, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -48,11 +52,12 @@ from fusco.engine.base import (
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
 from fusco.engine.tasks import Task, run_tasks
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.planner.traffic import Traffic
 from fusco.rails.rail import configured_rails
-from fusco.schedule.cost import CPU_LINKS
+from fusco.schedule.cost import CPU_LINKS, schedule_for
+from fusco.schedule.rank_schedule import RankSchedule, make_rank_schedule
 
 # How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
 # on 2 cores and 64 tokens a pair took 0.6 ms instead of 1.0, with 16 ranks 16 instead of 18 (docs/performance/cpu.md).
@@ -80,6 +85,11 @@ class CpuEngine:
             self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Carries records over the rails; ``None`` without rails."""
+        return RailMesh(self._transport) if isinstance(self._transport, RailTransport) else None
 
     @property
     def topology(self) -> Topology:
@@ -120,7 +130,7 @@ class CpuEngine:
     ) -> CpuPlan:
         num_tokens_to_node = [list(of_rank.num_rows_to_node) for of_rank in counts]
         traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
-        groups = agreed_groups(call, request.balancer, traffic)
+        lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
         is_staged = self._settings.slice_order == "staged"
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
@@ -130,7 +140,7 @@ class CpuEngine:
         return make_plan(
             rank=self._rank,
             placement=request.placement,
-            groups=groups,
+            lanes=lanes,
             forwarding=forwarding,
             routing=routing,
             expert_alignment=request.expert_alignment,
@@ -143,7 +153,7 @@ class CpuEngine:
         sizes = list(map(row_bytes, payloads))
         bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
         with call.profile.spend("staging"):
-            rows = memory.pool(memory.local, memory.node, (num_tokens, bytes_per_token), torch.uint8)
+            rows = memory.own_rows((num_tokens, bytes_per_token))
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
                 rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
             memory.own.store(self._layout.rows_flag, call.sequence_number)
@@ -157,13 +167,11 @@ class CpuEngine:
             if plan.distribution.has_padding:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
-            forwarded = [src for src in plan.sources_held_by(self._rank) if src != self._rank]
+            received = plan.rank_lanes.received
             self._run(
                 [
-                    SendRows(plan, memory, self._send_ring(), bytes_per_token, call.profile),
-                    self._receive_rows(
-                        {src: plan.num_rows_from(src) for src in forwarded}, bytes_per_token, bytes_per_token, call
-                    ),
+                    SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
+                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, bytes_per_token, call),
                     ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
                 ]
             )
@@ -176,24 +184,21 @@ class CpuEngine:
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
             rows_per_chunk = self._layout.rows_per_slot(terms.sum_bytes)
-            chunks = cut_chunks(self._memory.ranks, plan.src_to_holder, plan.routing.src_to_first_row, rows_per_chunk)
-            to_nodes = {
-                forwarder: len(plan.forwarding.node_to_tokens[node]) for node, forwarder in plan.forwarders.destinations
-            }
-            returned = self._receive_rows(to_nodes, terms.hidden * wire_dtype.itemsize, terms.sum_bytes, call)
+            chunks = cut_chunks(plan.held_rows, len(self._memory.ranks), rows_per_chunk)
+            carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
+            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, terms.sum_bytes, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
                 memory=self._memory,
                 terms=terms,
                 chunks=chunks,
-                returned=returned,
                 send_ring=self._send_ring(),
                 scratch=self._private[-1],
                 out=out,
                 wire_dtype=wire_dtype,
                 rows_per_chunk=rows_per_chunk,
-                profile=call.profile,
+                call=call,
             )
             self._run([ProducePartialSums(self._memory, terms, chunks), fold, returned])
         return out
@@ -202,21 +207,42 @@ class CpuEngine:
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
-            check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
+            all_sizes = list(map(StreamSizes.unpack, counts))
+            check_sizes(all_sizes, "shuffle")
+            rank_bytes = np.array([of_rank.send for of_rank in all_sizes], np.int64)
+            if are_lanes_worth_it(rank_bytes, self._topology, self._layout.slot_bytes):
+                self._shuffle_by_schedule(request, rank_bytes, call)
+                return
             with call.profile.spend("wire"):
                 self._run(self._streams().tasks(request.send, request.receive))
 
         return Pending(sizes.pack(), run)
+
+    def _shuffle_by_schedule(self, request: ShuffleRequest, rank_bytes: IntArray, call: Call) -> None:
+        """Shuffle as an all-to-all whose input and output are segments; those for this rank itself need no schedule."""
+        own = [{self._rank: part[self._rank]} if self._rank in part else {} for part in (request.send, request.receive)]
+        with call.profile.spend("planning"):
+            np.fill_diagonal(rank_bytes, 0)
+            rank_schedule = make_rank_schedule(schedule_for(rank_bytes, self._topology, CPU_LINKS, None), self._rank)
+        with call.profile.spend("wire"):
+            parts = (
+                SegmentMemory([part[rank] for rank in sorted(part) if rank != self._rank])
+                for part in (request.send, request.receive)
+            )
+            tasks = self._schedule_tasks(rank_schedule, list(parts), call)
+            self._run([*tasks, *self._streams().tasks(*own)])
+
+    def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
+        """Make the tasks of a schedule; ``ends`` are its input and output."""
+        memories = [*ends, *(self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)]
+        return make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
             with call.profile.spend("wire"):
-                spare = (self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)
-                memories = [*request.memories, *spare]
-                tasks = make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
-                self._run(tasks)
+                self._run(self._schedule_tasks(rank_schedule, request.memories, call))
             return request
 
         return Pending(sizes_of(request).pack(), run)
@@ -265,10 +291,11 @@ class CpuEngine:
         return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
-        self, src_to_rows: dict[int, int], row_bytes: int, slot_row_bytes: int, call: Call
+        self, peer: IntArray, num_rows: IntArray, row_bytes: int, slot_row_bytes: int, call: Call
     ) -> ReceiveRows:
         rows_per_slice, number = self._layout.rows_per_slot(slot_row_bytes), call.sequence_number
-        return ReceiveRows(self._memory, self._transport, number, src_to_rows, row_bytes, rows_per_slice)
+        runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
+        return ReceiveRows(self._memory, self._transport, number, runs, row_bytes, rows_per_slice)
 
     def _streams(self) -> CpuSegmentChannels:
         return CpuSegmentChannels(self._memory, self._transport, self._private)

@@ -17,8 +17,9 @@ _SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 class CpuLayout:
     """Offsets in bytes from the start of a rank's segment, the same on every rank; ``control`` comes first.
 
-    A *region* contains the data of one node: region 0 this rank's tokens, region ``1 + i`` the tokens of the i-th other
-    node that this rank forwards (or whose routing it receives).
+    A *region* contains the routing of one node: region 0 of this rank's tokens, region ``1 + i`` of the tokens of the
+    i-th other node that its counterpart there sends. The pool has this rank's tokens, then rows that cross between
+    nodes: in a dispatch those that it forwards, in a combine the sums of those that it carries.
     """
 
     topology: Topology
@@ -33,7 +34,7 @@ class CpuLayout:
     @cached_property
     def control(self) -> ControlLayout:
         """Layout of flags and records."""
-        return ControlLayout(self.topology, num_data_flags=1 + 2 * self.topology.num_nodes)
+        return ControlLayout(self.topology, num_data_flags=1 + self.topology.num_nodes + self.topology.world_size)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -53,9 +54,9 @@ class CpuLayout:
         """Flag: number of the last collective for which the routing of the counterpart on ``node`` has arrived."""
         return self.control.data_flag(1 + node)
 
-    def arrival_flag(self, node: int) -> int:
-        """Flag: number of slices that arrived from ``node``, tagged with the collective (see ``tag``)."""
-        return self.control.data_flag(1 + self.topology.num_nodes + node)
+    def arrival_flag(self, rank: int) -> int:
+        """Flag: number of slices that arrived from ``rank``, tagged with the collective (see ``tag``)."""
+        return self.control.data_flag(1 + self.topology.num_nodes + rank)
 
     @staticmethod
     def tag(collective: int, count: int) -> int:
@@ -80,10 +81,15 @@ class CpuLayout:
         """Offset of weights, at most eight bytes each, (num_tokens, num_topk)."""
         return self.ids_offset(self.topology.num_nodes) + region * self._weights_region_bytes
 
-    def pool_offset(self, region: int) -> int:
-        """Offset of the packed rows of a region."""
-        region_bytes = align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
-        return self.weights_offset(self.topology.num_nodes) + region * region_bytes
+    def pool_offset(self, num_before: int) -> int:
+        """Offset in the pool: 0 of this rank's packed rows, 1 of rows that cross between nodes, then of its end."""
+        part_bytes = align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
+        return self.weights_offset(self.topology.num_nodes) + num_before * part_bytes
+
+    @property
+    def max_crossing_rows(self) -> int:
+        """Rows that a rank may send to other nodes, or receive from them."""
+        return self.capacity.max_tokens_per_rank * (self.topology.num_nodes - 1)
 
     def ring_offset(self, consumer: int, slot: int) -> int:
         """Offset of a slot of the ring that local rank ``consumer`` reads."""

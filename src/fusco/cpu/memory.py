@@ -22,17 +22,18 @@ class CpuMemory:
         self.addresses = [memory.data_ptr() for memory in self.bytes]
         topology = layout.topology
         self.nodes, self.locals = np.array(topology.rank_to_node), np.array(topology.rank_to_local)  # by rank
-        # By local rank and node: addresses of the pools, and of the flags that announce their rows.
-        nodes = range(topology.num_nodes)
-        self.pools = np.array([[base + self.pool_offset(node) for node in nodes] for base in self.addresses])
+        # By local rank: addresses of its rows, of rows that cross between nodes, and of flags that announce them.
+        self.pools = np.array([base + layout.pool_offset(0) for base in self.addresses])
+        self.crossing_pools = np.array([base + layout.pool_offset(1) for base in self.addresses])
+        self.rows_flags = np.array([base + 8 * layout.rows_flag for base in self.addresses])
+        arrival_flags = [layout.arrival_flag(rank) for rank in range(topology.world_size)]
+        self.arrival_flags = np.array([[base + 8 * flag for flag in arrival_flags] for base in self.addresses])
         # Addresses of the ids and weights of each rank's tokens on this node: its counterpart here receives them.
         where = [
             (self.addresses[local], self._region(node)) for local, node in zip(self.locals, self.nodes, strict=True)
         ]
         self.src_to_ids = np.array([base + layout.ids_offset(region) for base, region in where])
         self.src_to_weights = np.array([base + layout.weights_offset(region) for base, region in where])
-        flags = [layout.rows_flag if node == self.node else layout.arrival_flag(node) for node in nodes]
-        self.rows_flags = np.array([[base + 8 * flag for flag in flags] for base in self.addresses])
         outgoing = [self._ring(self.local, consumer) for consumer in range(len(self.ranks))]
         incoming = [self._ring(producer, self.local) for producer in range(len(self.ranks))]
         depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes
@@ -56,13 +57,13 @@ class CpuMemory:
         """Return their weights, (num_tokens, num_topk)."""
         return self._view(local, self.layout.weights_offset(self._region(node)), shape, dtype)
 
-    def pool_offset(self, node: int) -> int:
-        """Return the offset of rows from ``node`` in a pool of this node, in bytes of the segment."""
-        return self.layout.pool_offset(self._region(node))
+    def own_rows(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Return this rank's rows in its pool, as bytes."""
+        return self._view(self.local, self.layout.pool_offset(0), shape, torch.uint8)
 
-    def pool(self, local: int, node: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows from ``node`` in the pool of a local rank."""
-        return self._view(local, self.pool_offset(node), shape, dtype)
+    def crossing_rows(self, local: int, first: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Return rows from place ``first`` on of those that cross between nodes in the pool of a local rank."""
+        return self._view(local, self.layout.pool_offset(1) + first * shape[1] * dtype.itemsize, shape, dtype)
 
     def ring_slot(self, producer: int, consumer: int, slot: int) -> torch.Tensor:
         """Return a slot of the ring between two local ranks, uint8 (slot_bytes,)."""

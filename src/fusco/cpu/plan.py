@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from fusco.core.groups import Groups
+import numpy as np
+import numpy.typing as npt
+
+from fusco.core.lanes import Lanes
 from fusco.core.placement import ExpertPlacement
 from fusco.cpu.kernels.plan_pairs import PlannedPairs, plan_pairs
+from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.dispatch_plan import DispatchPlan
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
@@ -19,12 +24,44 @@ class CpuPlan(DispatchPlan):
 
     pairs: PlannedPairs
 
+    @cached_property
+    def src_to_forwarding(self) -> dict[int, NodeForwarding]:
+        """The forwarding of this rank, and of those whose rows it carries."""
+        return {self.rank: self.forwarding} | {
+            src: select_tokens(
+                self.routing.topk_idx[slice(*self.routing.src_to_first_row[src : src + 2])],
+                self.placement,
+                self.topology,
+            )
+            for src in set(self.rank_lanes.carried.src.tolist()) - {self.rank}
+        }
+
+    @cached_property
+    def held_rows(self) -> npt.NDArray[np.int64]:
+        """Rows in the pools of the node, by runs: int64 (num_runs, 4), in the order in which combine sums them.
+
+        Each is the local rank that holds them, the rank that their sums go to, the first row and their end. Rows of
+        other nodes are first, since their sums need the network.
+        """
+        topology, runs = self.topology, self.rank_lanes.incoming
+        first_row, ranks = np.array(self.routing.src_to_first_row), np.array(topology.node_to_ranks[self.node])
+        locals_ = np.array(topology.rank_to_local)
+        incoming = (
+            locals_[runs.forwarder],
+            runs.carrier,
+            first_row[runs.src] + runs.first,
+            first_row[runs.src] + runs.end,
+        )
+        own = (locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1])
+        held = np.concatenate((np.stack(incoming, axis=1), np.stack(own, axis=1)))
+        return held[np.argsort(held[:, 0], kind="stable")]
+
 
 def make_plan(
     *,
     rank: int,
     placement: ExpertPlacement,
-    groups: Groups,
+    lanes: Lanes,
     forwarding: NodeForwarding,
     routing: NodeRouting,
     expert_alignment: int,
@@ -32,7 +69,7 @@ def make_plan(
     sending_stages: tuple[SendingStage, ...],
 ) -> CpuPlan:
     """Make the plan of ``fusco.planner.dispatch_plan.make_plan``; see there."""
-    topology = groups.topology
+    topology = lanes.topology
     node = topology.rank_to_node[rank]
     rank_to_local = tuple(
         local if topology.rank_to_node[each] == node else -1 for each, local in enumerate(topology.rank_to_local)
@@ -41,7 +78,7 @@ def make_plan(
     return CpuPlan(
         rank=rank,
         placement=placement,
-        groups=groups,
+        lanes=lanes,
         forwarding=forwarding,
         routing=routing,
         distribution=pairs.distribution,

@@ -65,7 +65,7 @@ class Arena:
         self.report, self.report_address = self._in_host_memory(Report)
         self.report.bad_src = -1  # none
         self._abort, abort_address = self._in_host_memory(ctypes.c_uint32)
-        sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "end")}
+        sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
         self.comm = comm_type(layout.num_ranks)(
             arena=self.buffers[0].addresses,
             state=self._state.data_ptr(),
@@ -90,6 +90,11 @@ class Arena:
     def address(self, local: int, buffer: int, offset: int) -> int:
         """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""
         return self.buffers[buffer].addresses[local] + offset
+
+    def pooled_like(self, local: int, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return as many rows of the same shape from the pool of a rank of the node, where they begin at ``first``."""
+        begin = self.layout.offsets["pool"] + first * rows.shape[1] * rows.element_size()
+        return self._views[local][begin : begin + rows.nbytes].view(rows.dtype).view(rows.shape)
 
     def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
         """Return the ring slot of a message between two ranks of the node, in the producer's arena."""

@@ -30,6 +30,7 @@ PHASES = (
         "fewer, as other kernels occupy its multiprocessors",
     ),
     Phase("the network", "all messages of epoch", "an abort of NCCL"),
+    Phase("carrying rows for each other within the node", "its node barrier"),
 )
 
 

@@ -23,6 +23,7 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.errors import MismatchError, RowOverflowError
 from fusco.core.groups import Groups
+from fusco.core.lanes import Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
@@ -33,6 +34,8 @@ from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.node_barrier import node_barrier
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
@@ -41,12 +44,12 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
 from fusco.cuda.tuning import INTERNODE_SMS
-from fusco.engine.agreed_groups import agreed_groups
+from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
-from fusco.planner.internode import InternodeTraffic, Send
+from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing, describe_invalid_id
+from fusco.planner.traffic import Traffic
 
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
@@ -65,7 +68,7 @@ class InternodeShuffle:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
         self._packing_stream = packing_stream
-        self._ring = SliceRing(network, self._layout, self._arena.device)
+        self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
         self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
         self._has_begun = torch.cuda.Event()
         self._num_counts = 0  # dispatches whose rows the host has counted
@@ -136,6 +139,8 @@ class InternodeShuffle:
             self._sum(request, plan.own_rows, rows, own, call, stream)
         if arrival:
             stream.wait_event(arrival)
+            if plan.traffic.is_shared:
+                self._fetch_sums(plan.traffic, returned, call, stream)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
         remote_nodes = sorted(returned)
         with timeline.span("add", "sums of other nodes", stream):
@@ -154,27 +159,46 @@ class InternodeShuffle:
         """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
         plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
         traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
-        rows_per_slice = self._layout.rows_per_slice(hidden * wire_dtype.itemsize)
-        own_rows = traffic.num_rows[plan.rank]
-        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n, _ in traffic.destinations}
-        arrival = None
         size = hidden * wire_dtype.itemsize
+        rows_per_slice = self._rows_per_slice(traffic, size)
+        own_rows = traffic.num_rows[plan.rank]
+        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
+        carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
+        arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):
             sums = self._ring.slot(number, stream, wire_dtype)
             with timeline.span("sum", f"slice {number}", stream):
                 self._sum(request, held, rows, sums, call, stream)
             sends, address = [], sums.data_ptr()
-            for src, first, end in traffic.receives(number, rows_per_slice):
-                sends.append(Message(src, address, (end - first) * size))
-                address += (end - first) * size
-            receives = [
-                Message(forwarder, returned[remote].data_ptr() + first * size, (end - first) * size)
-                for remote, forwarder, first, end in traffic.sends(number, rows_per_slice)
-                if first < end
-            ]
+            for piece in traffic.receives(plan.rank, number, rows_per_slice):
+                sends.append(Message(piece.carrier, address, piece.num_rows * size))
+                address += piece.num_rows * size
+            receives = []
+            for piece in traffic.sends(number, rows_per_slice):
+                is_own = piece.src == plan.rank
+                place = returned[piece.node].data_ptr() + piece.first * size if is_own else carried + piece.place * size
+                receives.append(Message(piece.forwarder, place, piece.num_rows * size))
             _count_bytes(sends, call)
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
         return returned, arrival
+
+    def _fetch_sums(
+        self, traffic: InternodeTraffic, returned: dict[int, torch.Tensor], call: Call, stream: torch.cuda.Stream
+    ) -> None:
+        """Copy the sums of this rank's rows that others of its node carry, as soon as all have received theirs."""
+        launcher, nodes = self._context.launcher(stream), self._topology.rank_to_local
+        with self._context.timeline.span("copy", "sums that other ranks carried", stream):
+            node_barrier(launcher)
+            tables = (*(column.tolist() for column in traffic.own), traffic.own_places.tolist())
+            for _, node, first, end, carrier, _, place in zip(*tables, strict=True):
+                if carrier != traffic.rank:
+                    sums = returned[node][first:end]
+                    sums.copy_(self._arena.pooled_like(nodes[carrier], place, sums))
+                    call.profile.lane_row_bytes += sums.nbytes
+            node_barrier(launcher)  # carriers may overwrite them
+
+    def _rows_per_slice(self, traffic: InternodeTraffic, row_bytes: int) -> int:
+        return traffic.fit(self._layout.rows_per_slice(row_bytes), self._layout.max_held_rows(row_bytes))
 
     def _sum(
         self,
@@ -237,10 +261,12 @@ class InternodeShuffle:
         """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
         num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
         if request.static or self._topology.ranks_per_node == 1:
-            groups = Groups.of_same_local_rank(self._topology)
+            lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
         else:
-            groups = agreed_groups(transfer.call, request.balancer, Traffic.from_counts(self._topology, num_rows))
-        return InternodeTraffic(self._context.rank, groups, num_rows)
+            max_rows = self._layout.capacity.max_tokens_per_rank * (self._topology.num_nodes - 1)
+            traffic = Traffic.from_counts(self._topology, num_rows)
+            lanes = agreed_lanes(transfer.call, request.balancer, traffic, max_rows)
+        return InternodeTraffic(self._context.rank, lanes, num_rows)
 
     def _send(
         self,
@@ -253,44 +279,70 @@ class InternodeShuffle:
 
         ``with_first``: messages, sent and received, that travel with the first slice.
         """
-        timeline, local, packing = self._context.timeline, self._arena.local, self._packing_stream
+        timeline, packing = self._context.timeline, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
+        rows_per_slice = self._rows_per_slice(traffic, sum(sizes))
+        starts = self._forwarded_starts(traffic, sizes)
         num_slices = traffic.num_slices(rows_per_slice)
         if num_slices:
             self._has_begun.record(transfer.stream)
             packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
+        first_row = 0  # of what arrives next, in the pool
         for number in range(num_slices):
-            free = self._ring.slot(number, packing, torch.uint8).data_ptr()
+            self._ring.slot(number, packing, torch.uint8)
             with timeline.span("gather", f"slice {number}", packing):
-                sends = self._pack(transfer.payloads, forwarding, traffic.sends(number, rows_per_slice), free)
+                sends = self._pack(transfer, forwarding, traffic, number, rows_per_slice)
             receives: list[Message] = []
-            first_row = traffic.first_in_pool(local, number, rows_per_slice)
-            for src, first, end in traffic.receives(number, rows_per_slice):
+            for piece in traffic.receives(traffic.rank, number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
-                    receives.append(Message(src, start + first_row * size, (end - first) * size))
-                first_row += end - first
+                    receives.append(Message(piece.carrier, start + first_row * size, piece.num_rows * size))
+                first_row += piece.num_rows
             _count_bytes(sends, transfer.call)
             if number == 0:
                 sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
             yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
 
     def _pack(
-        self, payloads: Sequence[torch.Tensor], forwarding: DeviceForwarding, outgoing: Sequence[Send], free: int
+        self,
+        transfer: Transfer,
+        forwarding: DeviceForwarding,
+        traffic: InternodeTraffic,
+        number: int,
+        rows_per_slice: int,
     ) -> list[Message]:
-        """Pack the rows of a slice into messages from the address ``free`` on, and return the messages."""
-        launcher, messages = self._context.launcher(self._packing_stream), []
+        """Pack this rank's rows of a slice into the slots of their carriers; return the messages that it carries."""
+        launcher, rank, profile = self._context.launcher(self._packing_stream), traffic.rank, transfer.call.profile
         tokens, node_bytes = forwarding.node_to_tokens.data_ptr(), 4 * forwarding.node_to_tokens.shape[1]
-        for payload in payloads:
+        pieces = [piece for piece in traffic.pieces(number, rows_per_slice) if piece.carrier in traffic.node_ranks]
+        free = {
+            carrier: self._arena.address(local, 0, self._layout.slice_offset(number))
+            for local, carrier in enumerate(traffic.node_ranks)
+        }
+        messages: dict[Piece, list[Message]] = {piece: [] for piece in pieces if piece.carrier == rank}
+        if traffic.is_shared:
+            node_barrier(launcher)  # the slots of all carriers are free
+        for payload in transfer.payloads:
             parts, size = [], row_bytes(payload)
-            for remote, forwarder, first, end in outgoing:
-                parts.append(Part(tokens + remote * node_bytes + 4 * first, free, end - first))
-                if first < end:
-                    messages.append(Message(forwarder, free, (end - first) * size))
-                free += -(-(end - first) * size // 16) * 16
-            gather_rows(launcher, payload, parts)
-        return messages
+            for piece in pieces:
+                if piece.src == rank:
+                    place = tokens + piece.node * node_bytes + 4 * piece.first
+                    parts.append(Part(place, free[piece.carrier], piece.num_rows))
+                    profile.lane_row_bytes += piece.num_rows * size * (piece.carrier != rank)
+                if piece.carrier == rank:
+                    messages[piece].append(Message(piece.forwarder, free[rank], piece.num_rows * size))
+                free[piece.carrier] += piece.num_rows * size
+            free = {carrier: -(-address // 16) * 16 for carrier, address in free.items()}
+            self._gather(launcher, payload, parts)
+        if traffic.is_shared:
+            node_barrier(launcher)  # all rows are in the slots
+        return list(itertools.chain.from_iterable(messages.values()))
+
+    def _gather(self, launcher: Launcher, payload: torch.Tensor, parts: list[Part]) -> None:
+        """Gather by launches of as many parts as there are other nodes: so many without lanes, and one kernel."""
+        num_remote = self._topology.num_nodes - 1
+        for first in range(0, len(parts), num_remote):
+            of_launch = parts[first : first + num_remote]
+            gather_rows(launcher, payload, of_launch + [Part(0, 0, 0)] * (num_remote - len(of_launch)))
 
     def _scatter_slices(
         self,
@@ -301,22 +353,23 @@ class InternodeShuffle:
     ) -> None:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self._layout.rows_per_slice(sum(sizes))
-        local = self._arena.local
-        starts = [self._arena.address(local, 0, start) for start in self._forwarded_starts(traffic, local, sizes)]
+        rows_per_slice = self._rows_per_slice(traffic, sum(sizes))
+        starts = self._forwarded_starts(traffic, sizes)
+        first_row, local = 0, self._arena.local
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
-            first_row = traffic.first_in_pool(local, number, rows_per_slice)
             moved = [
                 Payload(start + first_row * size, size, output.data_ptr(), len(output))
                 for start, size, output in zip(starts, sizes, outputs, strict=True)
             ]
             self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)
+            first_row += held.first_row[local + 1] - held.first_row[local]
 
-    def _forwarded_starts(self, traffic: InternodeTraffic, local: int, sizes: list[int]) -> list[int]:
-        """Return the arena offsets of the payloads that a rank of the node forwards."""
-        num_rows = traffic.num_forwarded[local]
-        return [self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes))]
+    def _forwarded_starts(self, traffic: InternodeTraffic, sizes: list[int]) -> list[int]:
+        """Return the addresses of the payloads that this rank forwards."""
+        arena, num_rows = self._arena, traffic.num_forwarded
+        starts = (self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes)))
+        return [arena.address(arena.local, 0, start) for start in starts]
 
     def _terms_of(self, request: DispatchRequest) -> ForwardingTerms:
         static, num_tokens = request.static, request.routing.num_tokens

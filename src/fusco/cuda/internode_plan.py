@@ -37,9 +37,9 @@ class InternodePlan(DevicePlan):
     def own_rows(self) -> HeldRows:
         """Rows of this node's ranks."""
         if _OWN not in self._slices:
-            topology = self.traffic.groups.topology
-            runs = [[(rank, 0, self.num_rows_of(rank))] for rank in topology.node_to_ranks[self.traffic.node]]
-            self._slices[_OWN] = [self.rows_of(runs, topology.rank_to_local[self.rank])]
+            node_ranks = self.traffic.node_ranks
+            runs = [[(rank, 0, self.num_rows_of(rank))] for rank in node_ranks]
+            self._slices[_OWN] = [self.rows_of(runs, node_ranks.index(self.rank))]
         return self._slices[_OWN][0]
 
     def slices(self, rows_per_slice: int) -> list[HeldRows]:
@@ -49,10 +49,13 @@ class InternodePlan(DevicePlan):
             self._slices[rows_per_slice] = [
                 self.rows_of(
                     [
-                        [(src, *traffic.slice_bounds(src, traffic.node, number, rows_per_slice)) for src in sources]
-                        for sources in traffic.local_to_sources
+                        [
+                            (piece.src, piece.first, piece.end)
+                            for piece in traffic.receives(rank, number, rows_per_slice)
+                        ]
+                        for rank in traffic.node_ranks
                     ],
-                    traffic.groups.topology.rank_to_local[self.rank],
+                    traffic.node_ranks.index(self.rank),
                 )
                 for number in range(traffic.num_slices(rows_per_slice))
             ]

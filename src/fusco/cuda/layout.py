@@ -37,8 +37,8 @@ class DeviceLayout:
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of rows that a rank holds in one launch: its tokens, or a slice with a row per other node."""
-        return max(self.capacity.max_tokens_per_rank, self.topology.num_nodes - 1)
+        """Maximum number of rows that a rank holds in one launch: its tokens, or a row of each rank of other nodes."""
+        return max(self.capacity.max_tokens_per_rank, self.topology.world_size - self.num_ranks)
 
     @property
     def max_routing_chunks(self) -> int:
@@ -54,6 +54,7 @@ class DeviceLayout:
             "routing_ready": 4 * sources * self.max_routing_chunks,
             "rows_released": 4 * ranks,
             "sums_released": 4 * ranks,
+            "node_ready": 4 * ranks,
             "rows_ready": 4 * ranks * tokens * MAX_PARTS,
             "sums_ready": 4 * ranks * tokens * MAX_PARTS,
             "ids": 2 * sources * pairs * 4,
@@ -61,6 +62,7 @@ class DeviceLayout:
             "pool": self._part_bytes(self.topology.num_nodes - 1),
             "received": ranks * self.received_bytes,
             "rings": ranks * self.ring_depth * self.slot_bytes,
+            "slices": self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0,
         }
         offsets, end = {}, 0
         for name, size in sizes.items():
@@ -85,9 +87,9 @@ class DeviceLayout:
 
     @property
     def network_slot_bytes(self) -> int:
-        """Bytes of a slot for slices between nodes: at least one row for each, and padding to align every message."""
+        """Bytes of a slot for slices between nodes: at least a row of each rank there, and padding for payloads."""
         num_remote = self.topology.num_nodes - 1
-        least = self.capacity.max_row_bytes * num_remote
+        least = self.capacity.max_row_bytes * num_remote * self.num_ranks
         return _align(max(self.slice_bytes, least)) + _ALIGNMENT * MAX_PAYLOADS * num_remote
 
     def rows_per_slice(self, row_bytes: int) -> int:
@@ -95,6 +97,14 @@ class DeviceLayout:
         num_remote = self.topology.num_nodes - 1
         by_bytes = self.slice_bytes // max(1, row_bytes * num_remote)
         return max(1, min(by_bytes, self.max_rows // num_remote))
+
+    def max_held_rows(self, row_bytes: int) -> int:
+        """Return the rows of a slice that a rank may receive, and sum, at once."""
+        return min(self.max_rows, self.network_slot_bytes // max(1, row_bytes))
+
+    def slice_offset(self, number: int) -> int:
+        """Return the offset of the slot of a slice that this rank sends."""
+        return self.offsets["slices"] + number % self.ring_depth * self.network_slot_bytes
 
     def ring_offset(self, consumer: int, message: int) -> int:
         """Return the offset of a message to a rank."""
@@ -130,10 +140,5 @@ class DeviceLayout:
             routing_bytes=at["pool"] - at["ids"],
             pool_bytes=at["rings"] - at["pool"],
             ring_bytes=at["end"] - at["rings"],
-            private_bytes=self._private_bytes,
+            private_bytes=0,
         )
-
-    @property
-    def _private_bytes(self) -> int:
-        """Bytes of the ring for slices to other nodes."""
-        return self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0

@@ -36,7 +36,7 @@ class RoutingMessages:
 
     def __init__(self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic) -> None:
         """``packed`` is from ``plan_forwarding``."""
-        topology, rank, weights = traffic.groups.topology, traffic.rank, routing.topk_weights
+        topology, rank, weights = traffic.lanes.topology, traffic.rank, routing.topk_weights
         self._routing, self._packed = routing, packed
         remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
         peers = [topology.node_to_ranks[remote][local] for remote in remotes]

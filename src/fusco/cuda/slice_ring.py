@@ -13,15 +13,18 @@ from fusco.cuda.network import Network
 
 
 class SliceRing:
-    """Local ring buffer, which each call uses from the first slot on, with slices numbered from 0.
+    """Ring buffer in a rank's arena, which each call uses from the first slot on, with slices numbered from 0.
+
+    Ranks of the node push rows into it that this rank carries for them.
 
     A call's stream waits for its last slice, and the next call comes after it on every stream. So nothing that an
     earlier call recorded is waited for, as a graph capture could not.
     """
 
-    def __init__(self, network: Network, layout: DeviceLayout, device: torch.device) -> None:
+    def __init__(self, network: Network, layout: DeviceLayout, arena: torch.Tensor) -> None:
         self._network = network
-        self._slots = torch.empty(layout.ring_depth, layout.network_slot_bytes, dtype=torch.uint8, device=device)
+        slots = arena[layout.slice_offset(0) :][: layout.ring_depth * layout.network_slot_bytes]
+        self._slots = slots.view(layout.ring_depth, layout.network_slot_bytes)
         self._is_produced = torch.cuda.Event()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.engine.base import AllToAllRequest
 from fusco.engine.byte_stream import StreamSizes, check_sizes
@@ -33,6 +34,23 @@ def plan_all_to_all(
     rank_rows = np.array([of_rank.send for of_rank in sizes], dtype=np.int64)
     schedule = schedule_for(rank_rows * request.row_bytes, topology, links, request.mode)
     return make_rank_schedule(schedule, rank)
+
+
+def are_lanes_worth_it(rank_bytes: IntArray, topology: Topology, slice_bytes: int) -> bool:
+    """Return whether ranks send so unequally to other nodes that a schedule with lanes pays for its copies.
+
+    The busiest rank must have more than 1/8, and a slice, above its share in the busiest node.
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> uneven = np.array([[0, 9, 50, 50], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    >>> [are_lanes_worth_it(uneven * scale, topology, slice_bytes=1000) for scale in (1, 100)]
+    [False, True]
+    """
+    nodes = np.array(topology.rank_to_node)
+    crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
+    loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))
+    share = loads[:, np.array(topology.node_to_ranks)].sum(axis=2).max() / topology.ranks_per_node
+    return bool(loads.max() > max(share * 9 / 8, share + slice_bytes))
 
 
 class MemorySpan(NamedTuple):

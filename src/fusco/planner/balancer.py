@@ -1,13 +1,13 @@
-"""Balancers: choose communication groups, and so forwarders, from the traffic between nodes.
+"""Balancers: choose which ranks send and receive, and so forwarders, from the traffic between nodes.
 
-A balancer is a pure function from ``Traffic``, which all ranks know after an exchange of counts, to ``Groups``. So all
-ranks compute the same groups without further communication. Source: FUSCO section 3.4.
+A balancer is a pure function from ``Traffic``, which all ranks know after an exchange of counts, to ``Lanes``, or to
+``Groups``, with which every rank sends its rows. So all ranks compute the same ones without further communication.
+Source: FUSCO section 3.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,60 +15,40 @@ import numpy.typing as npt
 
 from fusco.core.compiled import compiled
 from fusco.core.groups import Groups
+from fusco.core.lanes import Lanes
 from fusco.core.topology import Topology
-
-IntArray = npt.NDArray[np.int64]
+from fusco.planner.lanes import balance_lanes
+from fusco.planner.traffic import Traffic, received_by_group
 
 # Sweeps of `balance_send_and_receive` over all nodes; on bimodal loads a fourth one changes nothing measurable.
 _MAX_SWEEPS = 3
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """``num_rows[n, l, m]`` rows (int64) go from local rank ``l`` of node ``n`` to node ``m``; 0 where ``n == m``."""
-
-    topology: Topology
-    num_rows: IntArray
-
-    @classmethod
-    def from_counts(cls, topology: Topology, rank_to_counts: Sequence[Sequence[int]]) -> Traffic:
-        """Take the rows of rank ``r`` for node ``m`` from ``rank_to_counts[r][m]``; rows for its node are ignored."""
-        num_rows = np.array(rank_to_counts, dtype=np.int64)[np.array(topology.node_to_ranks)]
-        nodes = np.arange(topology.num_nodes)
-        num_rows[nodes, :, nodes] = 0
-        return cls(topology, num_rows)
-
-    @property
-    def rank_loads(self) -> IntArray:
-        """Rows that each rank sends to other nodes, int64 (num_nodes, ranks_per_node)."""
-        return self.num_rows.sum(axis=2)
-
-    def group_loads(self, groups: Groups) -> IntArray:
-        """Return the rows that the members of each group send in total, int64 (ranks_per_node,)."""
-        members = np.array(groups.group_to_locals)
-        return self.rank_loads[np.arange(self.topology.num_nodes), members].sum(axis=1)
-
-    def received_rows(self, groups: Groups) -> IntArray:
-        """Return the rows that each rank receives as a forwarder, int64 (ranks_per_node groups, num_nodes)."""
-        return _received(self.num_rows, np.array(groups.group_to_locals))
-
-
-# A pure function that chooses who forwards for whom. All ranks call it with the same traffic.
-Balancer = Callable[[Traffic], Groups]
+# A pure function that chooses who sends and who forwards for whom. All ranks call it with the same traffic.
+Balancer = Callable[[Traffic], Groups | Lanes]
 
 
 def checked_balancer(balancer: Balancer) -> Balancer:
-    """Wrap a balancer: ``TypeError`` or ``ValueError`` unless it returns groups of the traffic's ranks."""
+    """Wrap a balancer: ``TypeError`` or ``ValueError`` unless it returns lanes or groups of the traffic."""
     if is_builtin(balancer):
         return balancer
 
-    def checked(traffic: Traffic) -> Groups:
-        groups, name = balancer(traffic), getattr(balancer, "__name__", type(balancer).__name__)
-        if not isinstance(groups, Groups):
-            raise TypeError(f"a balancer must return Groups, got {type(groups).__name__} from {name}")
-        if groups.topology != traffic.topology:
-            raise ValueError(f"{name} returned groups of {groups.topology} for traffic of {traffic.topology}")
-        return groups
+    def checked(traffic: Traffic) -> Groups | Lanes:
+        chosen, name = balancer(traffic), getattr(balancer, "__name__", type(balancer).__name__)
+        if not isinstance(chosen, Groups | Lanes):
+            raise TypeError(f"a balancer must return Groups or Lanes, got {type(chosen).__name__} from {name}")
+        if chosen.topology != traffic.topology:
+            kind = type(chosen).__name__.lower()
+            raise ValueError(f"{name} returned {kind} of {chosen.topology} for traffic of {traffic.topology}")
+        if isinstance(chosen, Lanes):
+            chosen = Lanes.of_runs(chosen.topology, list(zip(*chosen.runs, strict=True)))
+            if not np.array_equal(chosen.num_rows, traffic.rows_by_rank):
+                src, node = np.argwhere(chosen.num_rows != traffic.rows_by_rank)[0].tolist()
+                raise ValueError(
+                    f"{name} returned lanes with {chosen.num_rows[src, node]} rows of rank {src} for node {node}, "
+                    f"which needs {traffic.rows_by_rank[src, node]}"
+                )
+        return chosen
 
     return checked
 
@@ -94,7 +74,7 @@ def balance_by_rotation(traffic: Traffic) -> Groups:
 
 
 def balance_send_and_receive(traffic: Traffic) -> Groups:
-    """Balance first the rows that groups send, then the rows that their members receive. The default.
+    """Balance first the rows that groups send, then the rows that their members receive.
 
     Step 1: take nodes in order of their heaviest rank; assign each node's heaviest rank to the lightest group so far,
     its second heaviest to the second lightest, and so on. Step 2: remove a node and assign it again the same way, which
@@ -111,8 +91,9 @@ def balance_send_and_receive(traffic: Traffic) -> Groups:
     return _as_groups(traffic.topology, _balance(traffic.num_rows))
 
 
-# The balancers of fusco by name; "send-and-receive" is the default.
+# The balancers of fusco by name; "lanes" is the default.
 BALANCERS: dict[str, Balancer] = {
+    "lanes": balance_lanes,
     "static": balance_static,
     "rotation": balance_by_rotation,
     "send-and-receive": balance_send_and_receive,
@@ -121,7 +102,7 @@ _BUILTIN = tuple(BALANCERS.values())
 
 
 def is_builtin(balancer: Balancer) -> bool:
-    """Return True for balancers of fusco, which return equal groups for equal traffic on all ranks."""
+    """Return True for balancers of fusco, which return equal lanes for equal traffic on all ranks."""
     return any(balancer is builtin for builtin in _BUILTIN)
 
 
@@ -143,17 +124,7 @@ def warm_up_balancers() -> None:
     """Compile the balancers, or load them from the disk cache."""
     traffic = Traffic.from_counts(Topology.of_equal_nodes(4, 2), [[1, 1]] * 4)
     traffic.received_rows(balance_send_and_receive(traffic))
-
-
-@compiled()
-def _received(num_rows: Any, group_to_locals: Any) -> Any:
-    num_groups, num_nodes = group_to_locals.shape
-    received = np.zeros((num_groups, num_nodes), np.int64)
-    for group in range(num_groups):
-        for src in range(num_nodes):
-            for dst in range(num_nodes):
-                received[group, dst] += num_rows[src, group_to_locals[group, src], dst]
-    return received
+    balance_lanes(traffic)
 
 
 @compiled()
@@ -191,7 +162,7 @@ def _balance(num_rows: Any) -> Any:
             break
 
     # Step 3: swaps that relieve the rank with the maximum of received rows.
-    received = _received(num_rows, group_to_locals)
+    received = received_by_group(num_rows, group_to_locals)
     while _relieve_worst_receiver(num_rows, loads, group_load, group_to_locals, received):
         pass
     return group_to_locals

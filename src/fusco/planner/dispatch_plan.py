@@ -1,4 +1,4 @@
-"""Dispatch plan of one rank: both levels of descriptors, and the forwarders."""
+"""Dispatch plan of one rank: both levels of descriptors, and the lanes between nodes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cached_property
 
 import torch
 
-from fusco.core.groups import Groups
+from fusco.core.lanes import Lanes
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
 from fusco.planner.forwarding import NodeForwarding
-from fusco.planner.internode import Forwarders
+from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.sending import SendingStage
 
 
@@ -26,7 +26,7 @@ class DispatchPlan:
 
     rank: int
     placement: ExpertPlacement
-    groups: Groups
+    lanes: Lanes
     forwarding: NodeForwarding
     routing: NodeRouting
     distribution: ExpertDistribution
@@ -35,7 +35,7 @@ class DispatchPlan:
     @property
     def topology(self) -> Topology:
         """Nodes of the ranks."""
-        return self.groups.topology
+        return self.lanes.topology
 
     @property
     def node(self) -> int:
@@ -43,22 +43,9 @@ class DispatchPlan:
         return self.topology.rank_to_node[self.rank]
 
     @cached_property
-    def forwarders(self) -> Forwarders:
-        """Forwarders, from the view of this rank."""
-        return Forwarders(self.rank, self.groups)
-
-    @property
-    def src_to_holder(self) -> tuple[int, ...]:
-        return self.forwarders.src_to_holder
-
-    def sources_held_by(self, rank: int) -> tuple[int, ...]:
-        """Return the sources whose rows are in the pool of a local rank: those that it forwards for, then itself.
-
-        The source on the next node is first: combine returns rows in this order, so nodes do not all send to one.
-        """
-        forwarded = self.forwarders.local_to_sources[self.topology.rank_to_local[rank]]
-        nodes, num_nodes = self.topology.rank_to_node, self.topology.num_nodes
-        return (*sorted(forwarded, key=lambda src: (nodes[src] - self.node) % num_nodes), rank)
+    def rank_lanes(self) -> RankLanes:
+        """Lanes, from the view of this rank."""
+        return RankLanes(self.rank, self.lanes)
 
     @property
     def num_tokens(self) -> int:
@@ -119,19 +106,19 @@ def make_plan(
     *,
     rank: int,
     placement: ExpertPlacement,
-    groups: Groups,
+    lanes: Lanes,
     forwarding: NodeForwarding,
     routing: NodeRouting,
     expert_alignment: int = 1,
     static_rows: int | None = None,
     sending_stages: tuple[SendingStage, ...] = (),
 ) -> DispatchPlan:
-    """Make a rank's plan from its forwarding, its node's routing and the groups.
+    """Make a rank's plan from its forwarding, its node's routing and the lanes.
 
     Args:
         rank: this rank.
         placement: owners of the experts.
-        groups: communication groups, which determine the forwarders.
+        lanes: who sends and receives which rows between nodes.
         forwarding: tokens that this rank sends to each node.
         routing: the routing of all rows on this rank's node.
         expert_alignment: each expert's block is rounded up to this many rows.
@@ -142,7 +129,7 @@ def make_plan(
     return DispatchPlan(
         rank=rank,
         placement=placement,
-        groups=groups,
+        lanes=lanes,
         forwarding=forwarding,
         routing=routing,
         distribution=distribution,

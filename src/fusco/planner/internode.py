@@ -1,140 +1,136 @@
-"""Rows between nodes, slice by slice, and their forwarders: the same on all ranks and any device."""
+"""Rows between nodes, slice by slice, with their carriers and forwarders: the same on all ranks and any device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from fusco.core.groups import Groups
+import numpy as np
+
+from fusco.core.lanes import IntArray
+from fusco.planner.rank_lanes import RankLanes
 
 
-class SliceBounds(NamedTuple):
-    """Rows ``first`` to ``end`` of a slice, among those that one rank sends to one node."""
+class Piece(NamedTuple):
+    """Rows ``first`` to ``end`` of those that ``src`` has for ``node``, in one slice.
 
-    first: int
-    end: int
-
-
-class Send(NamedTuple):
-    """Rows ``first`` to ``end`` of those that this rank sends to ``node``, where ``forwarder`` receives them."""
-
-    node: int
-    forwarder: int
-    first: int
-    end: int
-
-
-class Receive(NamedTuple):
-    """Rows ``first`` to ``end`` of those that ``src`` sends to this rank's node."""
+    ``place`` is the row of the first among all that ``carrier`` sends: where its sum returns to;
+    -1 for a carrier on another node.
+    """
 
     src: int
+    node: int
     first: int
     end: int
-
-
-class Destination(NamedTuple):
-    """Another node, and the rank there that forwards what this rank sends."""
-
-    node: int
+    carrier: int
     forwarder: int
-
-
-@dataclass(frozen=True)
-class Forwarders:
-    """Forwarders of all ranks, from the view of one rank."""
-
-    rank: int  # this rank
-    groups: Groups  # the communication groups
+    place: int
 
     @property
-    def node(self) -> int:
-        """The rank's node."""
-        return self.groups.topology.rank_to_node[self.rank]
-
-    @cached_property
-    def destinations(self) -> tuple[Destination, ...]:
-        """All other nodes with their forwarders, the next node first, so that nodes do not all send to the same one."""
-        num_nodes = self.groups.topology.num_nodes
-        nodes = [(self.node + step) % num_nodes for step in range(1, num_nodes)]
-        return tuple(Destination(node, self.groups.forwarder(self.rank, node)) for node in nodes)
-
-    @cached_property
-    def local_to_sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank of the node, the ranks of other nodes whose rows it forwards, by ascending node."""
-        topology = self.groups.topology
-        found: list[list[int]] = [[] for _ in range(topology.ranks_per_node)]
-        for node in topology.remote_nodes(self.rank):
-            for src in topology.node_to_ranks[node]:
-                found[topology.rank_to_local[self.groups.forwarder(src, self.node)]].append(src)
-        return tuple(map(tuple, found))
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        """Ranks of other nodes whose rows this rank forwards."""
-        return self.local_to_sources[self.groups.topology.rank_to_local[self.rank]]
-
-    @cached_property
-    def src_to_holder(self) -> tuple[int, ...]:
-        """For each source rank, the rank of this node in whose pool its rows are: itself, or its forwarder."""
-        holders = list(range(self.groups.topology.world_size))
-        for holder, sources in zip(self.groups.topology.node_to_ranks[self.node], self.local_to_sources, strict=True):
-            for src in sources:
-                holders[src] = holder
-        return tuple(holders)
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.end - self.first
 
 
-@dataclass(frozen=True)
-class InternodeTraffic(Forwarders):
-    """Rows between nodes: sources, destinations and numbers."""
+@dataclass(frozen=True, eq=False)
+class InternodeTraffic(RankLanes):
+    """Rows between nodes, from the view of one rank; ``num_rows[r][n]`` of rank ``r`` are for another node ``n``.
 
-    # ``num_rows[r][n]`` tokens of rank ``r`` have experts on node ``n``, if ``n`` is not the node of ``r``
+    A slice has ``rows_per_slice`` of the rows that a carrier sends to a node, one run after the other.
+    """
+
     num_rows: Sequence[Sequence[int]]
+    _slices: dict[int, list[list[Piece]]] = field(default_factory=dict)
 
     def num_rows_on_node(self, num_tokens: Sequence[int]) -> list[int]:
         """Return the rows of each source on this node: all tokens of local ranks, the received ones of others."""
-        nodes = self.groups.topology.rank_to_node
+        nodes = self.lanes.topology.rank_to_node
         return [
             num_tokens[src] if nodes[src] == self.node else self.num_rows[src][self.node] for src in range(len(nodes))
         ]
 
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.lanes.topology.node_to_ranks[self.node]
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        """All other nodes."""
+        return self.lanes.topology.remote_nodes(self.rank)
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of other nodes whose rows, or some of them, this rank forwards."""
+        return tuple(sorted(set(self.received.src.tolist())))
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """True if ranks of this node carry rows for each other."""
+        return bool((self._outgoing.carrier != self._outgoing.src).any())
+
     def num_slices(self, rows_per_slice: int) -> int:
-        """Return the number of slices of the longest message of any rank."""
+        """Return the number of slices of any rank."""
         return -(-self.longest_message // rows_per_slice)
 
     @cached_property
     def longest_message(self) -> int:
         """Maximum number of rows that any rank sends to another node."""
-        nodes = self.groups.topology.rank_to_node
-        num_sent = [n for src, of in enumerate(self.num_rows) for node, n in enumerate(of) if node != nodes[src]]
-        return max(num_sent, default=0)
+        runs, topology = self.lanes.runs, self.lanes.topology
+        sent = np.zeros((topology.world_size, topology.num_nodes), np.int64)
+        np.add.at(sent, (runs.carrier, runs.node), runs.num_rows)
+        return int(sent.max())
 
-    def slice_bounds(self, src: int, node: int, number: int, rows_per_slice: int) -> SliceBounds:
-        """Return the bounds of a slice, among the rows that ``src`` sends to ``node``."""
-        num_rows = self.num_rows[src][node]
-        return SliceBounds(min(num_rows, number * rows_per_slice), min(num_rows, (number + 1) * rows_per_slice))
-
-    def sends(self, number: int, rows_per_slice: int) -> list[Send]:
-        """Return what this rank sends in a slice."""
-        return [
-            Send(*destination, *self.slice_bounds(self.rank, destination.node, number, rows_per_slice))
-            for destination in self.destinations
-        ]
-
-    def receives(self, number: int, rows_per_slice: int) -> Iterator[Receive]:
-        """Yield what this rank receives in a slice; nothing from sources without more rows."""
-        for src in self.sources:
-            bounds = self.slice_bounds(src, self.node, number, rows_per_slice)
-            if bounds.first < bounds.end:
-                yield Receive(src, *bounds)
-
-    def first_in_pool(self, local: int, number: int, rows_per_slice: int) -> int:
-        """Return the first row of a slice among the rows that a local rank forwards; they are stored slice by slice."""
-        sources = self.local_to_sources[local]
-        return sum(self.slice_bounds(src, self.node, number, rows_per_slice).first for src in sources)
+    def fit(self, rows_per_slice: int, max_held: int) -> int:
+        """Return at most ``rows_per_slice``, fewer if a forwarder would get more than ``max_held`` rows in a slice."""
+        while rows_per_slice > 1 and np.minimum(self._rank_to_rank, rows_per_slice).sum(axis=0).max() > max_held:
+            rows_per_slice = rows_per_slice * 7 // 8
+        return rows_per_slice
 
     @cached_property
-    def num_forwarded(self) -> tuple[int, ...]:
-        """Number of rows that each rank of this node forwards."""
-        return tuple(sum(self.num_rows[src][self.node] for src in sources) for sources in self.local_to_sources)
+    def _rank_to_rank(self) -> IntArray:
+        """Rows from each carrier to each forwarder, int64 (world_size, world_size)."""
+        runs, world_size = self.lanes.runs, self.lanes.topology.world_size
+        counts = np.zeros((world_size, world_size), np.int64)
+        np.add.at(counts, (runs.carrier, runs.forwarder), runs.num_rows)
+        return counts
+
+    def pieces(self, number: int, rows_per_slice: int) -> list[Piece]:
+        """Return what this node sends and receives in a slice, in the order of ``lanes``."""
+        if rows_per_slice not in self._slices:
+            self._slices[rows_per_slice] = self._cut(rows_per_slice)
+        return self._slices[rows_per_slice][number]
+
+    def _cut(self, rows_per_slice: int) -> list[list[Piece]]:
+        slices: list[list[Piece]] = [[] for _ in range(self.num_slices(rows_per_slice))]
+        all_runs, nodes = self.lanes.runs, np.array(self.lanes.topology.rank_to_node)
+        runs = all_runs.select((nodes[all_runs.src] == self.node) | (all_runs.node == self.node))
+        num_sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        num_carried: defaultdict[int, int] = defaultdict(int)
+        for src, node, begin, end, carrier, forwarder in zip(*(column.tolist() for column in runs), strict=True):
+            first, at = begin, num_sent[carrier, node]
+            while first < end:
+                number = at // rows_per_slice
+                size = min(end - first, (number + 1) * rows_per_slice - at)
+                place = num_carried[carrier] + first - begin if node != self.node else -1
+                slices[number].append(Piece(src, node, first, first + size, carrier, forwarder, place))
+                first, at = first + size, at + size
+            num_sent[carrier, node] = at
+            num_carried[carrier] += end - begin
+        return slices
+
+    def sends(self, number: int, rows_per_slice: int) -> list[Piece]:
+        """Return what this rank sends in a slice."""
+        return [piece for piece in self.pieces(number, rows_per_slice) if piece.carrier == self.rank]
+
+    def receives(self, rank: int, number: int, rows_per_slice: int) -> list[Piece]:
+        """Return what a rank of this node receives in a slice; it stores slice by slice, in this order."""
+        return [piece for piece in self.pieces(number, rows_per_slice) if piece.forwarder == rank]
+
+    @cached_property
+    def num_forwarded(self) -> int:
+        """Number of rows that this rank forwards."""
+        return int(self.received.num_rows.sum())

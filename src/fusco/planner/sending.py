@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.planner.balancer import Traffic
+from fusco.planner.traffic import Traffic
 from fusco.schedule import decompose
 
 

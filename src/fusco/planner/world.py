@@ -9,11 +9,12 @@ import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.planner.balancer import Balancer, Traffic
+from fusco.planner.balancer import Balancer
 from fusco.planner.dispatch_plan import DispatchPlan, make_plan
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
 from fusco.planner.routing import Routing
+from fusco.planner.traffic import Traffic
 
 
 def traffic_of(forwardings: Sequence[NodeForwarding], topology: Topology) -> Traffic:
@@ -54,13 +55,14 @@ def plan_world(
     ``routings[r]`` is the routing of rank ``r``; all must have the same ``num_topk``.
     """
     forwardings = [plan_forwarding(routing.topk_idx, placement, topology) for routing in routings]
-    groups = balancer(traffic_of(forwardings, topology))
+    traffic = traffic_of(forwardings, topology)
+    lanes = traffic.lanes_of(balancer(traffic))
     nodes = [node_routing(routings, forwardings, node, topology) for node in range(topology.num_nodes)]
     return tuple(
         make_plan(
             rank=rank,
             placement=placement,
-            groups=groups,
+            lanes=lanes,
             forwarding=forwardings[rank],
             routing=nodes[topology.rank_to_node[rank]],
             expert_alignment=expert_alignment,

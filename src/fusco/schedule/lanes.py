@@ -25,25 +25,25 @@ def lane_share(num_bytes: int, lane: int, num_lanes: int) -> int:
 
 
 @compiled()
-def _even_out(tile: Any, moved: Any) -> None:
-    """Set ``moved[i, l]`` to the bytes of local rank ``i`` on lane ``l``: its lane first, then lanes with room."""
-    num_lanes = tile.shape[0]
-    total = tile.sum()
+def even_out(loads: Any, limits: Any, moved: Any) -> None:
+    """Set ``moved[i, l]`` to what lane ``l`` takes of ``loads[i]``: its own first, then lanes with room the surplus.
+
+    No lane takes more than ``limits[l]``, which together must be enough. The least possible moves.
+    """
+    num_lanes, lane = len(loads), 0
     moved[:] = 0
     for local in range(num_lanes):
-        moved[local, local] = min(tile[local].sum(), lane_share(total, local, num_lanes))
-    lane = 0
-    room = lane_share(total, 0, num_lanes) - moved[0, 0]
+        moved[local, local] = min(loads[local], limits[local])
     for local in range(num_lanes):
-        surplus = tile[local].sum() - moved[local, local]
+        surplus = loads[local] - moved[local, local]
         while surplus > 0:
-            while room == 0:
+            room = limits[lane] - moved[:, lane].sum()
+            if room <= 0:
                 lane += 1
-                room = lane_share(total, lane, num_lanes) - moved[lane, lane]
+                continue
             size = min(surplus, room)
             moved[local, lane] += size
             surplus -= size
-            room -= size
 
 
 @compiled()
@@ -90,12 +90,16 @@ def cut_into_lanes(tiles: Any) -> Any:
     capacity = num_nodes * max(num_nodes - 1, 0) * num_lanes * (num_lanes + 4)
     pieces = np.empty((capacity, NUM_COLUMNS), np.int64)
     moved = np.empty((num_lanes, num_lanes), np.int64)
+    shares = np.empty(num_lanes, np.int64)
     count = 0
     for src in range(num_nodes):
         for dst in range(num_nodes):
             if src == dst:
                 continue
-            _even_out(tiles[src, dst], moved)
+            loads = tiles[src, dst].sum(axis=1)
+            for lane in range(num_lanes):
+                shares[lane] = lane_share(loads.sum(), lane, num_lanes)
+            even_out(loads, shares, moved)
             for local in range(num_lanes):
                 count = _cut_row(src, dst, local, tiles[src, dst, local].copy(), moved[local], pieces, count)
     return pieces[:count]

@@ -8,7 +8,7 @@ from fusco.bench.internode_bytes import busiest_rows, internode_rows, num_copies
 from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
 from fusco.planner.world import plan_world
 
-NAMES = ("fusco", "no-engine", "no-planner", "no-balancer", "baseline")
+NAMES = ("fusco", "no-engine", "no-planner", "no-lanes", "no-balancer", "baseline")
 
 
 def workload(pattern, nodes=2, per_node=2, num_experts=8, **more):
@@ -41,8 +41,8 @@ def test_forwarded_rows_are_those_of_the_plans(pattern, balancer):
     plans = plan_world(routings, load.placement, load.topology, BALANCERS[balancer])
     expected = np.zeros((6, 6), np.int64)
     for plan in plans:
-        for src in plan.sources_held_by(plan.rank):
-            expected[src, plan.rank] += plan.num_rows_from(src) if src != plan.rank else 0
+        received = plan.rank_lanes.received
+        np.add.at(expected[:, plan.rank], received.carrier, received.num_rows)
     rows = internode_rows("fusco", load, balancer)
     assert rows.tolist() == expected.tolist()
     assert rows.sum() == internode_rows_lower_bound(load)

@@ -15,9 +15,9 @@ def test_the_default_ones():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_ablation_comes_on_top_and_once(device):
-    assert choose_variants(device, 4, with_ablation=True)[-3:] == ABLATION
+    assert choose_variants(device, 4, with_ablation=True)[-4:] == ABLATION
     chosen = choose_variants(device, 2, ["no-balancer", "fusco", "fusco"], with_ablation=True)
-    assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner")
+    assert chosen == ("no-balancer", "fusco", "no-engine", "no-planner", "no-lanes")
 
 
 def test_every_variant_has_an_entry():

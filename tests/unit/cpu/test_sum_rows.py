@@ -32,6 +32,7 @@ class Node:
         self.ranks = [self.rank(local, routing, placement, dtype) for local in range(NUM_RANKS)]
 
     def rank(self, local, routing, placement, dtype):
+        first_row = routing.src_to_first_row
         pairs = plan_pairs(routing, placement, local, tuple(range(NUM_RANKS)))
         num_pairs = len(pairs.distribution.pair_to_slot)
         rows = values((num_pairs, HIDDEN), dtype, "rows", local)
@@ -41,7 +42,9 @@ class Node:
             rows=rows,
             weights=weights,
             terms=Terms.of(rows, weights, pairs, local),
-            chunks=cut_chunks(tuple(range(NUM_RANKS)), tuple(range(NUM_RANKS)), routing.src_to_first_row, 2),
+            chunks=cut_chunks(
+                np.array([(r, r, first_row[r], first_row[r + 1]) for r in range(NUM_RANKS)]), NUM_RANKS, 2
+            ),
             rings_out=self.rings([(local, consumer) for consumer in range(NUM_RANKS)]),
             rings_in=self.rings([(producer, local) for producer in range(NUM_RANKS)]),
         )
@@ -87,8 +90,9 @@ def test_sums_of_all_ranks_through_full_rings(dtype):
             assert torch.equal(sums.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_forwarded_rows_are_first():
-    # Rank 0 holds its own rows and those of source 2, which is on another node.
-    chunks = cut_chunks((0, 1), (0, 1, 0), (0, 1, 4, 6), rows_per_chunk=2)
-    assert chunks.bounds.tolist() == [[2, 4, 6], [0, 0, 1], [1, 1, 3], [1, 3, 4]]
-    assert chunks.local_to_chunks.tolist() == [[0, 2], [2, 4]]
+def test_chunks_of_runs():
+    # Rank 0 holds rows of two runs of source 2, which is on another node: ranks 3 and 2 sent them. It has none itself.
+    held = np.array([[0, 3, 6, 9], [0, 2, 5, 6], [0, 0, 0, 0], [1, 1, 0, 3]])
+    chunks = cut_chunks(held, 3, rows_per_chunk=2)
+    assert chunks.bounds.tolist() == [[3, 6, 8], [3, 8, 9], [2, 5, 6], [1, 0, 2], [1, 2, 3]]
+    assert chunks.local_to_chunks.tolist() == [[0, 3], [3, 5], [5, 5]]

@@ -34,6 +34,7 @@ class NodeWords:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))
         self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(3))
         self.plan_epoch = [0] * num_ranks
+        self.barriers = [0] * num_ranks  # that each rank has come to
 
 
 class SimulatedLibrary:
@@ -111,7 +112,7 @@ class SimulatedKernel:
         self._at(args.num_rows_per_expert, torch.int64, (num_local,)).copy_(plan.num_rows_per_expert)
         needed = torch.tensor([plan.num_slots_needed], dtype=_I32)
         self._at(args.block_to_first_slot, _I32, (num_local + 2,)).copy_(torch.cat([plan.block_to_first_slot, needed]))
-        marks = torch.cat([mark_ranks(of_source[src], to_rank) for src in args.held])
+        marks = torch.cat([mark_ranks(of_source[src], to_rank) for src in args.held[: args.num_held]])
         self._at(args.token_to_ranks, _I32, marks.shape).copy_(marks)
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
             weights = torch.cat([self._pooled(args, rank, src, epoch, "weights", dtype) for src in range(num_sources)])
@@ -295,6 +296,16 @@ class SimulatedKernel:
             if count > args.max_rows and args.is_overflow_reported and not summary[args.num_nodes + 1 + node]:
                 summary[args.num_nodes + 1 + node] = count << 32 | args.max_rows
         summary[args.num_nodes] = bad_id
+
+    def _node_barrier(self, stream: Stream, args: Any) -> None:
+        words, rank, mine = self._words, args.comm.rank, [0]
+
+        def come() -> None:
+            words.barriers[rank] += 1
+            mine[0] = words.barriers[rank]
+
+        stream.launch("coming to a barrier", come)
+        stream.launch("a barrier", lambda: None, lambda: min(words.barriers) >= mine[0])
 
     def _gather_rows(self, stream: Stream, args: Any) -> None:
         def gather() -> None:

@@ -22,6 +22,7 @@ from fusco.cuda.kernels.comm import Failure, Report
 from fusco.cuda.kernels.compiler import SOURCE_DIR, Compiler
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.gather_rows import gather_type
+from fusco.cuda.kernels.node_barrier import barrier_type
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
@@ -211,6 +212,7 @@ GRID: dict[str, list[Constants]] = {
         weighted_sum(11, 33, "F32"),
         weighted_sum(2, 5, "F64"),
     ],
+    "node_barrier": [constants_of(barrier_type(num_ranks), num_ranks, 32) for num_ranks in (1, 8)],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
     "copy_chunk": [COPY_CHUNK],
 }

@@ -18,6 +18,7 @@ SECTIONS = (
     "routing_ready",
     "rows_released",
     "sums_released",
+    "node_ready",
     "rows_ready",
     "sums_ready",
     "ids",
@@ -25,6 +26,7 @@ SECTIONS = (
     "pool",
     "received",
     "rings",
+    "slices",
 )
 
 
@@ -68,6 +70,7 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
         "routing_ready": 4 * topology.world_size * layout.max_routing_chunks,
         "rows_released": 4 * ranks,
         "sums_released": 4 * ranks,
+        "node_ready": 4 * ranks,
         "rows_ready": 4 * ranks * rows,
         "sums_ready": 4 * ranks * rows * MAX_PARTS,
         "ids": 4 * 2 * topology.world_size * pairs,
@@ -75,6 +78,7 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
         "pool": 0,
         "received": ranks * rows * layout.capacity.max_row_bytes,
         "rings": ranks * layout.ring_depth * layout.slot_bytes,
+        "slices": layout.ring_depth * layout.network_slot_bytes if topology.num_nodes > 1 else 0,
     }
     assert list(layout.offsets) == [*SECTIONS, "end"]
     assert all(offset % CACHE_LINE == 0 for offset in layout.offsets.values())
@@ -120,6 +124,18 @@ def test_a_slice_is_as_large_as_is_asked_for_but_never_more_than_the_pool_of_sum
     assert next_larger > layout.max_rows or next_larger * row_bytes > layout.slice_bytes
 
 
+@given(layouts(least_nodes=2), st.data())
+def test_a_forwarder_holds_at_least_a_row_of_each_rank_of_other_nodes(layout, data):
+    row_bytes = data.draw(st.integers(1, layout.capacity.max_row_bytes))
+    num_others, held = layout.topology.world_size - layout.num_ranks, layout.max_held_rows(row_bytes)
+    assert num_others <= held <= layout.max_rows
+    assert held * row_bytes <= layout.network_slot_bytes
+    assert layout.rows_per_slice(row_bytes) * (layout.topology.num_nodes - 1) <= held
+    slots = [layout.slice_offset(number) for number in range(layout.ring_depth + 1)]
+    assert slots[-1] == slots[0]
+    assert slots[-2] + layout.network_slot_bytes <= layout.offsets["end"]
+
+
 def test_slices_by_hand():
     capacity = Capacity(max_tokens_per_rank=100, max_bytes_per_token=8, num_topk=1)
     layout = DeviceLayout(Topology((0, 1, 2)), capacity, Settings(slice_bytes=160))
@@ -150,8 +166,7 @@ def test_messages_of_a_ring_follow_each_other_and_rings_do_not_overlap(layout, d
 def test_the_hint_is_what_a_rank_takes(layout):
     size = memory_size_hint(layout.topology, layout.capacity, layout.settings, device="cuda")
     assert size.shared_bytes == layout.offsets["end"]
-    is_alone = layout.topology.num_nodes == 1
-    assert size.private_bytes == (0 if is_alone else layout.ring_depth * layout.network_slot_bytes)
+    assert size.private_bytes == 0
     assert min(size.control_bytes, size.routing_bytes, size.pool_bytes, size.ring_bytes) > 0
 
 
@@ -159,10 +174,10 @@ def test_the_hint_is_what_a_rank_takes(layout):
 def test_more_nodes_take_more_room_only_for_what_comes_from_them(layout):
     assume(layout.topology.num_nodes > 1)
     ranks, rows = layout.num_ranks, layout.capacity.max_tokens_per_rank
-    assume(rows >= layout.topology.num_nodes)
+    assume(rows >= layout.topology.world_size - ranks)
     alone = replace(layout, topology=Topology((0,) * ranks))
     ours, theirs = layout.memory_size, alone.memory_size
-    assert ours.ring_bytes == theirs.ring_bytes
+    assert ours.ring_bytes == theirs.ring_bytes + layout.ring_depth * layout.network_slot_bytes
     forwarded_bytes = rows * (layout.topology.num_nodes - 1) * layout.capacity.max_row_bytes
     assert 0 <= ours.pool_bytes - theirs.pool_bytes - forwarded_bytes <= CACHE_LINE
 

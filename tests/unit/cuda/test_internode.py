@@ -24,6 +24,7 @@ from simulated_nodes import Rank, World
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco import (
     BALANCERS,
+    Balancer,
     Capacity,
     ExpertPlacement,
     Groups,
@@ -41,6 +42,7 @@ from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, number_of
 from law import Law
+from scattered_lanes import ScatteredLanes
 
 NUM_EXPERTS = 12
 PAYLOADS = (
@@ -66,7 +68,7 @@ class Scene:
     kind: str = "ragged with holes"
     seed: int = 0
     are_nodes_interleaved: bool = False
-    balancer: str = "send-and-receive"
+    balancer: str = "scattered"
     slice_bytes: int = 64
     ring_depth: int = 2
     payloads: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = PAYLOADS[0]
@@ -109,6 +111,12 @@ class Scene:
     @cached_property
     def law(self) -> Law:
         return Law(self.case.world_topk_idx, self.placement.expert_to_rank, self.alignment)
+
+    @property
+    def chosen_balancer(self) -> Balancer:
+        if self.balancer == "scattered":
+            return ScatteredLanes(self.case.max_tokens * (self.num_nodes - 1))
+        return BALANCERS[self.balancer]
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -188,7 +196,7 @@ class Play:
             routing=Routing(laid_out(self.ids[rank]), None if weights is None else laid_out(weights[rank])),
             payloads=payloads,
             placement=scene.placement,
-            balancer=BALANCERS[scene.balancer],
+            balancer=scene.chosen_balancer,
             expert_alignment=scene.alignment,
             static=StaticRows(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
             launch=Launch(),
@@ -267,7 +275,7 @@ def scenes(draw):
         kind=draw(st.sampled_from(KINDS)),
         seed=draw(st.integers(0, 1000)),
         are_nodes_interleaved=draw(st.booleans()),
-        balancer=draw(st.sampled_from(sorted(BALANCERS))),
+        balancer=draw(st.sampled_from([*sorted(BALANCERS), "scattered", "scattered"])),
         # From a row for each other node in a slice to all rows in one.
         slice_bytes=draw(st.sampled_from([1, 16, 40])) * num_nodes * draw(st.integers(1, 12)),
         ring_depth=draw(st.integers(2, 3)),
@@ -459,5 +467,5 @@ def test_balancers_that_disagree_are_found_before_anything_travels():
     errors = Disagreeing(scene).run(order=1)
     assert set(errors) == {
         "ranks disagree in dispatch: the balancer's result is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) "
-        "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups"
+        "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups or lanes"
     }

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
-from fusco import BALANCERS, ExpertPlacement, Groups, Topology, Traffic
+from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
 from fusco.cuda.device_plan import _concatenated
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.held_rows import longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
-from fusco.planner.internode import InternodeTraffic
+from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
+from scattered_lanes import ScatteredLanes
 
 CPU = torch.device("cpu")
 TOPOLOGIES = (Topology((0,)), Topology((0, 0, 1, 1)), Topology((0, 1, 0, 1)), Topology((0, 1, 2)), Topology((0, 1) * 4))
@@ -93,34 +94,58 @@ def test_no_tokens_or_no_slots_cross_nowhere(shape):
 def three_nodes() -> InternodeTraffic:
     """Seen from rank 2 of three nodes with two ranks each; ranks 0, 3 and 4 are a group, and so are 1, 2 and 5."""
     groups = Groups(Topology((0, 0, 1, 1, 2, 2)), ((0, 1, 0), (1, 0, 1)))
-    return InternodeTraffic(2, groups, ((0, 5, 1), (0, 3, 1), (4, 0, 2), (1, 0, 7), (6, 2, 0), (6, 8, 0)))
+    num_rows = ((0, 5, 1), (0, 3, 1), (4, 0, 2), (1, 0, 7), (6, 2, 0), (6, 8, 0))
+    return InternodeTraffic(2, Lanes.of_groups(groups, num_rows), num_rows)
 
 
 def test_who_sends_to_whom_by_hand():
     traffic = three_nodes()
     assert traffic.node == 1
-    assert traffic.destinations == ((2, 5), (0, 1))
-    assert traffic.local_to_sources == ((1, 5), (0, 4))
+    assert traffic.destinations == (0, 2)
+    assert [(piece.node, piece.forwarder) for piece in traffic.sends(0, 9)] == [(0, 1), (2, 5)]
     assert traffic.sources == (1, 5)
-    assert traffic.num_forwarded == (3 + 8, 5 + 2)
+    assert traffic.num_forwarded == 3 + 8
+    assert not traffic.is_shared
     assert traffic.num_rows_on_node([9, 9, 4, 0, 9, 9]) == [5, 3, 4, 0, 2, 8]
 
 
 def test_slices_by_hand():
     traffic = three_nodes()
     assert traffic.num_slices(rows_per_slice=3) == 3  # of the 8 rows of rank 5, and of the 7 that rank 3 sends
-    assert [traffic.slice_bounds(5, 1, number, 3) for number in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 8)]
-    assert [traffic.slice_bounds(1, 1, number, 3) for number in range(2)] == [(0, 3), (3, 3)]
-    # Slice 0 has three rows of rank 1 and three of rank 5; slices 1 and 2 what is left of rank 5's.
-    assert [traffic.first_in_pool(0, number, 3) for number in range(4)] == [0, 6, 9, 11]
-    assert [traffic.first_in_pool(1, number, 3) for number in range(4)] == [0, 5, 7, 7]
+    received = [[piece[:1] + piece[2:4] for piece in traffic.receives(2, number, 3)] for number in range(3)]
+    assert received == [[(1, 0, 3), (5, 0, 3)], [(5, 3, 6)], [(5, 6, 8)]]
+
+
+def test_slices_of_rows_that_another_rank_carries():
+    # Rank 1 sends rows 2 to 6 of rank 0 after one of its own; rank 2 receives what fits, rank 3 the last row.
+    runs = [(0, 1, 0, 2, 0, 2), (1, 1, 0, 1, 1, 2), (0, 1, 2, 5, 1, 2), (0, 1, 5, 6, 1, 3)]
+    lanes = Lanes.of_runs(Topology((0, 0, 1, 1)), runs)
+    world = [InternodeTraffic(rank, lanes, ((0, 6), (0, 1), (0, 0), (0, 0))) for rank in range(4)]
+    assert [traffic.is_shared for traffic in world] == [True, True, False, False]
+    assert world[0].num_slices(2) == 3  # of the five rows that rank 1 sends
+    own, first, second, third = (
+        Piece(1, 1, 0, 1, 1, 2, 0),
+        Piece(0, 1, 2, 3, 1, 2, 1),
+        *(
+            Piece(0, 1, 3, 5, 1, 2, 2),
+            Piece(0, 1, 5, 6, 1, 3, 4),
+        ),
+    )
+    assert [world[1].sends(number, 2) for number in range(3)] == [[own, first], [second], [third]]
+    assert world[2].receives(3, 2, 2) == world[3].receives(3, 2, 2) == [third._replace(place=-1)]
+    assert [piece[:4] for piece in world[2].receives(2, 0, 2)] == [(0, 1, 0, 2), own[:4], first[:4]]
+    assert [traffic.sources for traffic in world] == [(), (), (0, 1), (0,)]
+    # Four rows in a slice are too many for a forwarder with room for three.
+    assert (world[2].fit(2, 4), world[2].fit(2, 3)) == (2, 1)
 
 
 def test_nothing_crosses_without_other_nodes_or_rows():
-    alone = InternodeTraffic(1, Groups.of_same_local_rank(Topology((0, 0))), ((0,), (0,)))
-    assert (alone.destinations, alone.sources, alone.num_slices(4), alone.num_forwarded) == ((), (), 0, (0, 0))
-    empty = InternodeTraffic(0, Groups.of_same_local_rank(Topology((0, 1))), ((0, 0), (0, 0)))
-    assert (empty.num_slices(1), empty.num_forwarded) == (0, (0,))
+    def none(rank, topology, num_rows):
+        return InternodeTraffic(rank, Lanes.of_groups(Groups.of_same_local_rank(topology), num_rows), num_rows)
+
+    alone, empty = none(1, Topology((0, 0)), ((0,), (0,))), none(0, Topology((0, 1)), ((0, 0), (0, 0)))
+    assert (alone.destinations, alone.sources, alone.num_slices(4), alone.num_forwarded) == ((), (), 0, 0)
+    assert (empty.num_slices(1), empty.num_forwarded, empty.fit(5, 1)) == (0, 0, 5)
 
 
 @st.composite
@@ -139,57 +164,49 @@ def traffics(draw):
         tuple(0 if node == topology.rank_to_node[rank] else count for node, count in enumerate(of_rank))
         for rank, of_rank in enumerate(drawn)
     )
-    groups = BALANCERS[draw(st.sampled_from(sorted(BALANCERS)))](Traffic.from_counts(topology, num_rows))
-    return [InternodeTraffic(rank, groups, num_rows) for rank in range(world_size)]
-
-
-@given(traffics())
-def test_destinations_and_sources_agree_with_the_groups(world):
-    topology = world[0].groups.topology
-    for traffic in world:
-        rank = traffic.rank
-        assert sorted(node for node, _ in traffic.destinations) == sorted(topology.remote_nodes(rank))
-        if traffic.destinations:
-            assert traffic.destinations[0][0] == (traffic.node + 1) % topology.num_nodes
-        for node, forwarder in traffic.destinations:
-            assert topology.rank_to_node[forwarder] == node
-            assert world[rank].groups.rank_to_group[forwarder] == world[rank].groups.rank_to_group[rank]
-            assert rank in world[forwarder].sources
-        assert [topology.rank_to_node[src] for src in traffic.sources] == sorted(topology.remote_nodes(rank))
-        for local, other in enumerate(topology.node_to_ranks[traffic.node]):
-            assert traffic.local_to_sources[local] == world[other].sources
-            assert traffic.num_forwarded[local] == sum(
-                traffic.num_rows[src][traffic.node] for src in world[other].sources
-            )
+    traffic = Traffic.from_counts(topology, num_rows)
+    balancers = [*BALANCERS.values(), ScatteredLanes(30 * num_nodes)]
+    lanes = traffic.lanes_of(draw(st.sampled_from(balancers))(traffic))
+    return [InternodeTraffic(rank, lanes, num_rows) for rank in range(world_size)]
 
 
 @given(traffics(), st.integers(1, 12))
 def test_every_row_is_in_one_slice_and_both_ends_cut_alike(world, rows_per_slice):
-    num_slices = world[0].num_slices(rows_per_slice)
+    topology, num_slices = world[0].lanes.topology, world[0].num_slices(rows_per_slice)
+    crossed = {(src, node): [] for src in range(topology.world_size) for node in range(topology.num_nodes)}
     for traffic in world:
         assert traffic.num_slices(rows_per_slice) == num_slices
-        for node, forwarder in traffic.destinations:
-            cuts = [traffic.slice_bounds(traffic.rank, node, number, rows_per_slice) for number in range(num_slices)]
-            assert cuts == [
-                world[forwarder].slice_bounds(traffic.rank, world[forwarder].node, number, rows_per_slice)
-                for number in range(num_slices)
-            ]
-            assert all(0 <= end - first <= rows_per_slice for first, end in cuts)
-            rows = itertools.chain.from_iterable(itertools.starmap(range, cuts))
-            assert list(rows) == list(range(traffic.num_rows[traffic.rank][node]))
+        places = []
+        for number in range(num_slices):
+            sent = traffic.sends(number, rows_per_slice)
+            for piece in sent:
+                there = world[piece.forwarder].receives(piece.forwarder, number, rows_per_slice)
+                assert piece._replace(place=-1) in there
+                assert topology.rank_to_node[piece.src] == traffic.node != piece.node
+                crossed[piece.src, piece.node] += range(piece.first, piece.end)
+                places += range(piece.place, piece.place + piece.num_rows)
+            for node in range(topology.num_nodes):
+                assert sum(piece.num_rows for piece in sent if piece.node == node) <= rows_per_slice
+            of_node = [traffic.receives(rank, number, rows_per_slice) for rank in traffic.node_ranks]
+            for rank, received in zip(traffic.node_ranks, of_node, strict=True):
+                assert received == world[rank].receives(rank, number, rows_per_slice)
+        assert sorted(places) == list(range(len(places)))  # sums return to places of their own
+    for (src, node), rows in crossed.items():
+        assert sorted(rows) == list(range(world[0].num_rows[src][node] if node != topology.rank_to_node[src] else 0))
 
 
-@given(traffics(), st.integers(1, 12))
-def test_slices_stand_in_the_pool_one_behind_the_other(world, rows_per_slice):
-    num_slices = world[0].num_slices(rows_per_slice)
+@given(traffics(), st.integers(1, 40), st.data())
+def test_no_forwarder_gets_more_in_a_slice_than_it_holds(world, rows_per_slice, data):
+    topology = world[0].lanes.topology
+    num_others = topology.world_size - topology.ranks_per_node
+    max_held = data.draw(st.integers(num_others, 2 * num_others + 40))
+    fitting = world[0].fit(rows_per_slice, max_held)
+    assert 1 <= fitting <= rows_per_slice
     for traffic in world:
-        for local, sources in enumerate(traffic.local_to_sources):
-            place = 0
-            for number in range(num_slices):
-                assert traffic.first_in_pool(local, number, rows_per_slice) == place
-                cuts = [traffic.slice_bounds(src, traffic.node, number, rows_per_slice) for src in sources]
-                place += sum(end - first for first, end in cuts)
-            assert place == traffic.num_forwarded[local]
+        assert traffic.fit(rows_per_slice, max_held) == fitting
+        for number in range(traffic.num_slices(fitting)):
+            received = traffic.receives(traffic.rank, number, fitting)
+            assert sum(piece.num_rows for piece in received) <= max(max_held, 1)
 
 
 def plan_of(
@@ -226,7 +243,7 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
     assert longest_of(held.first_row) == max(map(len, local_to_rows))
     assert_same_bits(held.row_to_slots, plan.row_to_slots[rows], "slots")
     assert_same_bits(held.weights, plan.weights[rows], "weights")
-    own = local_to_rows[plan.traffic.groups.topology.rank_to_local[plan.rank]]
+    own = local_to_rows[plan.traffic.lanes.topology.rank_to_local[plan.rank]]
     before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
     assert held.token_to_ranks.tolist() == [1000 + before[src] + row for src, row in own]
 
@@ -234,7 +251,7 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
 @given(traffics(), st.integers(1, 12), st.integers(1, 3), st.data())
 def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, data):
     traffic = data.draw(st.sampled_from(world))
-    topology, node = traffic.groups.topology, traffic.node
+    topology, node = traffic.lanes.topology, traffic.node
     num_tokens = [data.draw(st.integers(max(counts), max(counts) + 2)) for counts in traffic.num_rows]
     plan = plan_of(traffic, num_tokens, num_topk)
     assert plan.num_tokens == num_tokens[traffic.rank]
@@ -245,14 +262,11 @@ def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, d
     assert plan.slices(rows_per_slice) is slices
     assert len(slices) == traffic.num_slices(rows_per_slice)
     for number, held in enumerate(slices):
-        begin, end = number * rows_per_slice, (number + 1) * rows_per_slice
+        received = [traffic.receives(rank, number, rows_per_slice) for rank in traffic.node_ranks]
         check_rows(
             plan,
             held,
-            [
-                [(src, row) for src in sources for row in range(begin, min(end, traffic.num_rows[src][node]))]
-                for sources in traffic.local_to_sources
-            ],
+            [[(piece.src, row) for piece in of for row in range(piece.first, piece.end)] for of in received],
         )
 
 
@@ -273,9 +287,8 @@ def square_world(num_nodes: int, *, are_nodes_interleaved: bool = False) -> Inte
     world_size = num_nodes**2
     rank_to_node = tuple(rank % num_nodes if are_nodes_interleaved else rank // num_nodes for rank in range(world_size))
     num_rows = tuple(tuple(3 * (node != own) for node in range(num_nodes)) for own in rank_to_node)
-    return plan_of(
-        InternodeTraffic(1, Groups.of_same_local_rank(Topology(rank_to_node)), num_rows), [5] * world_size, 2
-    )
+    lanes = Lanes.of_groups(Groups.of_same_local_rank(Topology(rank_to_node)), num_rows)
+    return plan_of(InternodeTraffic(1, lanes, num_rows), [5] * world_size, 2)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 8])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from simulated_device import Event, Machine, Stream
 
-from fusco import BALANCERS, ExpertPlacement, Launch, Topology
+from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
@@ -18,7 +18,6 @@ from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
-from fusco.planner.balancer import Traffic
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 
@@ -36,8 +35,8 @@ def plan_of_rank_0() -> InternodePlan:
     """A plan on the first of three nodes, of which each rank forwards for two others."""
     tables = PlanTensors.of(PlanShape(FIRST_ROW[-1], NUM_TOKENS + 4, 2, 1, torch.float32), torch.device("cpu"))
     tables.memory.zero_()
-    groups = BALANCERS["static"](Traffic.from_counts(TOPOLOGY, NUM_ROWS))
-    traffic = InternodeTraffic(0, groups, NUM_ROWS)
+    lanes = Lanes.of_groups(Groups.of_same_local_rank(TOPOLOGY), NUM_ROWS)
+    traffic = InternodeTraffic(0, lanes, NUM_ROWS)
     return InternodePlan(
         rank=0,
         placement=ExpertPlacement.contiguous(6, 6),

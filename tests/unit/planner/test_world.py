@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +21,7 @@ from fusco.planner.routing import Routing
 from fusco.planner.world import plan_world
 from generator import KINDS, Case, number_of
 from law import Law, Pair
+from scattered_lanes import ScatteredLanes
 
 TOPOLOGIES = {
     "1x1": (0,),
@@ -33,7 +36,11 @@ TOPOLOGIES = {
 }
 ROUTINGS_PER_TOPOLOGY = 1120  # 10,080 in all
 BYTES_PER_TOKEN = 14
-BALANCER_NAMES = tuple(BALANCERS)
+BALANCER_NAMES = (*BALANCERS, "scattered")
+
+
+def balancer_of(name, max_tokens, topology):
+    return ScatteredLanes(max_tokens * (topology.num_nodes - 1)) if name == "scattered" else BALANCERS[name]
 
 
 def case_number(number: int, kind: str, world_size: int) -> tuple[Case, ExpertPlacement, int]:
@@ -101,36 +108,57 @@ def check_world(plans: Sequence[DispatchPlan], law: Law, topology: Topology) -> 
             assert plan.routing.topk_idx.tolist() == [law.topk_idx[src][token] for src, token in pool]
             assert execute(plan, pool) == law.slots(rank)
             assert plan.distribution.num_rows_per_expert.tolist() == law.counts(rank)
-            check_holders(plan, plans, topology)
+            check_lanes(plan, plans, topology)
 
 
-def check_holders(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: Topology) -> None:
-    """All ranks agree on the holders of rows: source or forwarder; each forwards for one source of each node."""
-    local_ranks = topology.node_to_ranks[plan.node]
-    held = {rank: plan.sources_held_by(rank) for rank in local_ranks}
-    assert sorted(src for sources in held.values() for src in sources) == list(range(topology.world_size))
-    for rank, sources in held.items():
-        assert sources[-1] == rank
-        distances = [(topology.rank_to_node[src] - plan.node) % topology.num_nodes for src in sources[:-1]]
-        assert distances == sorted(distances)  # so that nodes do not all return sums to the same one first
-        assert len({topology.rank_to_node[src] for src in sources}) == len(sources) == topology.num_nodes
-        for src in sources:
-            assert plan.src_to_holder[src] == rank
-            assert src == rank or plans[src].groups.forwarder(src, plan.node) == rank
+def check_lanes(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: Topology) -> None:
+    """Sender and receiver of every run agree on it, on its place, and on the order of what passes between them."""
+    lanes = plan.rank_lanes
+    places = lanes.received.offsets_by(lanes.received.forwarder)
+    assert places.tolist() == [0, *np.cumsum(lanes.received.num_rows)][: len(places)]  # without gaps
+    for peer in range(topology.world_size):
+        carried = plans[peer].rank_lanes.carried
+        sent = carried.select(carried.forwarder == plan.rank)
+        arriving = lanes.received.select(lanes.received.carrier == peer)
+        assert all(map(np.array_equal, sent, arriving))
+    distances = (np.array(topology.rank_to_node)[lanes.incoming.src] - plan.node) % topology.num_nodes
+    assert (np.diff(distances) >= 0).all()  # so that nodes do not all return sums to the same one first
+    own = lanes.own
+    for src, node, first, end, carrier, forwarder, place in zip(*own, lanes.own_places, strict=True):
+        assert src == plan.rank
+        carried = plans[carrier].rank_lanes.carried
+        is_it = (carried.src == src) & (carried.node == node) & (carried.first == first)
+        assert carried.offsets_by(carried.carrier)[is_it].tolist() == [place]
+        held = plans[forwarder].rank_lanes.received
+        assert ((held.src == src) & (held.first == first) & (held.end == end)).sum() == 1
+    assert own.num_rows.sum() == sum(len(plan.forwarding.node_to_tokens[n]) for n in topology.remote_nodes(plan.rank))
 
 
-def brute_force_cost(law: Law, plan: DispatchPlan, topology: Topology, weight_bytes: int) -> PlanCost:
-    nodes, rank = topology.rank_to_node, plan.rank
-    tokens = [(src, token) for src in law.ranks for token in range(len(law.topk_idx[src]))]
-    sent = sum(len(law.nodes_of(src, token, nodes) - {plan.node}) for src, token in tokens if src == rank)
-    received = [
-        1
-        for src, token in tokens
-        if nodes[src] != plan.node and plan.node in law.nodes_of(src, token, nodes) and plan.src_to_holder[src] == rank
+class Crossing(NamedTuple):
+    """A token that crosses to a node, and the ranks that send and receive it."""
+
+    src: int
+    node: int
+    token: int
+    carrier: int
+    forwarder: int
+
+
+def crossings(plans: Sequence[DispatchPlan]) -> list[Crossing]:
+    return [
+        Crossing(src, node, token, carrier, forwarder)
+        for src, node, first, end, carrier, forwarder in zip(*(c.tolist() for c in plans[0].lanes.runs), strict=True)
+        for token in plans[src].forwarding.node_to_tokens[node][first:end].tolist()
     ]
+
+
+def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[Crossing], weight_bytes: int) -> PlanCost:
+    nodes, rank = plan.topology.rank_to_node, plan.rank
+    sent = sum(row.src == rank for row in crossing)
+    holder = {(row.src, row.token): row.forwarder for row in crossing if row.node == plan.node}
     filled = [pair for pair in law.slots(rank) if pair]
     read = {(pair.src, pair.token) for pair in filled}
-    local = [row for row in read if plan.src_to_holder[row[0]] == rank]
+    local = [(src, token) for src, token in read if holder.get((src, token), src) == rank]
     remote_pairs = [
         1
         for experts in law.topk_idx[rank]
@@ -138,8 +166,9 @@ def brute_force_cost(law: Law, plan: DispatchPlan, topology: Topology, weight_by
         if expert >= 0 and nodes[law.expert_to_rank[expert]] != plan.node
     ]
     return PlanCost(
-        internode_send_bytes=sent * BYTES_PER_TOKEN,
-        internode_recv_bytes=len(received) * BYTES_PER_TOKEN,
+        internode_send_bytes=sum(row.carrier == rank for row in crossing) * BYTES_PER_TOKEN,
+        internode_recv_bytes=sum(row.forwarder == rank for row in crossing) * BYTES_PER_TOKEN,
+        lane_bytes=sum(row.carrier == rank != row.src for row in crossing) * BYTES_PER_TOKEN,
         intranode_bytes=(len(read) - len(local)) * BYTES_PER_TOKEN,
         local_bytes=len(local) * BYTES_PER_TOKEN,
         output_bytes=len(filled) * BYTES_PER_TOKEN,
@@ -153,15 +182,16 @@ def test_plans_match_the_specification(name):
     topology = Topology(TOPOLOGIES[name])
     for number in range(ROUTINGS_PER_TOPOLOGY):
         case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
-        balancer = BALANCERS[BALANCER_NAMES[number % 3]]
+        balancer = balancer_of(BALANCER_NAMES[number % len(BALANCER_NAMES)], case.max_tokens, topology)
         routings = routings_of(case)
         plans = plan_world(routings, placement, topology, balancer, alignment)
         law = Law([routing.topk_idx for routing in routings], placement.expert_to_rank, alignment)
         try:
             check_world(plans, law, topology)
             weight_bytes = 0 if routings[0].topk_weights is None else 4
+            crossing = crossings(plans)
             for plan in plans:
-                assert plan_cost(plan, BYTES_PER_TOKEN) == brute_force_cost(law, plan, topology, weight_bytes)
+                assert plan_cost(plan, BYTES_PER_TOKEN) == brute_force_cost(law, plan, crossing, weight_bytes)
         except AssertionError as error:
             raise AssertionError(f"{case}, {placement}, alignment {alignment}: {error}") from error
 
@@ -171,7 +201,8 @@ def test_plans_match_the_specification(name):
 def test_the_choice_of_forwarders_does_not_change_the_output(name, number):
     topology = Topology(TOPOLOGIES[name])
     case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
-    worlds = [plan_world(routings_of(case), placement, topology, b, alignment) for b in BALANCERS.values()]
+    balancers = [balancer_of(each, case.max_tokens, topology) for each in BALANCER_NAMES]
+    worlds = [plan_world(routings_of(case), placement, topology, b, alignment) for b in balancers]
     for plans in zip(*worlds, strict=True):
         first, *others = [[*vars(plan.distribution).values(), plan.routing.topk_idx] for plan in plans]
         for other in others:
@@ -206,5 +237,5 @@ def worlds(draw):
 @given(worlds(), st.sampled_from(BALANCER_NAMES), st.integers(1, 9))
 def test_plans_of_any_routing(world, balancer, alignment):
     topology, placement, topk_idx = world
-    plans = plan_world(list(map(Routing, topk_idx)), placement, topology, BALANCERS[balancer], alignment)
+    plans = plan_world(list(map(Routing, topk_idx)), placement, topology, balancer_of(balancer, 3, topology), alignment)
     check_world(plans, Law(topk_idx, placement.expert_to_rank, alignment), topology)

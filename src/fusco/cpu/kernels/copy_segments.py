@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fusco.core.compiled import compiled
+from fusco.core.segments import Segments
 from fusco.cpu.kernels.intrinsics import copy_bytes, copy_memory
 
 
@@ -45,6 +47,39 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
     """
     assert dst.nbytes == num_bytes.sum(), (dst.nbytes, num_bytes)
     _concatenate(addresses, num_bytes, dst.data_ptr())
+
+
+class SegmentMemory:
+    """Segments of several tensors as one memory of bytes, in their order."""
+
+    def __init__(self, parts: Sequence[Segments]) -> None:
+        self._parts = parts  # which keep their memory
+        found = [part.descriptors for part in parts]
+        offsets = [part.memory.data_ptr() + of.offset_bytes.numpy() for part, of in zip(parts, found, strict=True)]
+        none = np.zeros(0, np.int64)
+        self._addresses = np.concatenate([none, *offsets])
+        self._ends = np.concatenate([none, *(of.num_bytes.numpy() for of in found)]).cumsum()
+
+    def read(self, first: int, num_bytes: int, target: int) -> None:
+        """Copy bytes from ``first`` on to an address."""
+        _copy_stream(self._addresses, self._ends, first, num_bytes, target, 0)
+
+    def write(self, first: int, num_bytes: int, source: int) -> None:
+        """Copy bytes from an address to those from ``first`` on."""
+        _copy_stream(self._addresses, self._ends, first, num_bytes, source, 1)
+
+
+@compiled(nogil=True)
+def _copy_stream(addresses: Any, ends: Any, first: int, num_bytes: int, buffer: int, is_written: int) -> None:
+    segment = np.searchsorted(ends, first, side="right")
+    while num_bytes > 0:
+        size = min(num_bytes, ends[segment] - first)
+        start = addresses[segment] + first - (ends[segment - 1] if segment else 0)
+        if is_written:
+            copy_memory(start, buffer, size)
+        else:
+            copy_memory(buffer, start, size)
+        first, buffer, num_bytes, segment = first + size, buffer + size, num_bytes - size, segment + 1
 
 
 @compiled(nogil=True)

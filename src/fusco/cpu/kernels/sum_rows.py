@@ -82,7 +82,7 @@ class Chunks(NamedTuple):
     """Rows of a node that are summed and sent together, by the rank that holds them.
 
     Attributes:
-        bounds: int64 (num_chunks, 3): source, first row and end.
+        bounds: int64 (num_chunks, 3): the rank that the sums go to, first row and end.
         local_to_chunks: int64 (ranks_per_node, 2): for each rank, its first chunk and their end.
     """
 
@@ -90,37 +90,32 @@ class Chunks(NamedTuple):
     local_to_chunks: npt.NDArray[np.int64]
 
 
-def cut_chunks(
-    ranks: tuple[int, ...], src_to_holder: tuple[int, ...], src_to_first_row: tuple[int, ...], rows_per_chunk: int
-) -> Chunks:
-    """Cut the rows that each rank of a node holds into chunks: forwarded rows first, since they need the network.
+def cut_chunks(held_rows: npt.NDArray[np.int64], num_locals: int, rows_per_chunk: int) -> Chunks:
+    """Cut the rows that the ranks of a node hold into chunks.
 
-    Sources on the next node are first: combine returns rows in this order, so nodes do not all send to one.
+    ``held_rows`` is int64 (num_runs, 4), by holder: its local rank, the rank that the sums go to, first row and end.
 
-    >>> cut_chunks((0, 1), (0, 1, 0), (0, 1, 4, 6), rows_per_chunk=2).bounds.tolist()
+    >>> held_rows = np.array([[0, 2, 4, 6], [0, 0, 0, 1], [1, 1, 1, 4]])
+    >>> cut_chunks(held_rows, num_locals=2, rows_per_chunk=2).bounds.tolist()
     [[2, 4, 6], [0, 0, 1], [1, 1, 3], [1, 3, 4]]
-    >>> cut_chunks((1,), (1, 1, 1), (0, 1, 2, 3), rows_per_chunk=2).bounds.tolist()
-    [[2, 2, 3], [0, 0, 1], [1, 1, 2]]
     """
-    tables = (np.array(table, np.int64) for table in (ranks, src_to_holder, src_to_first_row))
-    return Chunks(*_cut_chunks(*tables, rows_per_chunk))
+    return Chunks(*_cut_chunks(held_rows, num_locals, rows_per_chunk))
 
 
 @compiled(nogil=True)
-def _cut_chunks(ranks: Any, src_to_holder: Any, src_to_first_row: Any, rows_per_chunk: int) -> Any:
-    num_sources, num_chunks = src_to_holder.size, 0
-    bounds = np.empty((num_sources + src_to_first_row[num_sources] // rows_per_chunk, 3), np.int64)
-    local_to_chunks = np.empty((ranks.size, 2), np.int64)
-    for local in range(ranks.size):
+def _cut_chunks(held_rows: Any, num_locals: int, rows_per_chunk: int) -> Any:
+    num_rows = (held_rows[:, 3] - held_rows[:, 2]).sum()
+    bounds = np.empty((len(held_rows) + num_rows // rows_per_chunk, 3), np.int64)
+    local_to_chunks = np.zeros((num_locals, 2), np.int64)
+    num_chunks, i = 0, 0
+    for local in range(num_locals):
         local_to_chunks[local, 0] = num_chunks
-        for i in range(num_sources + 1):
-            src = (ranks[-1] + 1 + i) % num_sources if i < num_sources else ranks[local]
-            if src_to_holder[src] != ranks[local] or (i < num_sources and src == ranks[local]):
-                continue
-            for first in range(src_to_first_row[src], src_to_first_row[src + 1], rows_per_chunk):
-                end = min(first + rows_per_chunk, src_to_first_row[src + 1])
-                bounds[num_chunks, 0], bounds[num_chunks, 1], bounds[num_chunks, 2] = src, first, end
+        while i < len(held_rows) and held_rows[i, 0] == local:
+            for first in range(held_rows[i, 2], held_rows[i, 3], rows_per_chunk):
+                end = min(first + rows_per_chunk, held_rows[i, 3])
+                bounds[num_chunks, 0], bounds[num_chunks, 1], bounds[num_chunks, 2] = held_rows[i, 1], first, end
                 num_chunks += 1
+            i += 1
         local_to_chunks[local, 1] = num_chunks
     return bounds[:num_chunks], local_to_chunks
 

@@ -33,6 +33,7 @@ def comm_type(num_ranks: int) -> type[ctypes.Structure]:
         "routing_ready",
         "rows_released",
         "sums_released",
+        "node_ready",
         "rows_ready",
         "sums_ready",
         "ids",

@@ -207,7 +207,7 @@ class PlannedRows:
     Attributes:
         first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
             tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources whose rows are in this rank's pool; this rank first.
+        held: the sources with rows in this rank's pool; this rank first.
         num_topk: experts per token (top-k).
         tables: the tensors of the following properties.
     """
@@ -261,8 +261,9 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
         ("ticket", U64),
         ("first_row", I32 * (num_sources + 1)),
         ("publishers", I32 * num_sources),
-        *((name, I32 * num_nodes) for name in ("published", "held")),
-        *((name, I32) for name in ("num_experts", "num_local_experts", "expert_alignment")),
+        ("published", I32 * num_nodes),
+        ("held", I32 * (num_sources - num_ranks + 1)),
+        *((name, I32) for name in ("num_held", "num_experts", "num_local_experts", "expert_alignment")),
         *((name, I32) for name in ("max_slots", "is_overflow_reported")),
     ]
     return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
@@ -340,6 +341,7 @@ def _prepare(
         publishers=tables.publishers,
         published=tuple(routing.source for routing in published),
         held=plan.held,
+        num_held=len(plan.held),
         num_experts=len(tables.expert_to_local),
         num_local_experts=tables.num_local_experts,
         expert_alignment=terms.expert_alignment,

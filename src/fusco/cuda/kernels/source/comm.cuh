@@ -17,11 +17,12 @@ enum State : u32 {
     FIRST_BAD_PAIR, // of a plan: the complement of the first pair with an invalid expert id; 0 for none
     NEXT_SEND,      // rows or partial sums, of this dispatch or combine, that warps have taken to send
     NEXT_RECEIVE,   // rows or tokens that warps have taken to scatter or sum once all has arrived
+    BARRIER_EPOCH,  // node barriers done
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
 enum Phase : u32 {
-    EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK
+    EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK, NODE_BARRIER
 };
 
 // Values of the host's abort word. After the last one, memory that the network should have written is undefined.
@@ -42,6 +43,7 @@ struct Comm {
     u64 routing_ready;  // [source][chunk] plan epoch of the chunk of a source's routing that is here
     u64 rows_released;  // [peer] dispatch epoch after which peer has read what this rank pushed to it
     u64 sums_released;  // [peer] combine epoch after which peer has read what this rank pushed to it
+    u64 node_ready;     // [peer] node barrier that peer has come to
     u64 rows_ready;     // [src][token][part] dispatch epoch of src's row that is here
     u64 sums_ready;     // [src][token][part] combine epoch of the partial sum that is here
     u64 ids;            // [parity][source][max_tokens * num_topk] i32

@@ -41,8 +41,8 @@ struct PlanArgs {
     i32 first_row[NUM_SOURCES + 1];
     i32 publishers[NUM_SOURCES];  // the local rank that publishes a source's routing
     i32 published[NUM_NODES];     // the sources whose routing this rank publishes
-    i32 held[NUM_NODES];          // the sources whose rows are in this rank's pool
-    i32 num_experts, num_local_experts, expert_alignment;
+    i32 held[NUM_SOURCES - NUM_RANKS + 1];  // the sources with rows in this rank's pool, num_held of them
+    i32 num_held, num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
 };
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         if (round < rounds) assign(round, kept[round]);
     for (i32 round = KEPT_ROUNDS; round < rounds; ++round) assign(round, expert_in(round, false));
     i32 num_before_source = 0;
-    for (u32 i = 0; i < NUM_NODES; ++i) {
+    for (i32 i = 0; i < args.num_held; ++i) {
         const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
         const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
         if (src != args.published[0])  // those of this rank are marked already
