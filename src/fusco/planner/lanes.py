@@ -39,7 +39,7 @@ def balance_lanes(traffic: Traffic) -> Lanes:
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> lanes = balance_lanes(Traffic.from_counts(topology, [[0, 80], [0, 0], [40, 0], [40, 0]]))
     >>> [tuple(map(int, run)) for run in zip(*lanes.runs)]
-    [(0, 1, 0, 41, 0, 2), (0, 1, 41, 80, 1, 3), (2, 0, 0, 40, 2, 0), (3, 0, 0, 40, 3, 1)]
+    [(0, 1, 0, 40, 0, 2), (0, 1, 40, 80, 1, 3), (2, 0, 0, 40, 2, 0), (3, 0, 0, 40, 3, 1)]
     """
     table = _divide(traffic.num_rows, traffic.num_links)
     ranks = np.array(traffic.topology.node_to_ranks).ravel()
