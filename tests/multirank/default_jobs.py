@@ -67,6 +67,6 @@ def run_byte_collectives(group: dist.ProcessGroup, device: str | None, dtype: to
                 comm.gather_send(fusco.Segments(source, offsets, sizes), following)
             else:
                 comm.scatter_recv(fusco.Segments(streamed, offsets, sizes), leading)
-            rows = torch.full((4, 3), float(rank), device=ON_CPU)
+            rows = torch.full((4, 3), float(rank), dtype=torch.float32, device=ON_CPU)
             moved = comm.dispatch(rows, torch.full((4, 1), following, device=ON_CPU)).rows
         return [digest(value) for value in (output, shuffled, streamed, moved)]

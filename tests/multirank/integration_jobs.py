@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from comparison import assert_same_bits
-from fusco import PeerFailureError
+from fusco import ClosedError, PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
@@ -447,6 +448,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         except (ValueError, NotImplementedError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
+    buffer.abort()
+    with pytest.raises(ClosedError, match="have been aborted"):
+        buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
     return texts
 
 

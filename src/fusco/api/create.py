@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -178,7 +178,8 @@ def connect_parts(
             warm_up(config)
             connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
             resources.callback(connections.close)
-            engine = CpuEngine(connections, config)
+            engine = on_cpu = CpuEngine(connections, config)
+            connections = replace(connections, mesh=on_cpu.mesh or connections.mesh)
         resources.callback(engine.close)
         access = Access(f"rank {store_gather.rank}'s communicator #{store_gather.number}")
         session = Session(store_gather.rank, connections, access, on_broken=engine.abort)

@@ -63,7 +63,7 @@ class Memory:
         self.device = device
         generator = torch.Generator(f"cuda:{device}").manual_seed(device)
         self._tensor = torch.randint(255, (num_bytes,), dtype=torch.uint8, device=f"cuda:{device}", generator=generator)
-        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def of(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first bytes of both."""

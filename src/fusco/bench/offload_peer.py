@@ -79,9 +79,9 @@ def _serve(commands: Connection, device: int, num_bytes: int) -> None:
     torch.cuda.set_device(device)
     pair = (
         torch.ones(num_bytes, dtype=torch.uint8, device="cuda"),
-        torch.empty(num_bytes, dtype=torch.uint8).pin_memory(),
+        torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True),
     )
-    filling = torch.empty(0)
+    filling = torch.empty(0, dtype=torch.uint8, device="cpu")
     with Copier(device, OffloadSettings(relays_by="nothing")) as copier:
         while True:
             try:

@@ -15,7 +15,7 @@ from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer, StatusServerAddress
 from fusco.control.store_gather import StoreGather
-from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.tcp_mesh import Mesh, TcpMesh
 from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, reason_of
 
@@ -32,7 +32,7 @@ class Connections:
 
     store_gather: StoreGather
     watchdog: Watchdog
-    mesh: TcpMesh
+    mesh: Mesh
     memory: NodeMemory
     listen_on: str
     secret: str = field(repr=False)

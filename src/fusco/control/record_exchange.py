@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.layout import RECORD_HEADER_INTS
 from fusco.control.node_memory import NodeMemory, wait_for_flag
-from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.tcp_mesh import Mesh
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
@@ -22,7 +22,7 @@ class RecordExchange:
     numbers. Only if they differ, which is an error as a rule, does a rank read the texts.
     """
 
-    def __init__(self, memory: NodeMemory, mesh: TcpMesh, watchdog: Watchdog) -> None:
+    def __init__(self, memory: NodeMemory, mesh: Mesh, watchdog: Watchdog) -> None:
         self._memory, self._mesh, self._watchdog = memory, mesh, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._counterpart_to_node = {

@@ -11,6 +11,7 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
@@ -174,11 +175,30 @@ class TcpConnections:
             self.failure = f"the network failed to {direction} (rank {peer}): {error}"
 
 
-class TcpMesh(TcpConnections):
+class Mesh(Protocol):
     """Messages in rounds: in each, every rank sends one message to all its peers and receives one from each.
 
     A rank may be one round ahead of its peers.
     """
+
+    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+        """Begin a round; the previous one must be done.
+
+        Args:
+            message: bytes for all peers; copied, so the caller may change it at once.
+            peer_to_memory: memory for each peer's message, of the same size.
+        """
+
+    def poll(self) -> list[int]:
+        """Send and receive without blocking; return the peers whose message has become complete."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once all messages of this round have been sent and received."""
+
+
+class TcpMesh(TcpConnections):
+    """A ``Mesh`` of one connection to each peer."""
 
     def __init__(
         self,
@@ -194,25 +214,20 @@ class TcpMesh(TcpConnections):
         super().__init__(store_gather, peers, listen_on, secret, wait_until)
 
     def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
-        """Begin a round; the previous one must be done.
-
-        Args:
-            message: bytes for all peers; copied, so the caller may change it at once.
-            peer_to_memory: memory for each peer's message, of the same size.
-        """
+        """See ``Mesh``."""
         assert self.is_done, (list(self._sending), list(self._receiving))
         copy = memoryview(bytes(message))
         self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
         self._send()
 
     def poll(self) -> list[int]:
-        """Send and receive without blocking; return the peers whose message has become complete."""
+        """See ``Mesh``."""
         self._send()
         return [peer for peer in list(self._receiving) if self._receive(peer)]
 
     @property
     def is_done(self) -> bool:
-        """True once all messages of this round have been sent and received."""
+        """See ``Mesh``."""
         return not (self._sending or self._receiving)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
+from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.lanes import IntArray
@@ -31,7 +32,7 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
-from fusco.cpu.rail_transport import RailTransport
+from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
@@ -84,6 +85,11 @@ class CpuEngine:
             self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._resources = resources.pop_all()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Carries records over the rails; ``None`` without rails."""
+        return RailMesh(self._transport) if isinstance(self._transport, RailTransport) else None
 
     @property
     def topology(self) -> Topology:

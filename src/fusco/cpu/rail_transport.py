@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -28,11 +29,7 @@ _SPREAD_S = 0.25  # a rail that has not connected this long after the first one 
 
 
 class RailTransport:
-    """A ``Transport`` over the rails of this rank's host. The ranks of the host that see these rails are its workers.
-
-    Attributes:
-        failure: see ``Transport``.
-    """
+    """A ``Transport`` over the rails of this rank's host; the ranks of the host that see them are its workers."""
 
     def __init__(
         self,
@@ -57,7 +54,7 @@ class RailTransport:
             TransportError: on all ranks, if one cannot listen on its rails.
             Exception: any that ``wait_until`` raises.
         """
-        self.failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
+        self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
         self._endpoint: Endpoint | None = None
         # Ranks in namespaces of their own have NICs of their own, and are alone there.
@@ -82,6 +79,13 @@ class RailTransport:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def failure(self) -> str:
+        for peer, channel in self._channels.items():
+            if isinstance(channel.error, PeerFailureError) and not channel.error.has_left:
+                self._note_failure(f"the network failed (rank {peer})", channel.error)
+        return self._failure
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
         ticket = Ticket()
@@ -153,11 +157,38 @@ class RailTransport:
                 self._num_done += 1
                 if on_done:
                     on_done()
-            elif not self.failure:
-                reason = error.reason if isinstance(error, PeerFailureError) else str(error)
-                self.failure = f"the network failed to {direction} (rank {peer}): {reason}"
+            else:
+                self._note_failure(f"the network failed to {direction} (rank {peer})", error)
 
         return finish
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        reason = error.reason if isinstance(error, PeerFailureError) else str(error)
+        self._failure = self._failure or f"{what}: {reason}"
+
+
+class RailMesh:
+    """A ``Mesh`` whose messages go over the rails of a transport, in order with its others."""
+
+    def __init__(self, transport: RailTransport) -> None:
+        self._transport, self._tickets, self._arrived = transport, list[Ticket](), list[int]()
+
+    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+        copy = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self._tickets = [self._transport.send(copy, peer) for peer in peer_to_memory]
+        for peer, memory in peer_to_memory.items():
+            place, on_done = torch.frombuffer(memory, dtype=torch.uint8), partial(self._arrived.append, peer)
+            self._tickets.append(self._transport.receive(place, peer, on_done))
+
+    def poll(self) -> list[int]:
+        self._transport.poll()
+        arrived = self._arrived.copy()
+        self._arrived.clear()
+        return arrived
+
+    @property
+    def is_done(self) -> bool:
+        return all(ticket.is_done for ticket in self._tickets) and self._transport.is_flushed
 
 
 def _channel_name(secret: str, rank: int, peer: int) -> bytes:

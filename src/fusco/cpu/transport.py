@@ -19,12 +19,11 @@ class Transport(Protocol):
     """Messages between this rank and all ranks of other nodes, progressed by polling in the calling thread.
 
     Messages from one rank to another arrive in the order of sending, and must be received in that order.
-
-    Attributes:
-        failure: the first error of the network; empty while it works.
     """
 
-    failure: str
+    @property
+    def failure(self) -> str:
+        """The first error of the network; empty while it works."""
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
         """Start to send a contiguous CPU tensor, not empty, which must not change until the ticket is done."""

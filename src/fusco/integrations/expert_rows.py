@@ -51,7 +51,7 @@ class ExpertRows:
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
         """Return the same object for all layers of a group, whose communicators they share."""
         of_group = _BY_GROUP.setdefault(group, {})
-        if num_experts not in of_group:
+        if num_experts not in of_group or of_group[num_experts].is_closed:
             of_group[num_experts] = cls(group, num_experts)
         return of_group[num_experts]
 
@@ -88,6 +88,11 @@ class ExpertRows:
             max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
         )
         return self._comms.run(need, first.device, dispatch)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``abort``."""
+        return self._comms.is_closed
 
     def abort(self) -> None:
         """Release all communicators without waiting for other ranks."""

@@ -74,6 +74,8 @@ class GrowingCommunicator:
         ``call`` runs one collective first, which rejects what does not fit. It may run twice. Raises what it raises,
         unless a larger communicator helps.
         """
+        if self.is_closed:
+            raise ClosedError("these communicators have been aborted")
         if self._capacity is None:
             self._grow(need, device)
             return self._run(call)
@@ -87,6 +89,11 @@ class GrowingCommunicator:
     def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
         assert self._capacity is not None
         return call(self._communicators[-1], self._capacity)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``abort``."""
+        return not self._finalizer.alive
 
     def abort(self) -> None:
         """Release all communicators without waiting for other ranks."""

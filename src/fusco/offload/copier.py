@@ -12,9 +12,9 @@ from fusco.core.announcements import announce
 from fusco.core.errors import ClosedError, FuscoError
 from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
 from fusco.offload.driver import CudaDriver
-from fusco.offload.lane import Resources
 from fusco.offload.mover import Job
 from fusco.offload.relay import Relay
+from fusco.offload.resources import Resources
 from fusco.offload.settings import Machine, OffloadSettings, this_machine
 from fusco.offload.shared_links import SharedLinks
 

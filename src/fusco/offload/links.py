@@ -14,7 +14,7 @@ from fusco.rails.board import named_path
 from fusco.rails.rail import MAX_RAILS
 
 _P2P_NVLINK, _P2P_OK = 2, 0
-_GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of a lane, by PCIe generation
+_GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of one PCIe lane, by generation
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 /* Copies between one GPU and pinned host memory over its PCIe link and those of idle GPUs of the host.
  *
- * A rail is one direction of one GPU's PCIe link; rail 2 k leads from GPU k to host memory, rail 2 k + 1 back. A lane is
+ * A rail is one direction of one GPU's PCIe link; rail 2 k leads from GPU k to host memory, rail 2 k + 1 back. A path is
  * what this GPU needs to use a rail: streams and, if the rail belongs to another GPU, a ring of relay buffers in that
  * GPU's memory. A chunk crosses NVLink to or from its relay buffer on a stream of this GPU, and PCIe on a stream of the
  * relay, so only this GPU's context ever reads or writes the caller's tensor.
@@ -47,7 +47,7 @@ typedef struct {
     int64_t num_slots; /* chunks that may be under way */
     void *first_context, *first_stream, *last_context, *last_stream;
     void *first_events[MAX_SLOTS], *last_events[MAX_SLOTS];
-} Path;
+} Streams;
 
 typedef struct Job {
     struct Job *next;
@@ -62,11 +62,11 @@ typedef struct Job {
 
 typedef struct {
     int is_open; /* without, it is drained */
-    Path path;
+    Streams streams;
     int64_t count, next_slot;                                                /* chunks under way; where the next begins */
     int head, num_launches;                                                  /* launches under way, each of some chunks */
     struct { Job *job; int64_t num_bytes, num_chunks; } launches[MAX_SLOTS]; /* a ring, with events of the same index */
-} Lane;
+} Path;
 
 typedef struct {
     Driver driver;
@@ -77,7 +77,7 @@ typedef struct {
     uint64_t generation;
     int num_rows, num_owners[MAX_RAILS];
     int64_t rows[MAX_WORKERS], owners[MAX_RAILS][MAX_WORKERS];
-    Lane lanes[MAX_RAILS];
+    Path paths[MAX_RAILS];
     Job *first[2], **end[2]; /* by direction */
     int64_t num_jobs;
     int error, is_running, num_waiting;
@@ -168,24 +168,24 @@ static int take(Mover *mover, int rail) {
 
 /* With no other link to share with, launches are long: the end of one is noticed some us later. A batch of one chunk is
  * for measurements, and stays so. */
-static int is_alone(const Mover *mover, int num_lanes) { return num_lanes == 1 && mover->options.batch > 1; }
+static int is_alone(const Mover *mover, int num_paths) { return num_paths == 1 && mover->options.batch > 1; }
 
-/* Choose a rail; `num_lanes` is set to the number of those that this copy can have now. */
-static int choose(Mover *mover, int direction, int *num_lanes) {
+/* Choose a rail; `num_paths` is set to the number of those that this copy can have now. */
+static int choose(Mover *mover, int direction, int *num_paths) {
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
     uint32_t usable = 0, idle = 0;
     follow_board(mover);
     for (int rail = direction; rail < MAX_RAILS; rail += 2) {
-        if (!mover->lanes[rail].is_open) continue;
+        if (!mover->paths[rail].is_open) continue;
         usable |= 1u << rail;
-        outstanding[rail] = mover->lanes[rail].count;
+        outstanding[rail] = mover->paths[rail].count;
         if (mover->direct >> rail & 1) continue;
         borrowed[rail] = borrowed_on(mover, rail);
         if (is_idle(mover, rail, now)) idle |= 1u << rail;
     }
-    *num_lanes = __builtin_popcount((mover->direct & usable) | idle);
+    *num_paths = __builtin_popcount((mover->direct & usable) | idle);
     int own = __builtin_ctz(mover->direct) + direction;
-    if (is_alone(mover, *num_lanes) && mover->lanes[own].is_open && mover->lanes[own].num_launches < 2) return own;
+    if (is_alone(mover, *num_paths) && mover->paths[own].is_open && mover->paths[own].num_launches < 2) return own;
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
@@ -218,90 +218,90 @@ static int over_pcie(Mover *mover, const Job *job, uint64_t device, int64_t num_
     return mover->driver.to_host(host, device, (size_t)num_bytes, stream);
 }
 
-static int issue_direct(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
-    const Path *path = &lane->path;
-    void *stream = path->last_stream;
+static int issue_direct(Mover *mover, const Job *job, const Path *path, int launch, int64_t num_bytes) {
+    const Streams *streams = &path->streams;
+    void *stream = streams->last_stream;
     uint64_t device = job->device + job->num_issued, host = (uint64_t)(uintptr_t)(job->host + job->num_issued);
-    int error = in_context(mover, path->last_context);
+    int error = in_context(mover, streams->last_context);
     if (!error && mover->options.own_link_by_kernel)
         error = run_kernel(mover, job->direction ? device : host, job->direction ? host : device, num_bytes, stream);
     else if (!error)
         error = over_pcie(mover, job, device, num_bytes, stream);
-    return error ? error : mover->driver.record(path->last_events[launch], stream);
+    return error ? error : mover->driver.record(streams->last_events[launch], stream);
 }
 
-static int issue_relayed(Mover *mover, const Job *job, const Lane *lane, int launch, int64_t num_bytes) {
+static int issue_relayed(Mover *mover, const Job *job, const Path *path, int launch, int64_t num_bytes) {
     const Driver *driver = &mover->driver;
-    const Path *path = &lane->path;
-    void *first = path->first_stream, *last = path->last_stream;
-    uint64_t buffer = path->buffer + (uint64_t)(lane->next_slot * mover->options.chunk_bytes);
+    const Streams *streams = &path->streams;
+    void *first = streams->first_stream, *last = streams->last_stream;
+    uint64_t buffer = streams->buffer + (uint64_t)(path->next_slot * mover->options.chunk_bytes);
     uint64_t device = job->device + job->num_issued;
-    int error = in_context(mover, path->first_context);
+    int error = in_context(mover, streams->first_context);
     if (!error)
         error = job->direction ? over_pcie(mover, job, buffer, num_bytes, first)
                                : between(mover, buffer, device, num_bytes, first);
-    if (!error) error = driver->record(path->first_events[launch], first);
-    if (!error) error = in_context(mover, path->last_context);
-    if (!error) error = driver->wait(last, path->first_events[launch], 0);
+    if (!error) error = driver->record(streams->first_events[launch], first);
+    if (!error) error = in_context(mover, streams->last_context);
+    if (!error) error = driver->wait(last, streams->first_events[launch], 0);
     if (!error)
         error = job->direction ? between(mover, device, buffer, num_bytes, last)
                                : over_pcie(mover, job, buffer, num_bytes, last);
-    return error ? error : driver->record(path->last_events[launch], last);
+    return error ? error : driver->record(streams->last_events[launch], last);
 }
 
 /* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. Towards the end
- * of a job there are fewer, so that all lanes end together. */
-static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_lanes) {
+ * of a job there are fewer, so that all paths end together. */
+static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_paths) {
     const Options *options = &mover->options;
-    const Lane *lane = &mover->lanes[rail];
+    const Path *path = &mover->paths[rail];
     int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
-    int64_t most = left / (2 * num_lanes), batch = 1;
-    if (is_alone(mover, num_lanes) && !lane->path.buffer) {
+    int64_t most = left / (2 * num_paths), batch = 1;
+    if (is_alone(mover, num_paths) && !path->streams.buffer) {
         most = ALONE_BYTES / options->chunk_bytes;
         return most > left ? left : most ? most : 1;
     }
     if (most < 2) most = left < 2 ? left : 2;
     if (most > options->batch) most = options->batch;
-    if (lane->path.buffer) {
-        if (most > lane->path.num_slots - lane->next_slot) most = lane->path.num_slots - lane->next_slot;
+    if (path->streams.buffer) {
+        if (most > path->streams.num_slots - path->next_slot) most = path->streams.num_slots - path->next_slot;
         while (batch < most && take(mover, rail)) batch++;
     } else {
-        int64_t room = (lane->count < options->direct_first ? options->direct_first : options->direct_depth) - lane->count;
+        int64_t room = (path->count < options->direct_first ? options->direct_first : options->direct_depth) - path->count;
         if (most > room) most = room;
         if (most > batch) batch = most;
     }
     return batch;
 }
 
-static int issue(Mover *mover, Job *job, int rail, int num_lanes) {
-    Lane *lane = &mover->lanes[rail];
+static int issue(Mover *mover, Job *job, int rail, int num_paths) {
+    Path *path = &mover->paths[rail];
     volatile uint64_t *cell = cell_of(mover, mover->row, rail);
-    int launch = (int)((lane->head + lane->num_launches) % lane->path.num_slots);
-    int64_t left = job->num_bytes - job->num_issued, num_chunks = batch_of(mover, job, rail, num_lanes);
+    int launch = (int)((path->head + path->num_launches) % path->streams.num_slots);
+    int64_t left = job->num_bytes - job->num_issued, num_chunks = batch_of(mover, job, rail, num_paths);
     int64_t num_bytes = num_chunks * mover->options.chunk_bytes;
     if (num_bytes > left) num_bytes = left;
     cell[POSTED] += (uint64_t)num_chunks;
     cell[LAST_TX] = (uint64_t)now_ns(mover);
-    lane->launches[launch].job = job, lane->launches[launch].num_bytes = num_bytes;
-    lane->launches[launch].num_chunks = num_chunks;
-    lane->num_launches++, lane->count += num_chunks;
-    job->outstanding[rail] += num_chunks, job->last[rail] = lane->path.last_events[launch];
-    int error = lane->path.buffer ? issue_relayed(mover, job, lane, launch, num_bytes)
-                                  : issue_direct(mover, job, lane, launch, num_bytes);
-    lane->next_slot = (lane->next_slot + num_chunks) % lane->path.num_slots;
+    path->launches[launch].job = job, path->launches[launch].num_bytes = num_bytes;
+    path->launches[launch].num_chunks = num_chunks;
+    path->num_launches++, path->count += num_chunks;
+    job->outstanding[rail] += num_chunks, job->last[rail] = path->streams.last_events[launch];
+    int error = path->streams.buffer ? issue_relayed(mover, job, path, launch, num_bytes)
+                                  : issue_direct(mover, job, path, launch, num_bytes);
+    path->next_slot = (path->next_slot + num_chunks) % path->streams.num_slots;
     job->num_issued += num_bytes;
-    if (lane->path.buffer) job->num_borrowed += num_bytes;
+    if (path->streams.buffer) job->num_borrowed += num_bytes;
     if (job->num_issued == job->num_bytes) __atomic_store_n(&job->state, ISSUED, __ATOMIC_RELEASE);
     return error;
 }
 
 static void complete(Mover *mover, int rail) {
-    Lane *lane = &mover->lanes[rail];
+    Path *path = &mover->paths[rail];
     volatile uint64_t *cell = cell_of(mover, mover->row, rail);
-    Job *job = lane->launches[lane->head].job;
-    int64_t num_bytes = lane->launches[lane->head].num_bytes, num_chunks = lane->launches[lane->head].num_chunks;
-    lane->head = (int)((lane->head + 1) % lane->path.num_slots), lane->num_launches--, lane->count -= num_chunks;
-    if (lane->path.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
+    Job *job = path->launches[path->head].job;
+    int64_t num_bytes = path->launches[path->head].num_bytes, num_chunks = path->launches[path->head].num_chunks;
+    path->head = (int)((path->head + 1) % path->streams.num_slots), path->num_launches--, path->count -= num_chunks;
+    if (path->streams.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
     cell[COMPLETED] += (uint64_t)num_chunks;
     cell[TX_BYTES] += (uint64_t)num_bytes;
     cell[LAST_TX] = (uint64_t)(now_ns(mover) - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
@@ -316,17 +316,17 @@ static void fail(Mover *mover, int error) {
         for (Job *job = mover->first[direction]; job; job = job->next)
             if (job->state < DONE) job->state = FAILED, job->error = error;
     for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them, nobody can tell */
-        if (mover->lanes[rail].path.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
-        mover->lanes[rail].count = mover->lanes[rail].num_launches = 0;
+        if (mover->paths[rail].streams.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
+        mover->paths[rail].count = mover->paths[rail].num_launches = 0;
     }
 }
 
-static int poll_lanes(Mover *mover) {
+static int poll_paths(Mover *mover) {
     int progress = 0;
     for (int rail = 0; rail < MAX_RAILS; rail++) {
-        Lane *lane = &mover->lanes[rail];
-        while (lane->num_launches) {
-            int answer = mover->driver.query(lane->path.last_events[lane->head]);
+        Path *path = &mover->paths[rail];
+        while (path->num_launches) {
+            int answer = mover->driver.query(path->streams.last_events[path->head]);
             if (answer == NOT_READY) break;
             if (answer) return fail(mover, answer), 1;
             complete(mover, rail), progress = 1;
@@ -356,9 +356,9 @@ static int pump(Mover *mover, int direction) {
             job->state = STARTED, progress = 1;
         }
         while (job->state == STARTED) {
-            int num_lanes = 0, rail = choose(mover, direction, &num_lanes);
+            int num_paths = 0, rail = choose(mover, direction, &num_paths);
             if (rail == WAIT) return progress;
-            int error = issue(mover, job, rail, num_lanes);
+            int error = issue(mover, job, rail, num_paths);
             if (error) return fail(mover, error), 1;
             progress = 1;
         }
@@ -371,7 +371,7 @@ int fusco_step(Mover *mover) {
     mover->context = 0; /* whatever is current in this thread */
     int progress = 0;
     if (!mover->error) {
-        progress = poll_lanes(mover);
+        progress = poll_paths(mover);
         for (int direction = 0; direction < 2; direction++) progress |= pump(mover, direction);
     }
     for (int direction = 0; direction < 2; direction++) drop_finished(mover, direction);
@@ -433,18 +433,18 @@ void fusco_free(Mover *mover) {
     free(mover);
 }
 
-void fusco_open_lane(Mover *mover, int64_t rail, const Path *path) {
+void fusco_open_path(Mover *mover, int64_t rail, const Streams *streams) {
     enter(mover);
-    Lane *lane = &mover->lanes[rail];
-    lane->path = *path, lane->count = lane->next_slot = 0, lane->head = lane->num_launches = 0, lane->is_open = 1;
+    Path *path = &mover->paths[rail];
+    path->streams = *streams, path->count = path->next_slot = 0, path->head = path->num_launches = 0, path->is_open = 1;
     pthread_mutex_unlock(&mover->lock);
 }
 
-/* Begin to drain a lane, or go on; return its chunks under way. */
-int64_t fusco_drain_lane(Mover *mover, int64_t rail) {
+/* Begin to drain a path, or go on; return its chunks under way. */
+int64_t fusco_drain_path(Mover *mover, int64_t rail) {
     enter(mover);
-    mover->lanes[rail].is_open = 0;
-    int64_t count = mover->lanes[rail].count;
+    mover->paths[rail].is_open = 0;
+    int64_t count = mover->paths[rail].count;
     pthread_mutex_unlock(&mover->lock);
     return count;
 }
@@ -483,7 +483,7 @@ int fusco_wait(Mover *mover, const Job *job, int state, int64_t timeout_ns) {
     return reached;
 }
 
-/* Have a stream wait for an issued job: for the last launch on each lane, which is in order. */
+/* Have a stream wait for an issued job: for the last launch on each path, which is in order. */
 int fusco_order(Mover *mover, const Job *job, void *stream) {
     int error = 0;
     enter(mover);

@@ -12,7 +12,7 @@ from fusco.rails.board import Board
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 
-MAX_SLOTS = 64  # chunks of a lane that may be under way
+MAX_SLOTS = 64  # chunks of a path that may be under way
 QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
 TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
 SOURCE = Path(__file__).with_name("mover.c")
@@ -36,8 +36,8 @@ class Options(ctypes.Structure):
         return cls(*counts, int(1e9 * limits.hold_s), int(1e9 * rest_s))
 
 
-class LanePath(ctypes.Structure):
-    """The struct ``Path`` of ``mover.c``: streams, events and relay buffers of a lane."""
+class PathStreams(ctypes.Structure):
+    """The struct ``Streams`` of ``mover.c``: streams, events and relay buffers of a path."""
 
     _fields_ = (
         ("buffer", ctypes.c_uint64),
@@ -64,10 +64,10 @@ class Job(ctypes.Structure):
 
 
 class Mover:
-    """Copies of one GPU, in chunks over lanes; ``close`` it before anything that lanes point to is freed."""
+    """Copies of one GPU, in chunks over paths; ``close`` it before anything that paths point to is freed."""
 
     def __init__(self, table: DriverTable, options: Options, board: Board, row: int, direct: int) -> None:
-        """Make a mover without lanes.
+        """Make a mover without paths.
 
         Args:
             table: the driver.
@@ -81,7 +81,7 @@ class Mover:
         """
         self._library = load_c_library(SOURCE)
         self._library.fusco_new.restype = ctypes.c_void_p
-        self._library.fusco_drain_lane.restype = ctypes.c_int64
+        self._library.fusco_drain_path.restype = ctypes.c_int64
         self._board = (ctypes.c_uint64 * 0).from_buffer(board.memory)  # keeps it mapped
         self._kept = (table, options)
         pointers = (ctypes.byref(table), ctypes.byref(options), ctypes.c_void_p(ctypes.addressof(self._board)))
@@ -99,13 +99,13 @@ class Mover:
         """Do what can be done now, without the thread; return whether anything was."""
         return bool(self._library.fusco_step(self._handle))
 
-    def open_lane(self, rail: int, path: LanePath) -> None:
+    def open_path(self, rail: int, path: PathStreams) -> None:
         """Use a rail from now on."""
-        self._library.fusco_open_lane(self._handle, ctypes.c_int64(rail), ctypes.byref(path))
+        self._library.fusco_open_path(self._handle, ctypes.c_int64(rail), ctypes.byref(path))
 
-    def drain_lane(self, rail: int) -> int:
+    def drain_path(self, rail: int) -> int:
         """Give a rail no more chunks; return how many are under way on it."""
-        return int(self._library.fusco_drain_lane(self._handle, ctypes.c_int64(rail)))
+        return int(self._library.fusco_drain_path(self._handle, ctypes.c_int64(rail)))
 
     def submit(self, job: Job) -> None:
         """Queue a job."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from fusco.core.errors import LaunchError, TransportError
 from fusco.offload.budget import RelayBudget
 from fusco.offload.driver import CudaDriver
-from fusco.offload.lane import Resources, relayed_path
 from fusco.offload.links import Links
-from fusco.offload.mover import FROM_HOST, TO_HOST, LanePath, Mover
+from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, PathStreams
+from fusco.offload.resources import Resources, relayed_path
 from fusco.rails.limits import Limits
 
 _DRAIN_S = 10.0  # limit of a wait for chunks under way
@@ -78,7 +78,7 @@ class Relay:
             return False
         self._resources = resources
         for direction, path in zip(_DIRECTIONS, paths, strict=True):
-            host.mover.open_lane(2 * self.link + direction, path)
+            host.mover.open_path(2 * self.link + direction, path)
         return True
 
     def check(self) -> bool:
@@ -97,7 +97,7 @@ class Relay:
             return
         rails = [2 * self.link + direction for direction in _DIRECTIONS]
         end = time.monotonic() + _DRAIN_S
-        while under_way := sum([self._host.mover.drain_lane(rail) for rail in rails]):
+        while under_way := sum([self._host.mover.drain_path(rail) for rail in rails]):
             if time.monotonic() > end:
                 raise TransportError(
                     f"{under_way} chunks on the PCIe link of GPU {self.device} did not end in {_DRAIN_S:g} s"
@@ -108,7 +108,7 @@ class Relay:
         finally:
             self._resources, self.held_bytes, self.reason = None, 0, reason
 
-    def _take(self, resources: Resources) -> Sequence[LanePath]:
+    def _take(self, resources: Resources) -> Sequence[PathStreams]:
         """Map the buffers of both directions, once."""
         host = self._host
         relay = resources.context(self.device)

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 from fusco.core.errors import FuscoError
 from fusco.offload.driver import CudaDriver
-from fusco.offload.lane import Resources, direct_path
 from fusco.offload.links import Links, rails_of_links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, Options
 from fusco.offload.relay import Relay, RelayHost
+from fusco.offload.resources import Resources, direct_path
 from fusco.offload.settings import Machine, OffloadSettings
 from fusco.rails.board import Board
 from fusco.rails.board_row import BoardRow
@@ -123,7 +123,7 @@ class SharedLinks:
         if settings.own_link_by != "nothing":
             for direction in (TO_HOST, FROM_HOST):
                 path = direct_path(resources, context, settings.limits.direct_depth)
-                mover.open_lane(2 * self._link + direction, path)
+                mover.open_path(2 * self._link + direction, path)
         return mover
 
     def _keep(self) -> None:

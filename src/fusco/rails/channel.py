@@ -20,6 +20,7 @@ from fusco.rails.scheduler import Batch, Scheduler
 from fusco.rails.send_queue import SendQueue
 from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, WireError
 
+CLOSING_S = 3.0  # what is left to deliver must pass rails that may have failed
 _EPOCHS = 1 << 32
 
 
@@ -89,8 +90,12 @@ class Channel:
     def close(self) -> None:
         """Close the channel; requests that are not done fail, here and at the peer. May be called again."""
         if not self.closed.is_set():
-            self._host.loop.post(self._begin_close)
-            self._host.loop.wait(self.closed, 1.0)  # what is left to write must pass rails that may have failed
+            self.begin_close()
+            self._host.loop.wait(self.closed, CLOSING_S)
+
+    def begin_close(self) -> None:
+        """Begin to close the channel; ``closed`` is set when the peer was told."""
+        self._host.loop.post(self._begin_close)
 
     def check_connected(self, limit_s: float) -> None:
         """Raise ``PeerFailureError`` unless a rail is connected, after a wait of ``limit_s`` seconds."""
@@ -105,6 +110,11 @@ class Channel:
     def usable(self) -> int:
         """Mask of the rails that are connected now."""
         return self._scheduler.view.usable
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of the channel; ``None`` while it works."""
+        return self._error
 
     @property
     def num_bytes(self) -> int:
@@ -188,8 +198,6 @@ class Channel:
             return
         if connection.wants_write != wanted:
             self._watch(connection)
-        if self._is_closing:
-            self._end_close()
 
     def on_readable(self, connection: Connection) -> None:
         """Read from a connection; give it up if that fails."""
@@ -201,15 +209,20 @@ class Channel:
         self.pump()
 
     def rescue(self, now: float) -> None:
-        """Send chunks again that are late on borrowed rails.
+        """Take back chunks from borrowed rails whose owners have begun to send, and send those again that are late.
 
-        The owner of the rail has begun to send, and the chunk waits in the lower class until the owner pauses. The
-        copy that arrives first counts.
+        Until the owner pauses, they wait in the lower class. Of a late chunk, the copy that arrives first counts.
         """
         self._count_passed()
-        for connection in self._connections.values():
-            if connection.outstanding and self._host.defers(connection.rail):
-                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(connection.rail)))
+        busy = self._scheduler.busy()
+        for rail, connection in self._connections.items():
+            if connection.outstanding and self._host.defers(rail):
+                if busy >> rail & 1:
+                    withdrawn = connection.withdraw()
+                    self._sends.put_back(name for name, posted in withdrawn.items() if not posted.is_late)
+                    for _ in withdrawn:
+                        self._scheduler.completed(rail, 0)
+                self._sends.put_back(connection.late_chunks(now, self._host.least_late_s(rail)))
 
     @property
     def borrows(self) -> bool:
@@ -263,19 +276,24 @@ class Channel:
         self._failures[rail] = reason
 
     def _begin_close(self) -> None:
-        """Tell the peer, and fail what is not done; ``_end_close`` follows once that is written."""
+        """Tell the peer, and fail what is not done; ``end_close`` follows once it has that."""
         self._fail_requests(ClosedError("the channel was closed"))
         self._is_closing = True
         for connection in list(self._connections.values()):
             connection.release()
             connection.send_credit(Record(kind=BYE))
         self.pump()
-        self._end_close()
+        self.end_close()
 
-    def _end_close(self) -> None:
-        """Close the connections that have written everything; ``closed`` is set when there are none."""
+    @property
+    def is_closing(self) -> bool:
+        """True from the beginning to the end of ``close``; the peer is being told."""
+        return self._is_closing and not self.closed.is_set()
+
+    def end_close(self) -> None:
+        """Close the connections whose bytes have all been delivered; ``closed`` is set when there are none."""
         for rail, connection in list(self._connections.items()):
-            if not connection.has_output:
+            if connection.is_delivered:
                 del self._connections[rail]
                 self._end(connection, aborts=False)
         if not self._connections:

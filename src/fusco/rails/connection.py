@@ -63,7 +63,7 @@ class Connection:
         self.wants_write, self.num_bytes = False, 0
         self._out: list[memoryview] = []  # the rest of what is being written: credits, or one chunk
         self._credits, self._writes_credits = bytearray(), False
-        self._chunks: deque[tuple[Posted, bytes, memoryview]] = deque()
+        self._chunks: deque[tuple[tuple[int, int], bytes, memoryview]] = deque()
         self._begun: deque[tuple[int, Posted]] = deque()  # chunks on the network, with the bytes written at their ends
         self._num_written = 0
         self._header, self._num_header = memoryview(bytearray(RECORD_BYTES)), 0
@@ -77,8 +77,14 @@ class Connection:
 
     def send_chunk(self, name: tuple[int, int], frame: tuple[bytes, memoryview]) -> None:
         """Append a chunk, named by (seq, chunk)."""
-        posted = self.outstanding[name] = Posted(len(frame[1]), time.monotonic())
-        self._chunks.append((posted, *frame))
+        self.outstanding[name] = Posted(len(frame[1]), time.monotonic())
+        self._chunks.append((name, *frame))
+
+    def withdraw(self) -> dict[tuple[int, int], Posted]:
+        """Take back the chunks of which nothing was written, and return them."""
+        withdrawn = {name: self.outstanding.pop(name) for name, _, _ in self._chunks}
+        self._chunks.clear()
+        return withdrawn
 
     def has(self, name: tuple[int, int]) -> bool:
         """Return whether a chunk is outstanding here; its time begins anew, so it may become late again."""
@@ -148,6 +154,11 @@ class Connection:
         return bool(self._out or self._credits or self._chunks)
 
     @property
+    def is_delivered(self) -> bool:
+        """True if the peer's kernel has everything; closing earlier could discard it."""
+        return not self.has_output and not _UNSENT.unpack(fcntl.ioctl(self.socket, _SIOCOUTQ, bytes(4)))[0]
+
+    @property
     def owes_credits(self) -> bool:
         """True if a credit was not written yet."""
         return bool(self._credits) or self._writes_credits
@@ -161,9 +172,9 @@ class Connection:
                     self._out = [memoryview(bytes(self._credits))]
                     self._credits.clear()
                 else:
-                    posted, header, payload = self._chunks.popleft()
+                    name, header, payload = self._chunks.popleft()
                     self._out = [memoryview(header), payload]
-                    self._begun.append((self._num_written + len(header) + len(payload), posted))
+                    self._begun.append((self._num_written + len(header) + len(payload), self.outstanding[name]))
             try:
                 num_sent = self.socket.sendmsg(self._out, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:

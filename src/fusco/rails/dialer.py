@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from dataclasses import dataclass
 
 from fusco.rails.address import Address
@@ -15,10 +16,12 @@ from fusco.rails.host import Host
 from fusco.rails.joining import Joining
 from fusco.rails.loop import READ, WRITE
 
-_RETRY_S = 0.1  # between attempts
+_RETRY_S = 0.05  # between attempts
 # The kernel repeats a lost SYN after 1, 3, ... seconds; a new attempt is sooner. It gets more time only as long as none
-# on the rail has succeeded.
+# on the rail has succeeded; then it gets what the network needs.
 _FIRST_ATTEMPT_S, _LONGEST_ATTEMPT_S = 0.3, 5.0
+_AGAIN_S, _TIMES_THE_LAST = 0.1, 3
+_HANDSHAKE_S = 0.5  # once the kernel of the peer has accepted; the peer may be busy
 
 
 @dataclass
@@ -26,8 +29,9 @@ class _Rail:
     """Attempts on one rail."""
 
     next_s: float = 0.0  # when to try again
+    begun_s: float = 0.0  # when the attempt began, of time.monotonic
     limit_s: float = _FIRST_ATTEMPT_S  # of the next attempt
-    was_connected: bool = False
+    was_connected: bool = False  # an attempt has reached the peer's kernel
     incarnation: int = 0
     connecting: socket.socket | None = None  # the attempt under way
     deadline: float = 0.0
@@ -51,7 +55,7 @@ class Dialer:
         connected = self.channel.usable
         for i, rail in enumerate(self._rails):
             if rail.connecting is not None:
-                if now > rail.deadline:
+                if now > rail.deadline or not links >> i & 1:
                     self._failed(i, now, "no answer")
             elif not connected >> i & 1 and not links >> i & 1:
                 self.channel.note_failure(i, "the interface has no link")
@@ -72,7 +76,7 @@ class Dialer:
         rail, (host, port) = self._rails[i], self._address.rails[i]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         rail.connecting = socket.socket(family, socket.SOCK_STREAM)
-        rail.incarnation, rail.deadline = rail.incarnation + 1, now + rail.limit_s
+        rail.incarnation, rail.deadline, rail.begun_s = rail.incarnation + 1, now + rail.limit_s, time.monotonic()
         try:
             configure(rail.connecting, defers=self._host.defers(i))
             bind_to(rail.connecting, self._host.rails[i].interface, self._host.rails[i].address)
@@ -86,14 +90,17 @@ class Dialer:
 
     def _connected(self, i: int, now: float) -> None:
         """Begin the handshake, unless connecting has failed."""
-        connecting = self._rails[i].connecting
+        rail = self._rails[i]
+        connecting = rail.connecting
         assert connecting is not None
         if code := connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._failed(i, now, os.strerror(code), is_refused=code == errno.ECONNREFUSED)
             return
+        rail.limit_s = max(_AGAIN_S, _TIMES_THE_LAST * (time.monotonic() - rail.begun_s))
+        rail.was_connected, rail.deadline = True, rail.deadline + _HANDSHAKE_S
         this = Introduction(
             self._host.worker, len(self._host.rails), self._host.limits.chunk_bytes,
-            self.channel.name, i, self._rails[i].incarnation,
+            self.channel.name, i, rail.incarnation,
         )  # fmt: skip
         handshake = Handshake(self._address.secret, this, is_server=False)
         joining = Joining(connecting, handshake, lambda _joining, reason: self._joined(i, now, reason))
@@ -106,7 +113,7 @@ class Dialer:
             return
         assert rail.connecting is not None
         connected, rail.connecting = rail.connecting, None
-        rail.is_refused, rail.was_connected = False, True
+        rail.is_refused = False
         self._host.loop.forget(connected.fileno())
         self.channel.attach(Connection(connected, i, rail.incarnation))
 

@@ -15,7 +15,7 @@ from fusco.rails.acceptor import Acceptor
 from fusco.rails.address import Address
 from fusco.rails.board import Board
 from fusco.rails.board_row import BoardRow
-from fusco.rails.channel import Channel
+from fusco.rails.channel import CLOSING_S, Channel
 from fusco.rails.connection import Connection
 from fusco.rails.dialer import Dialer
 from fusco.rails.handshake import CHANNEL_BYTES, SECRET_BYTES, Introduction
@@ -28,7 +28,7 @@ from fusco.rails.schedule import Policy, policy_named
 
 _CHECK_S, _IDLE_CHECK_S = 0.05, 0.25  # between looks at links and stalls, with and without requests
 _RETRY_S = 0.001  # between looks for an idle rail
-_RESCUE_S = 0.005  # between looks for late chunks on borrowed rails
+_RESCUE_S = 0.002  # between looks for chunks on borrowed rails that are late, or whose owners send
 _BOARD_S = 0.25  # between looks for dead workers
 _SPREAD_S = 0.25  # after the first rail of a new channel, the others get this long before `connect` returns
 
@@ -158,8 +158,11 @@ class Endpoint:
 
     def close(self) -> None:
         """Close all channels and leave the board; requests that are not done fail. May be called again."""
-        for channel in list(self._channels.values()):
-            channel.close()
+        closing, end = list(self._channels.values()), time.monotonic() + CLOSING_S
+        for channel in closing:
+            channel.begin_close()
+        for channel in closing:
+            self._loop.wait(channel.closed, max(0.0, end - time.monotonic()))
         if self._query.fileno() < 0:
             return
         self._error = self._error or ClosedError(f"the endpoint of worker {self.worker} was closed")
@@ -194,6 +197,9 @@ class Endpoint:
                 wait_s = min(wait_s, self._next_rescue - now)
                 if rescues and channel.borrows:
                     channel.rescue(now)
+            if channel.is_closing:
+                channel.end_close()
+                wait_s = min(wait_s, _RETRY_S)
             if channel.waits_for_rail:
                 channel.pump()
                 wait_s = min(wait_s, _RETRY_S if channel.waits_for_rail else wait_s)

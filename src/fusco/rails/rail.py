@@ -82,9 +82,19 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
                 found.append((name, address))
     if not found:
         raise ValueError("this host has no interface that is up and has an address, except the loopback device")
-    num_rails, count = len(found), len(found) if num_workers is None else num_workers
-    owners = [tuple(range(i, count, num_rails)) or (i % count,) for i in range(num_rails)]
-    return check_rails([Rail(name, address, owners[i], _bits_per_s(name)) for i, (name, address) in enumerate(found)])
+    owners = owners_of(len(found), len(found) if num_workers is None else num_workers)
+    return check_rails(
+        [Rail(name, address, of_it, _bits_per_s(name)) for (name, address), of_it in zip(found, owners, strict=True)]
+    )
+
+
+def owners_of(num_rails: int, num_workers: int) -> list[tuple[int, ...]]:
+    """Return the owners of each rail: workers share rails evenly, or rails are shared among fewer workers.
+
+    >>> owners_of(2, 3), owners_of(3, 2)
+    ([(0, 2), (1,)], [(0,), (1,), (0,)])
+    """
+    return [tuple(range(rail, num_workers, num_rails)) or (rail % num_workers,) for rail in range(num_rails)]
 
 
 def configured_rails(num_workers: int | None = None) -> tuple[Rail, ...]:

@@ -69,6 +69,13 @@ class Scheduler:
         self._row.post(rail)
         return rail
 
+    def busy(self) -> int:
+        """Return the indirect rails that their owners use; none while no direct rail works."""
+        if self._batch.is_over():
+            self._refresh()
+        view = self.view
+        return ~(view.idle | view.direct) if view.direct & view.usable else 0
+
     def completed(self, rail: int, num_bytes: int) -> None:
         """Note that a chunk has left the network; 0 bytes if it was lost with its rail."""
         view = self.view

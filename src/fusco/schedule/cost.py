@@ -51,8 +51,8 @@ class Links:
 
 
 # Links by which the all-to-all of each engine chooses a schedule, unless the caller names a mode.
-# CPU: gloo over 10 Gbit/s or a loopback device. A stage costs the latency of its first message through Python and TCP;
-# docs/performance/alltoall.md has the measurements.
+# CPU: TCP over 10 Gbit/s or a loopback device. A stage costs the latency of its first message through Python, as it was
+# measured over gloo (docs/performance/alltoall.md); not measured over the present transport.
 CPU_LINKS = Links(latency_us=200.0, internode_gbs=1.0, intranode_gbs=4.0)
 # CUDA: the cost to launch and connect a round of messages, a NIC of 200 Gbit/s for each rank, NVLink. Not
 # measured (c56ea98).

@@ -151,7 +151,7 @@ def test_the_table_within_a_node(ranks):
     assert "copy engine 380 pulling, 400 pushing" in shown
     assert "multiprocessors taken by fusco: dispatch 64, combine 132" in shown
     assert "waiting included: plan 29, scatter_rows 991" in shown
-    assert "fusco-fp8" not in shown
+    assert "fusco-static" not in shown
     assert "multiprocessors taken" not in text_of(print_device_records, records[1:2])
 
 

@@ -198,9 +198,9 @@ def test_memory_that_runs_low_is_given_back_and_taken_again(host):
     copy = host.start(0, GB)
     host.step()
     host.gpus.links.free[1] = budget.low_bytes - 1
-    copier.links.mover.drain_lane(2), copier.links.mover.drain_lane(3)
+    copier.links.mover.drain_path(2), copier.links.mover.drain_path(3)
     borrowed = copy.borrowed_bytes
-    while host.copiers[0].links.mover.drain_lane(2):
+    while host.copiers[0].links.mover.drain_path(2):
         host.step()
     copier.links.keep()
     assert not host.gpus.buffers

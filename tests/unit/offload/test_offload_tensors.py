@@ -15,7 +15,7 @@ from fusco.core.c_library import load_c_library
 from fusco.core.errors import CompileError
 from fusco.offload import copy_from_host, copy_to_host, tensors
 from fusco.offload.budget import MB, RelayBudget
-from fusco.offload.mover import SOURCE, Job, LanePath, Options
+from fusco.offload.mover import SOURCE, Job, Options, PathStreams
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 from fusco.rails.schedule import POLICIES, View, select
@@ -101,10 +101,10 @@ def test_the_choice_of_a_rail_is_that_of_rails(direct, usable, idle, outstanding
 def test_structs_are_as_large_as_in_c(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path))  # its name does not depend on what it includes
     source = tmp_path / "sizes.c"
-    text = "int64_t sizes(int i) { return i == 0 ? sizeof(Options) : i == 1 ? sizeof(Path) : sizeof(Job); }"
+    text = "int64_t sizes(int i) { return i == 0 ? sizeof(Options) : i == 1 ? sizeof(Streams) : sizeof(Job); }"
     source.write_text(f'#include "{SOURCE}"\n{text}\n')
     sizes = load_c_library(source).sizes
-    assert [sizes(i) for i in range(3)] == [ctypes.sizeof(each) for each in (Options, LanePath, Job)]
+    assert [sizes(i) for i in range(3)] == [ctypes.sizeof(each) for each in (Options, PathStreams, Job)]
 
 
 def test_a_source_is_compiled_once(tmp_path, monkeypatch):

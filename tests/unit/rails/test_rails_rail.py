@@ -3,7 +3,7 @@
 import pytest
 
 from fusco.rails import Rail, discover_rails
-from fusco.rails.rail import check_rails
+from fusco.rails.rail import check_rails, configured_rails
 
 
 def test_the_loopback_device_is_a_rail_if_it_is_named():
@@ -38,3 +38,13 @@ def test_hosts_that_cannot_be():
         check_rails([])
     with pytest.raises(ValueError, match="rails must have different addresses"):
         check_rails([rail, Rail("eth1", "fd00::1", (1,))])
+
+
+def test_rails_of_the_environment(monkeypatch):
+    monkeypatch.delenv("FUSCO_RAILS", raising=False)
+    assert configured_rails() == ()
+    monkeypatch.setenv("FUSCO_RAILS", "lo")
+    assert [(rail.interface, rail.owners) for rail in configured_rails(2)] == [("lo", (0, 1))]
+    monkeypatch.setenv("FUSCO_RAILS", "lo, nowhere0")
+    with pytest.raises(ValueError, match="FUSCO_RAILS=lo,nowhere0: interface nowhere0 is missing or down"):
+        configured_rails()

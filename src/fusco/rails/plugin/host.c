@@ -220,5 +220,6 @@ void host_release(void) {
 
 /* Before version 11, NCCL does not say when it is done; this also runs when the library is unloaded. */
 __attribute__((destructor)) static void at_exit(void) {
+  say_no_more();
   if (the_host) stop(the_host);
 }

@@ -104,6 +104,8 @@ void say(bool warns, const char *format, ...) {
   if (log) log(warns ? LOG_WARN : LOG_INFO, LOG_NET, "fusco rails", 0, "fusco rails: %s", text);
 }
 
+void say_no_more(void) { the_log = NULL; }
+
 static int init(logger log) {
   the_log = log;
   return host_acquire() ? SUCCESS : SYSTEM_ERROR;

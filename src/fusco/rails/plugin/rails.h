@@ -157,6 +157,7 @@ bool host_listens(char *why, size_t why_bytes);
 void host_check_links(void);
 bool host_defers(int rail);
 double host_least_late_s(int rail);
+void say_no_more(void); /* NCCL may be unloaded */
 void say(bool warns, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ---- wire ---- */

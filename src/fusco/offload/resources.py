@@ -1,4 +1,4 @@
-"""Streams, events and relay buffers of lanes."""
+"""Streams, events and relay buffers: what a GPU needs to copy over a link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from fusco.offload.driver import CudaDriver
-from fusco.offload.mover import FROM_HOST, TO_HOST, LanePath
+from fusco.offload.mover import FROM_HOST, TO_HOST, PathStreams
 
 
 class Resources:
@@ -56,21 +56,21 @@ class Resources:
         return made
 
 
-def direct_path(resources: Resources, context: int, depth: int) -> LanePath:
-    """Return the lane of a GPU's own link, with ``depth`` chunks under way at most."""
-    path = LanePath(num_slots=depth, last_context=context, last_stream=resources.stream(context))
+def direct_path(resources: Resources, context: int, depth: int) -> PathStreams:
+    """Return the path of a GPU's own link, with ``depth`` chunks under way at most."""
+    path = PathStreams(num_slots=depth, last_context=context, last_stream=resources.stream(context))
     path.last_events[:depth] = resources.events(context, depth)
     return path
 
 
 def relayed_path(
     resources: Resources, contexts: Sequence[int], direction: int, depth: int, chunk_bytes: int
-) -> LanePath:
-    """Return the lane of another GPU's link; ``contexts`` are this GPU's and the relay's."""
+) -> PathStreams:
+    """Return the path of another GPU's link; ``contexts`` are this GPU's and the relay's."""
     context, relay = contexts
     first, last = (context, relay) if direction == TO_HOST else (relay, context)
     assert direction in (TO_HOST, FROM_HOST)
-    path = LanePath(
+    path = PathStreams(
         buffer=resources.buffer(relay, depth * chunk_bytes),
         num_slots=depth,
         first_context=first,

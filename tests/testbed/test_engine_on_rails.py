@@ -1,0 +1,89 @@
+"""The CPU engine on hosts with several NICs: an idle neighbour's NIC is used, rails fail under its calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fusco.testbed import Testbed
+from fusco.testbed.job import rank_environment
+
+SCRIPT = str(Path(__file__).with_name("shuffles.py"))
+RATE, NUM_TOKENS = 400_000_000, 1024
+LIMIT_S = 60.0
+
+
+class Job:
+    """Two ranks on each of two hosts, which see both rails of their host."""
+
+    def __init__(self, bed: Testbed) -> None:
+        self.bed, self.count = bed, 0
+        self.processes = []
+        for rank in range(4):
+            host, local_rank = divmod(rank, 2)
+            own = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2"}
+            self.processes.append(
+                bed.spawn(
+                    host,
+                    [sys.executable, SCRIPT, str(NUM_TOKENS)],
+                    env={**os.environ, **rank_environment(bed, host, 0), **own, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+
+    def go_on(self, iterations: int) -> None:
+        """Wait until rank 0 has done more iterations; each compares its rows."""
+        for _ in range(iterations):
+            self.count += 1
+            assert self.processes[0].stdout.readline() == f"iteration {self.count}\n"
+
+    def sent(self, host: int) -> list[int]:
+        return [self.bed.counters(host, rail).sent_bytes for rail in range(2)]
+
+
+@pytest.fixture(scope="module")
+def job():
+    with Testbed(2, 2, RATE) as bed:
+        yield Job(bed)
+
+
+def test_an_idle_ranks_nic_is_borrowed(job):
+    job.go_on(2)
+    before = job.sent(0)
+    job.go_on(3)
+    own, borrowed = (after - start for start, after in zip(before, job.sent(0), strict=True))
+    assert borrowed > 0.3 * (own + borrowed)  # rank 1, whose rail it is, sends no rows
+
+
+@pytest.mark.parametrize("rail", [1, 0])
+def test_calls_go_on_over_the_other_rail_until_it_is_back(job, rail):
+    job.bed.set_link(1, rail, up=False)
+    job.go_on(4)
+    before = job.sent(1)[rail]
+    job.go_on(2)
+    assert job.sent(1)[rail] - before < 100_000
+    job.bed.set_link(1, rail, up=True)
+    time.sleep(1.0)
+    job.go_on(8)
+    before = job.sent(1)[rail]
+    job.go_on(2)
+    assert job.sent(1)[rail] - before > 1_000_000
+
+
+def test_without_any_rail_the_error_names_peer_and_rails(job):
+    for rail in range(2):
+        job.bed.set_link(1, rail, up=False)
+    begin = time.monotonic()
+    output = job.processes[0].communicate(timeout=LIMIT_S)[0]
+    assert time.monotonic() - begin < 15.0
+    failure = output.splitlines()[-1]
+    assert failure.startswith("rank 0 failed: ")
+    assert "waiting for rank(s) " in failure
+    for rail in range(2):
+        assert f"rail {rail} (rail{rail}, 10.200.{rail}.1): " in failure
