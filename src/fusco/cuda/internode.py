@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from fusco.core.errors import MismatchError, RowOverflowError
 from fusco.core.groups import Groups
 from fusco.core.lanes import Lanes
 from fusco.core.profile import Call, CallProfile
+from fusco.core.recent import Recent
 from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
@@ -46,6 +48,7 @@ from fusco.cuda.slice_ring import SliceRing
 from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
+from fusco.planner.balancer import is_builtin
 from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing, describe_invalid_id
@@ -71,6 +74,7 @@ class InternodeShuffle:
         self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
         self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
         self._has_begun = torch.cuda.Event()
+        self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
         self._num_counts = 0  # dispatches whose rows the host has counted
 
     def pending_error(self) -> RowOverflowError | None:
@@ -260,13 +264,19 @@ class InternodeShuffle:
     def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
         """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
         num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
-        if request.static or self._topology.ranks_per_node == 1:
-            lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
-        else:
-            max_rows = self._layout.capacity.max_tokens_per_rank * (self._topology.num_nodes - 1)
-            traffic = Traffic.from_counts(self._topology, num_rows)
-            lanes = agreed_lanes(transfer.call, request.balancer, traffic, max_rows)
-        return InternodeTraffic(self._context.rank, lanes, num_rows)
+        is_balanced = not request.static and self._topology.ranks_per_node > 1
+        # Sizes of messages that are fixed repeat, and so do those of a benchmark.
+        key = (num_rows, request.balancer if is_balanced else None)
+        known = None if is_balanced and not is_builtin(request.balancer) else self._known_traffic.get(key)
+        if known is None:
+            if is_balanced:
+                max_rows = self._layout.capacity.max_tokens_per_rank * (self._topology.num_nodes - 1)
+                traffic = Traffic.from_counts(self._topology, num_rows)
+                lanes = agreed_lanes(transfer.call, request.balancer, traffic, max_rows)
+            else:
+                lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
+            known = self._known_traffic[key] = InternodeTraffic(self._context.rank, lanes, num_rows)
+        return known
 
     def _send(
         self,
