@@ -32,7 +32,6 @@ from fusco.core.timeline import NO_TIMELINE, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.base import CombineAllRequest, Engine, Pending
 from fusco.planner.balancer import Balancer
-from fusco.planner.lanes import balance_lanes
 from fusco.schedule.schedule import ScheduleMode
 
 _RELEASE_LIMIT_S = 2.0  # limit of the wait of a thread that drops a communicator, until its resources are released
@@ -67,7 +66,7 @@ class Communicator:
         max_bytes_per_token: int,
         expert_placement: Sequence[int] | None = None,
         ranks_per_node: int | None = None,
-        balancer: Balancer = balance_lanes,
+        balancer: Balancer | None = None,
         settings: Settings | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -82,9 +81,10 @@ class Communicator:
                 ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
-            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks.
-                With one that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all
-                ranks in a second exchange of records, and raises ``MismatchError`` if they differ.
+            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks;
+                ``None`` means ``BALANCERS["lanes"]`` on the CPU and ``BALANCERS["send-and-receive"]`` on CUDA. With one
+                that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all ranks in a
+                second exchange of records, and raises ``MismatchError`` if they differ.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
                 On CUDA each rank needs its own device. Ranks of a node communicate over NVLink, nodes over NCCL.

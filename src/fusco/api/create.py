@@ -29,7 +29,7 @@ from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
-from fusco.planner.balancer import Balancer, checked_balancer, describe_balancer
+from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
 from fusco.rails.rail import configured_rails
 
 
@@ -43,7 +43,7 @@ class CommunicatorConfig:
     max_bytes_per_token: int
     expert_placement: Sequence[int] | None
     ranks_per_node: int | None
-    balancer: Balancer
+    balancer: Balancer | None
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
 
@@ -51,7 +51,7 @@ class CommunicatorConfig:
         """Validate the arguments; raises as ``Communicator`` does."""
         if why_not := why_nothing_moves_here():
             raise TypeError(f"Communicator {why_not}")
-        if not callable(self.balancer):
+        if not (self.balancer is None or callable(self.balancer)):
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
             )
@@ -64,10 +64,12 @@ class CommunicatorConfig:
             check_integer("ranks_per_node", self.ranks_per_node, least=1)
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
-        return CheckedConfig(placement, capacity, check_device(self.device))
+        device = check_device(self.device)
+        return CheckedConfig(placement, capacity, device, self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
 
-    def fields(self, placement: ExpertPlacement, device: torch.device) -> Fields:
+    def fields(self, checked: CheckedConfig) -> Fields:
         """Return the values that must be equal on all ranks."""
+        placement, device = checked.placement, checked.device
         return {
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
@@ -76,7 +78,7 @@ class CommunicatorConfig:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_bytes_per_token": self.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
-            "balancer": describe_balancer(self.balancer),
+            "balancer": describe_balancer(checked.balancer),
             "device": device.type,
             **({"num_rails": len(configured_rails())} if device.type == "cpu" else {}),
         }
@@ -89,6 +91,7 @@ class CheckedConfig:
     placement: ExpertPlacement
     capacity: Capacity
     device: torch.device
+    balancer: Balancer
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
         device = DeviceIdentity.of(checked.device)
     except REFUSALS as error:
         checked, rejection = None, error
-    fields = config.fields(checked.placement, checked.device) if checked else {}
+    fields = config.fields(checked) if checked else {}
     fingerprint = CollectiveFingerprint("Communicator", fields, str(rejection or ""))
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
@@ -151,7 +154,7 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     validator = Validator(
         rank=store_gather.rank,
         placement=checked.placement,
-        balancer=checked_balancer(config.balancer),
+        balancer=checked_balancer(checked.balancer),
         capacity=checked.capacity,
         wire_dtype=settings.wire_dtype,
         device=checked.device,

@@ -60,7 +60,10 @@ def shuffle(
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
     seed: options.Seed = 0,
-    balancer: options.Balancer = options.BalancerName.LANES,
+    balancer: Annotated[
+        options.BalancerName | None,
+        typer.Option(help="Balancer of the rows between nodes. Default: lanes; on CUDA send-and-receive."),
+    ] = None,
     variants: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,6 +109,7 @@ def shuffle(
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.planner.balancer import DEFAULT_BALANCERS
 
     bed = BenchTestbed.of(testbed, rate, rails)
     nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
@@ -133,7 +137,7 @@ def shuffle(
             device.value, shape[0], options.choose_names(variants, [], "variants"), with_ablation=ablation
         ),
         settings=settings,
-        balancer=balancer.value,
+        balancer=balancer.value if balancer else DEFAULT_BALANCERS[device.value],
         num_iterations=iterations,
         device=device.value,
         num_sms=num_sms,

@@ -91,13 +91,14 @@ def balance_send_and_receive(traffic: Traffic) -> Groups:
     return _as_groups(traffic.topology, _balance(traffic.num_rows))
 
 
-# The balancers of fusco by name; "lanes" is the default.
+# The balancers of fusco by name.
 BALANCERS: dict[str, Balancer] = {
     "lanes": balance_lanes,
     "static": balance_static,
     "rotation": balance_by_rotation,
     "send-and-receive": balance_send_and_receive,
 }
+DEFAULT_BALANCERS = {"cpu": "lanes", "cuda": "send-and-receive"}  # lanes on CUDA have not been measured
 _BUILTIN = tuple(BALANCERS.values())
 
 
