@@ -4,54 +4,70 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from fusco.core.cache import find_cache_folder
+from fusco.core.cache import CacheFolder, find_cache_folder
 from fusco.core.errors import CompileError
 
-_COMPILERS = ("cc", "gcc", "clang")
+_COMPILERS = ("cc", "gcc", "clang")  # after that of the variable CC
 _FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread")
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 
 
 @cache
 def load_c_library(source: Path) -> ctypes.CDLL:
-    """Return a C source as a library of this process; ``CompileError`` if it cannot be compiled.
+    """Return a C source as a library of this process, whose functions release the interpreter's lock.
 
-    Its functions release the interpreter's lock.
+    Raises ``CompileError`` as ``compile_c``.
     """
-    folder = find_cache_folder(is_for_cpu=True)
-    digest = hashlib.sha256(source.read_bytes() + f"{platform.machine()} {_FLAGS}".encode()).hexdigest()[:16]
-    name = f"{source.stem}-{digest}.so"
-    for readable in folder.readable:
-        if (readable / "c" / name).exists():
-            return ctypes.CDLL(str(readable / "c" / name))
+    return ctypes.CDLL(str(compile_c(source.stem, [source])))
+
+
+def compile_c(name: str, sources: Sequence[Path], flags: Sequence[str] = (), folder: CacheFolder | None = None) -> Path:
+    """Return C sources as a shared library; compile them first if the cache has none of these sources and flags.
+
+    Args:
+        name: of the library; its file has a digest as well.
+        sources: may include headers of their folders.
+        flags: for the compiler, after those of every library.
+        folder: the cache; by default ``find_cache_folder()``.
+
+    Raises ``CompileError`` without a C compiler or a folder that can be written, and with the compiler's message.
+    """
+    folder = folder or find_cache_folder()
+    headers = sorted({header for source in sources for header in source.parent.glob("*.h")})
+    text = b"\n".join(path.read_bytes() for path in (*sources, *headers))
+    digest = hashlib.sha256(repr([*_FLAGS, *flags, platform.machine()]).encode() + text).hexdigest()[:32]
+    file = f"{name}-{digest}.so"
+    if (kept := folder.find(file)) is not None:
+        return kept
     folder.warn()
-    if folder.used is None:
-        with tempfile.TemporaryDirectory() as temporary:  # the library stays mapped
-            return ctypes.CDLL(str(_compile(source, Path(temporary) / name)))
-    (folder.used / "c").mkdir(exist_ok=True)
-    return ctypes.CDLL(str(_compile(source, folder.used / "c" / name)))
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary, file)
+        _compile(name, [*_FLAGS, *flags, *map(str, sources), "-o", str(made)])
+        if problem := folder.keep(file, made.read_bytes()):
+            raise CompileError(f"{name} cannot be kept: {problem}; set FUSCO_CACHE_DIR")
+    found = folder.find(file)
+    assert found is not None
+    return found
 
 
-def _compile(source: Path, target: Path) -> Path:
-    """Compile to a temporary file first: no process loads a partial library."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+def _compile(name: str, arguments: Sequence[str]) -> None:
+    chosen = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, (chosen,) if chosen else _COMPILERS)), None)
     if compiler is None:
-        raise CompileError(f"{source.name} needs a C compiler, and none of {', '.join(_COMPILERS)} is installed")
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, *_FLAGS, "-o", str(made), str(source)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
-        except subprocess.CalledProcessError as error:
-            raise CompileError(f"{source.name} does not compile with {compiler}: {error.stderr.strip()}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"{source.name} could not be compiled with {compiler}: {error}") from error
-        made.replace(target)
-    return target
+        missing = f"CC={chosen} is" if chosen else f"none of {', '.join(_COMPILERS)} is"
+        raise CompileError(f"{name} needs a C compiler, and {missing} installed")
+    try:
+        subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
+    except subprocess.CalledProcessError as error:
+        raise CompileError(f"{name} does not compile with {compiler}: {error.stderr.strip()}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{name} could not be compiled with {compiler}: {error}") from error

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusco.core.cache import CacheFolder, find_cache_folder
-from fusco.core.errors import CompileError
+from fusco.core.c_library import compile_c
+from fusco.core.cache import CacheFolder
 from fusco.rails.limits import Limits
 from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 
 SOURCE_DIR = Path(__file__).parent / "plugin"
 POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
-_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
-_COMPILE_TIMEOUT_S = 120.0
+_FLAGS = ("-fvisibility=hidden",)
 # Version 11 of NCCL's interface came with 2.28, version 10 before; the plugin has both.
 _LEAST_NCCL, _NEWEST_NCCL = (2, 27), (2, 30)
 
@@ -113,29 +108,5 @@ def why_not_nccl(version: tuple[int, ...] | None) -> str:
 
 
 def plugin_path(folder: CacheFolder | None = None, flags: Sequence[str] = ()) -> Path:
-    """Return the compiled plugin; compile it first if the cache has none of these sources and flags.
-
-    Raises ``CompileError`` without a C compiler or a folder that can be written, and with the compiler's message.
-    """
-    folder = folder or find_cache_folder()
-    sources = sorted(SOURCE_DIR.glob("*.c"))
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise CompileError("the plugin for NCCL needs a C compiler, and neither cc, gcc nor clang is installed")
-    command = [compiler, *_FLAGS, *flags]
-    text = b"\n".join(path.read_bytes() for path in (*sources, *sorted(SOURCE_DIR.glob("*.h"))))
-    digest = hashlib.sha256(repr([*command, os.uname().machine]).encode() + text).hexdigest()[:32]
-    file = f"libfusco-rails-{digest}.so"
-    if (cached := folder.find(file)) is not None:
-        return cached
-    with tempfile.TemporaryDirectory() as temporary:
-        output = Path(temporary, file)
-        arguments = [*command, *map(str, sources), "-o", str(output)]
-        done = subprocess.run(  # noqa: S603  the compiler of this system
-            arguments, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-        )
-        if done.returncode:
-            raise CompileError(f"the plugin for NCCL does not compile with {compiler}: {done.stderr.strip()}")
-        if problem := folder.keep(file, output.read_bytes()):
-            raise CompileError(f"the plugin for NCCL cannot be kept: {problem}; set FUSCO_CACHE_DIR")
-    return folder.find(file) or Path()
+    """Return the compiled plugin; see ``compile_c``, also for errors."""
+    return compile_c("libfusco-rails", sorted(SOURCE_DIR.glob("*.c")), [*_FLAGS, *flags], folder)

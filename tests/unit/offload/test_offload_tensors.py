@@ -112,13 +112,13 @@ def test_a_source_is_compiled_once(tmp_path, monkeypatch):
     source = tmp_path / "one.c"
     source.write_text("int one(void) { return 1; }")
     assert load_c_library(source).one() == 1
-    assert [path.name[:4] for path in (tmp_path / "cache" / "c").iterdir()] == ["one-"]
+    assert [path.name[:4] for path in (tmp_path / "cache").iterdir()] == ["one-"]
     load_c_library.cache_clear()
     monkeypatch.setattr(c_library, "_COMPILERS", ())
     assert load_c_library(source).one() == 1
     source.write_text("int one(void) { return 2; }")
     load_c_library.cache_clear()
-    with pytest.raises(CompileError, match=r"one\.c needs a C compiler"):
+    with pytest.raises(CompileError, match=r"one needs a C compiler, and none of  is installed"):
         load_c_library(source)
 
 
@@ -126,9 +126,9 @@ def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
     source = tmp_path / "wrong.c"
     source.write_text("int one(void) { return 1 }")
-    with pytest.raises(CompileError, match=r"(?s)wrong\.c does not compile with .*expected"):
+    with pytest.raises(CompileError, match=r"(?s)wrong does not compile with .*expected"):
         load_c_library(source)
-    assert list((tmp_path / "cache" / "c").iterdir()) == []
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2000))

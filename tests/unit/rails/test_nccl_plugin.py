@@ -269,7 +269,8 @@ sys.stdout.flush()
 receiver = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
 buffer = bytearray(4 << 20)
 receives = [receiver.irecv(buffer) for _ in range(1000)]
-while True:
+end = time.monotonic() + 30  # if the test fails before it kills this process
+while time.monotonic() < end:
     receiver.progress()
 """
 
@@ -481,10 +482,13 @@ def test_it_is_compiled_once_and_problems_are_told(tmp_path, monkeypatch):
     assert plugin_path(folder, ("-O0",)).stat().st_mtime_ns == before
     with pytest.raises(CompileError, match=r"does not compile with .*no-such-flag"):
         plugin_path(folder, ("--no-such-flag",))
-    with pytest.raises(CompileError, match=r"cannot be kept: read-only; set FUSCO_CACHE_DIR"):
+    with (
+        pytest.warns(UserWarning, match="read-only"),
+        pytest.raises(CompileError, match="read-only; set FUSCO_CACHE_DIR"),
+    ):
         plugin_path(CacheFolder(tmp_path / "none", None, "read-only"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CompileError, match="neither cc, gcc nor clang is installed"):
+    with pytest.raises(CompileError, match="none of cc, gcc, clang is installed"):
         plugin_path(folder)
 
 
