@@ -80,9 +80,9 @@ def named_path(kind: str, namespace: int) -> Path:
     return _DIRECTORY / f"fusco-{kind}-v{_VERSION}-{os.getuid()}-{namespace}"
 
 
-def default_path() -> Path:
-    """Return the board of this user and network namespace: NICs belong to namespaces."""
-    return named_path("rails", os.stat("/proc/self/ns/net").st_ino)
+def default_path(network: int = 0) -> Path:
+    """Return the board of this user and a network namespace, by inode, by default this one: NICs belong to it."""
+    return named_path("rails", network or os.stat("/proc/self/ns/net").st_ino)
 
 
 class Board:
