@@ -32,7 +32,7 @@ from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.tuning import SPIN_S
-from fusco.planner.lanes import balance_lanes
+from fusco.planner.balancer import balance_by_lanes
 
 _CPU = torch.device("cpu")
 
@@ -225,7 +225,7 @@ def null_communicator(
     validator = _NullDeviceValidator(
         rank=store_gather.rank,
         placement=placement,
-        balancer=balance_lanes,
+        balancer=balance_by_lanes,
         capacity=capacity,
         wire_dtype=None,
         device=torch.device("cuda", 0),

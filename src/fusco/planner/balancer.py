@@ -91,9 +91,25 @@ def balance_send_and_receive(traffic: Traffic) -> Groups:
     return _as_groups(traffic.topology, _balance(traffic.num_rows))
 
 
+def balance_by_lanes(traffic: Traffic) -> Groups | Lanes:
+    """Lanes where they pay (``balance_lanes``); else groups, if counterparts would receive more. The default on the CPU.
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> balance_by_lanes(Traffic.from_counts(topology, [[0, 30], [0, 20], [21, 0], [29, 0]])).received_rows.tolist()
+    [21, 29, 30, 20]
+    >>> balance_by_lanes(Traffic.from_counts(topology, [[0, 80], [0, 0], [40, 0], [40, 0]])).num_moved
+    40
+    """
+    lanes = balance_lanes(traffic)
+    if traffic.topology.ranks_per_node == 1 or traffic.rank_links is not None or lanes.num_moved:
+        return lanes
+    groups = balance_send_and_receive(traffic)  # all ranks send what they have in either
+    return groups if traffic.received_rows(groups).max() < lanes.received_rows.max() else lanes
+
+
 # The balancers of fusco by name.
 BALANCERS: dict[str, Balancer] = {
-    "lanes": balance_lanes,
+    "lanes": balance_by_lanes,
     "static": balance_static,
     "rotation": balance_by_rotation,
     "send-and-receive": balance_send_and_receive,
@@ -125,7 +141,7 @@ def warm_up_balancers() -> None:
     """Compile the balancers, or load them from the disk cache."""
     traffic = Traffic.from_counts(Topology.of_equal_nodes(4, 2), [[1, 1]] * 4)
     traffic.received_rows(balance_send_and_receive(traffic))
-    balance_lanes(traffic)
+    balance_by_lanes(traffic)
 
 
 @compiled()

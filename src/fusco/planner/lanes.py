@@ -25,7 +25,7 @@ _SRC, _NODE, _FIRST, _END, _CARRIER, _FORWARDER = range(6)
 
 
 def balance_lanes(traffic: Traffic) -> Lanes:
-    """Divide the rows between nodes among the links of each node. The default.
+    """Divide the rows between nodes among the links of each node.
 
     Step 1: the *bound* is the share of a link in the busiest node, sent or received. Where every rank is close to it
     with groups of equal local ranks, these are the result. Step 2: a rank with more than the bound hands the surplus to
