@@ -92,7 +92,7 @@ def balance_send_and_receive(traffic: Traffic) -> Groups:
 
 
 def balance_by_lanes(traffic: Traffic) -> Groups | Lanes:
-    """Lanes where they pay (``balance_lanes``); else groups, if counterparts would receive more. The default on the CPU.
+    """Lanes where they pay (``balance_lanes``); else groups, if counterparts would receive more. The CPU's default.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> balance_by_lanes(Traffic.from_counts(topology, [[0, 30], [0, 20], [21, 0], [29, 0]])).received_rows.tolist()
