@@ -37,7 +37,7 @@ FIELDS = [
 ]
 
 
-ABLATION = ["no-engine", "no-planner", "no-balancer"]
+VARIANTS = ["fusco", "baseline", "no-engine", "no-planner", "no-lanes", "no-balancer"]
 SHAPE = ["--tokens", "32", "--hidden", "64", "--iterations", "2"]
 
 
@@ -49,9 +49,9 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
     assert done.exit_code == 0, done.output
     assert all(f"shuffle, {traffic} traffic" in done.output for traffic in ("trace", "imbalanced"))
     lines = list(map(json.loads, out.read_text().splitlines()))
-    assert [line["traffic"] for line in lines] == ["trace"] * 5 + ["imbalanced"] * 5
-    for records in ({line["variant"]: line for line in part} for part in (lines[:5], lines[5:])):
-        assert list(records) == ["fusco", "baseline", *ABLATION]
+    assert [line["traffic"] for line in lines] == ["trace"] * len(VARIANTS) + ["imbalanced"] * len(VARIANTS)
+    for records in ({line["variant"]: line for line in part} for part in (lines[:6], lines[6:])):
+        assert list(records) == VARIANTS
         for record in records.values():
             assert all(name in record for name in FIELDS)
             assert record["verified"] is True
