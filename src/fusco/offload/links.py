@@ -39,7 +39,7 @@ class Links(Protocol):
         """Return whether two GPUs are connected by NVLink."""
 
     def free_bytes(self, link: int) -> int:
-        """Return the free memory of a GPU, whoever uses the rest."""
+        """Return the free memory of a GPU, as left by all processes."""
 
 
 class NvmlError(OSError):
@@ -95,7 +95,7 @@ class NvmlLinks:
         return status.value == _P2P_OK
 
     def free_bytes(self, link: int) -> int:
-        """Return the free memory of a GPU, whoever uses the rest."""
+        """Return the free memory of a GPU, as left by all processes."""
         memory = _Memory()
         self._call("nvmlDeviceGetMemoryInfo", self._handles[link], ctypes.byref(memory))
         return int(memory.free)

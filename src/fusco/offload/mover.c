@@ -315,7 +315,7 @@ static void fail(Mover *mover, int error) {
     for (int direction = 0; direction < 2; direction++)
         for (Job *job = mover->first[direction]; job; job = job->next)
             if (job->state < DONE) job->state = FAILED, job->error = error;
-    for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them, nobody can tell */
+    for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them is unknown */
         if (mover->paths[rail].streams.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
         mover->paths[rail].count = mover->paths[rail].num_launches = 0;
     }

@@ -37,7 +37,7 @@ class OffloadSettings:
             its copies do not need it.
         own_link_by: what moves chunks over the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``: they
             take relays only. The last two are for measurements.
-        min_bytes: copies of less take the own link as one ``cudaMemcpyAsync``.
+        min_bytes: copies of less take the GPU's own link as one ``cudaMemcpyAsync``.
         timeout_s: the limit of every wait.
 
     Raises:

@@ -27,7 +27,7 @@ def nccl_plugin(
     board: Path | None = None,
     timeout_s: float = 60.0,
 ) -> dict[str, str]:
-    """Return the environment with which NCCL sends between hosts over all rails, whoever uses it in this process.
+    """Return the environment with which NCCL sends between hosts over all rails.
 
     Set it before NCCL starts, for example with ``os.environ.update(nccl_plugin())`` ahead of ``init_process_group``;
     all processes of a job need it. The plugin is compiled by the system's C compiler when first used, and kept.
@@ -71,7 +71,7 @@ def environment_of_plugin(
         "NCCL_NET_PLUGIN": str(plugin_path()),
         "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
         "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
-        "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # of NCCL's own control messages
+        "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # for control messages of NCCL itself
         "FUSCO_NCCL_RAILS": ";".join(map(_describe, rails)),
         "FUSCO_NCCL_POLICY": policy,
         "FUSCO_NCCL_LIMITS": ",".join(f"{name}={value}" for name, value in bounds.items()),
