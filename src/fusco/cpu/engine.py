@@ -282,9 +282,11 @@ class CpuEngine:
     def _run(self, tasks: Sequence[Task]) -> None:
         """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
         run_tasks(tasks, self._watchdog)
-        if not self._transport.is_flushed:
+        transport = self._transport
+        if transport.unflushed_peers:
             self._watchdog.wait_until(
-                lambda: self._transport.is_flushed, lambda: Stall("acknowledging", (), "all written", "not all")
+                lambda: not transport.unflushed_peers,
+                lambda: Stall("acknowledging", transport.unflushed_peers, "room for acknowledgements", "none"),
             )
 
     def _send_ring(self) -> SendRing:

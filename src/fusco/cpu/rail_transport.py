@@ -106,8 +106,8 @@ class RailTransport:
         return has_moved
 
     @property
-    def is_flushed(self) -> bool:
-        return not any(channel.owes_credits for channel in self._channels.values())
+    def unflushed_peers(self) -> tuple[int, ...]:
+        return tuple(peer for peer, channel in self._channels.items() if channel.owes_credits)
 
     def close(self) -> None:
         self._channels = {}
@@ -188,7 +188,7 @@ class RailMesh:
 
     @property
     def is_done(self) -> bool:
-        return all(ticket.is_done for ticket in self._tickets) and self._transport.is_flushed
+        return all(ticket.is_done for ticket in self._tickets) and not self._transport.unflushed_peers
 
 
 def _channel_name(secret: str, rank: int, peer: int) -> bytes:

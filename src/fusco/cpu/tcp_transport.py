@@ -85,9 +85,9 @@ class TcpTransport(TcpConnections):
         return any(moved)
 
     @property
-    def is_flushed(self) -> bool:
-        """What a ticket says to be done has left this process."""
-        return True
+    def unflushed_peers(self) -> tuple[int, ...]:
+        """None: what a ticket says to be done has left this process."""
+        return ()
 
     def close(self) -> None:
         self._sending, self._receiving = {}, {}

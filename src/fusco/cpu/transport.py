@@ -38,8 +38,8 @@ class Transport(Protocol):
         """Send and receive without blocking; return whether any bytes moved."""
 
     @property
-    def is_flushed(self) -> bool:
-        """True if no peer waits for anything that this rank has not sent yet, although all its messages are done."""
+    def unflushed_peers(self) -> tuple[int, ...]:
+        """Peers that wait for something that this rank has not sent yet, although all its messages are done."""
 
     def close(self) -> None:
         """Close the connections; messages in flight are dropped."""

@@ -267,7 +267,8 @@ class InternodeShuffle:
         is_balanced = not request.static and self._topology.ranks_per_node > 1
         # Sizes of messages that are fixed repeat, and so do those of a benchmark.
         key = (num_rows, request.balancer if is_balanced else None)
-        known = None if is_balanced and not is_builtin(request.balancer) else self._known_traffic.get(key)
+        is_repeatable = not is_balanced or is_builtin(request.balancer)  # a caller's balancer may not even be hashable
+        known = self._known_traffic.get(key) if is_repeatable else None
         if known is None:
             if is_balanced:
                 max_rows = self._layout.capacity.max_tokens_per_rank * (self._topology.num_nodes - 1)
@@ -275,7 +276,9 @@ class InternodeShuffle:
                 lanes = agreed_lanes(transfer.call, request.balancer, traffic, max_rows)
             else:
                 lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
-            known = self._known_traffic[key] = InternodeTraffic(self._context.rank, lanes, num_rows)
+            known = InternodeTraffic(self._context.rank, lanes, num_rows)
+            if is_repeatable:
+                self._known_traffic[key] = known
         return known
 
     def _send(

@@ -319,8 +319,9 @@ class ElasticBuffer:
                 raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
             num_pairs = self.num_ranks * asked.num_max_tokens_per_rank * min(asked.topk_idx.shape[1], num_local)
             static = StaticRows(-(-(num_pairs + num_local * (alignment - 1)) // alignment) * alignment)
-        rows = self._by_num_experts.setdefault(num_experts, ExpertRows(self.group, num_experts))
-        sent = rows.dispatch(
+        if num_experts not in self._by_num_experts:
+            self._by_num_experts[num_experts] = ExpertRows(self.group, num_experts)
+        sent = self._by_num_experts[num_experts].dispatch(
             payloads,
             asked.topk_idx,
             None if topk_weights is None else topk_weights.float(),

@@ -113,17 +113,18 @@ class GrowingCommunicator:
             capacity = capacity.union(each)
         if self._capacity is not None:
             capacity = capacity.union(self._capacity)
-        self._capacity = capacity.with_reserve()
+        capacity = capacity.with_reserve()
         self._communicators.append(
             Communicator(
                 group,
                 num_experts=self._num_experts,
-                **asdict(self._capacity),
+                **asdict(capacity),
                 ranks_per_node=self._ranks_per_node,
                 settings=self._settings,
                 device=device,
             )
         )
+        self._capacity = capacity  # only now: the next call tries again if there is no room for it
         return True
 
 

@@ -151,7 +151,7 @@ class _Offloaded:
         self._was_written = False
         self._pinned, self._leaving = mover.to_host(flat_view(tensor))
         self._returning: tuple[torch.Tensor, Copy] | None = None
-        self._returned: weakref.ref[torch.Tensor] | None = None
+        self._returned: tuple[weakref.ref[torch.Tensor], Copy] | None = None
 
     @property
     def has_left(self) -> bool:
@@ -165,7 +165,7 @@ class _Offloaded:
 
     def fetch(self) -> None:
         """Begin to copy it back, unless it is on the GPU."""
-        if self._tensor is None and self._returning is None and (self._returned is None or self._returned() is None):
+        if self._tensor is None and self._returning is None and (self._returned is None or self._returned[0]() is None):
             self._returning = self._mover.from_host(self._pinned, self._device)
 
     def take(self) -> torch.Tensor:
@@ -180,19 +180,27 @@ class _Offloaded:
             return self._tensor
         if self._returning is not None:
             flat, copy = self._returning
-            copy.wait()
             tensor, self._returning = flat.as_strided(self._shape, self._stride), None
-            self._returned = weakref.ref(tensor)
-            return tensor
-        returned = self._returned() if self._returned is not None else None
+            self._returned = (weakref.ref(tensor), copy)
+            return ready(tensor, copy)
+        returned = self._returned[0]() if self._returned is not None else None
         if returned is None:
             self.fetch()
             return self.take()
-        return returned
+        assert self._returned is not None
+        return ready(returned, self._returned[1])
 
     def _check(self) -> None:
         if self._tensor is not None and self._tensor._version != self._version:  # noqa: SLF001
             self._was_written = True
+
+
+def ready(tensor: torch.Tensor, copy: Copy) -> torch.Tensor:
+    """Return a tensor that is being copied, for use on the current stream; it may have been allocated on another."""
+    copy.wait()
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -68,10 +68,10 @@ class Copier:
             ClosedError: if the copier was closed, or belongs to the process that this one was forked from.
             LaunchError: if CUDA fails.
         """
-        if self._is_closed or os.getpid() != self._pid:
-            raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
+        self._require_open()
         stream, links = self.current_stream(), self._links
         with self._lock, self._driver.current(self._context):
+            self._require_open()  # another thread may have closed it meanwhile
             self._reap()
             event = self._events.pop() if self._events else self._resources.events(self._context, 1)[0]
             copy: Copy
@@ -138,9 +138,12 @@ class Copier:
 
     def close(self) -> None:
         """Wait for copies, give all memory back and leave the board. May be called again."""
-        if self._is_closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        self._is_closed = True
+        with self._lock:  # no copy begins afterwards
+            if self._is_closed:
+                return
+            self._is_closed = True
         atexit.unregister(self.close)
         try:
             for copy in list(self._under_way):
@@ -158,6 +161,10 @@ class Copier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed or os.getpid() != self._pid:
+            raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
 
     def _reap(self) -> None:
         while self._under_way and (oldest := next(iter(self._under_way))).is_done:

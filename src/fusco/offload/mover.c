@@ -170,7 +170,7 @@ static int take(Mover *mover, int rail) {
  * for measurements, and stays so. */
 static int is_alone(const Mover *mover, int num_paths) { return num_paths == 1 && mover->options.batch > 1; }
 
-/* Choose a rail; `num_paths` is set to the number of those that this copy can have now. */
+/* Choose a rail; `num_paths` is set to the number of those that this copy can have now, at least one. */
 static int choose(Mover *mover, int direction, int *num_paths) {
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
     uint32_t usable = 0, idle = 0;
@@ -184,8 +184,11 @@ static int choose(Mover *mover, int direction, int *num_paths) {
         if (is_idle(mover, rail, now)) idle |= 1u << rail;
     }
     *num_paths = __builtin_popcount((mover->direct & usable) | idle);
+    if (!*num_paths) *num_paths = 1; /* only busy links of other GPUs are left */
     int own = __builtin_ctz(mover->direct) + direction;
-    if (is_alone(mover, *num_paths) && mover->paths[own].is_open && mover->paths[own].num_launches < 2) return own;
+    const Path *path = &mover->paths[own];
+    int most = path->streams.num_slots < 2 ? 1 : 2; /* launches; each has an event of its own */
+    if (is_alone(mover, *num_paths) && path->is_open && path->num_launches < most) return own;
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fusco.core.c_library import load_c_library
@@ -89,6 +92,7 @@ class Mover:
         self._handle = ctypes.c_void_p(self._library.fusco_new(*pointers, *numbers))
         if not self._handle:
             raise MemoryError("no memory for a mover")
+        self._users, self._changed = 0, threading.Condition()
 
     def start(self) -> None:
         """Start the thread; raises ``ThreadError``."""
@@ -113,18 +117,37 @@ class Mover:
 
     def wait(self, job: Job, state: int, timeout_s: float = 0.0) -> int:
         """Wait until a job is in a state or beyond, at most that long; return the state that it is in."""
-        if not self._handle:  # closed
-            return int(job.state) if job.state >= DONE else FAILED
-        timeout_ns = ctypes.c_int64(int(1e9 * timeout_s))
-        return int(self._library.fusco_wait(self._handle, ctypes.byref(job), ctypes.c_int(state), timeout_ns))
+        with self._using() as handle:
+            if handle is None:
+                return int(job.state) if job.state >= DONE else FAILED
+            timeout_ns = ctypes.c_int64(int(1e9 * timeout_s))
+            return int(self._library.fusco_wait(handle, ctypes.byref(job), ctypes.c_int(state), timeout_ns))
 
     def order(self, job: Job, stream: int) -> int:
-        """Have a stream wait for an issued job; return the driver's error."""
-        return int(self._library.fusco_order(self._handle, ctypes.byref(job), ctypes.c_void_p(stream)))
+        """Have a stream wait for an issued job; return the driver's error. Jobs of a closed mover have ended."""
+        with self._using() as handle:
+            if handle is None:
+                return 0
+            return int(self._library.fusco_order(handle, ctypes.byref(job), ctypes.c_void_p(stream)))
 
     def close(self) -> None:
-        """Stop the thread. May be called again."""
-        if self._handle:
-            self._library.fusco_free(self._handle)
-            self._handle = ctypes.c_void_p()
+        """Stop the thread, after waits of other threads for its jobs have ended. May be called again."""
+        with self._changed:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            self._changed.wait_for(lambda: not self._users)  # each has a limit
+        if handle:
+            self._library.fusco_free(handle)
             del self._board
+
+    @contextmanager
+    def _using(self) -> Iterator[ctypes.c_void_p | None]:
+        """Keep the mover from being freed inside; ``None`` if it is closed."""
+        with self._changed:
+            handle = self._handle if self._handle else None
+            self._users += 1
+        try:
+            yield handle
+        finally:
+            with self._changed:
+                self._users -= 1
+                self._changed.notify_all()

@@ -72,6 +72,10 @@ class Relay:
             self.reason = host.budget.why_not(free_bytes, self.held_bytes)
         except LaunchError as error:
             self.reason = str(error)
+        except BaseException:  # NVML failed, so nobody can say what is held there
+            self.reason = "its memory could not be read"
+            resources.close()
+            raise
         if self.reason:
             self.held_bytes = 0
             resources.close()

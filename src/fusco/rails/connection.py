@@ -35,12 +35,14 @@ class Posted:
         num_bytes: its bytes.
         at_s: when.
         is_late: whether it was found to be late.
+        has_begun: whether it is being written, or was.
         has_passed: whether it has left the network: the kernel of the peer has it, or the peer.
     """
 
     num_bytes: int
     at_s: float
     is_late: bool = False
+    has_begun: bool = False
     has_passed: bool = False
 
 
@@ -98,9 +100,10 @@ class Connection:
 
         Raises ``WireError`` if it is none of them.
         """
-        posted = self.outstanding.pop(name, None)
-        if posted is None:
+        posted = self.outstanding.get(name)
+        if posted is None or not posted.has_begun:
             raise WireError(f"chunk {name[1]} of message {name[0]} was acknowledged, but not sent")
+        del self.outstanding[name]
         if posted.has_passed:
             return None
         self._note_passed(posted)
@@ -174,7 +177,9 @@ class Connection:
                 else:
                     name, header, payload = self._chunks.popleft()
                     self._out = [memoryview(header), payload]
-                    self._begun.append((self._num_written + len(header) + len(payload), self.outstanding[name]))
+                    posted = self.outstanding[name]
+                    posted.has_begun = True
+                    self._begun.append((self._num_written + len(header) + len(payload), posted))
             try:
                 num_sent = self.socket.sendmsg(self._out, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:

@@ -36,7 +36,7 @@ def transport_of(request):
 
 def finish(transport, tickets):
     deadline = time.monotonic() + LIMIT_S
-    while not ((all(ticket.is_done for ticket in tickets) and transport.is_flushed) or transport.failure):
+    while not ((all(ticket.is_done for ticket in tickets) and not transport.unflushed_peers) or transport.failure):
         transport.poll()
         assert time.monotonic() < deadline
 

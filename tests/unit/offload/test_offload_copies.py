@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from simulated_gpus import GB, ILLEGAL_ADDRESS, PCIE, SimulatedGpus
 from fusco.core import c_library
 from fusco.core.errors import ClosedError, LaunchError, TransportError
 from fusco.offload import Copier, OffloadSettings, RelayBudget
-from fusco.offload.mover import FROM_HOST, TO_HOST
+from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.board import Board
 from fusco.rails.limits import Limits
@@ -129,6 +130,25 @@ def test_owners_that_are_both_busy_keep_their_links(host):
     host.open(1)
     copies = [host.start(0, GB), host.start(1, GB)]
     assert GB / host.finish(*copies) >= 0.97 * PCIE
+
+
+def test_a_copy_by_relays_only_goes_on_while_their_owners_are_busy(host):
+    host.open(0, own_link_by="nothing")
+    host.open(1)
+    owner, borrower = host.start(1, GB), host.start(0, 64 * MB)
+    host.step()
+    assert not owner.is_done
+    host.finish(owner, borrower)
+    assert borrower.borrowed_bytes == 64 * MB
+
+
+def test_one_chunk_under_way(tmp_path):
+    limits = Limits(direct_first=1, direct_depth=1, borrowed_per_rail=1, batch=16)
+    host = Host(tmp_path)
+    host.open(0, limits=limits, relays_by="nothing")
+    host.open(1, limits=limits, relays_by="nothing")
+    host.finish(host.start(0, 200 * MB), host.start(0, MB))  # launches of unequal sizes
+    host.close()
 
 
 def test_borrowers_share_one_bound(tmp_path):
@@ -323,6 +343,21 @@ def test_a_closed_copier(tmp_path):
     assert not host.gpus.buffers
     assert not host.board.exists()
     assert host.gpus.contexts == {1000: 1, 1001: 0}  # the caller's
+
+
+def test_a_copier_that_is_closed_while_another_thread_waits(tmp_path):
+    host = Host(tmp_path)
+    mover = host.open(0).links.mover
+    copy = host.start(0, 64 * MB)
+    closing = threading.Thread(target=mover.close)
+    with mover._using():
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        assert mover.wait(copy._job, DONE) == FAILED  # to those that come later it is closed
+    closing.join()
+    host.copiers[0]._under_way.clear()
+    copy._was_done = True
 
 
 def test_a_killed_process_holds_neither_its_link_nor_what_it_borrowed(tmp_path):

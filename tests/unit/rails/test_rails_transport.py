@@ -17,7 +17,7 @@ from fusco.core.errors import ClosedError, PeerFailureError, TransportError
 from fusco.rails import Address, Endpoint, Limits, Rail
 from fusco.rails.connection import Connection
 from fusco.rails.handshake import Handshake, Introduction
-from fusco.rails.wire import DATA, Record, pack
+from fusco.rails.wire import DATA, Record, WireError, pack
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
 LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.5)
@@ -360,6 +360,7 @@ def test_chunks_that_are_late_are_sent_again_once_it_is_not_the_rule():
             connection.send_chunk((0, chunk), (b"", memoryview(b"")))
             connection.outstanding[0, chunk].at_s = time.monotonic() - seconds
             late = connection.late_chunks(time.monotonic() - seconds + checks_after, 0.010)
+            connection.outstanding[0, chunk].has_begun = True
             connection.acknowledged((0, chunk))
             return late
 
@@ -367,6 +368,17 @@ def test_chunks_that_are_late_are_sent_again_once_it_is_not_the_rule():
         assert send(20, 0.100, 0.100) == [(0, 20)]
         assert send(21, 0.002, 0.015) == []  # the limit has grown a little
         assert [bool(send(30 + i, 0.040, 0.040)) for i in range(12)][-4:] == [False] * 4  # the rail has become slow
+
+
+def test_a_chunk_is_not_acknowledged_before_it_is_written():
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        connection = Connection(ends[0], 1, 1)
+        connection.send_chunk((0, 0), (b"header", memoryview(b"payload")))
+        with pytest.raises(WireError, match="chunk 0 of message 0 was acknowledged, but not sent"):
+            connection.acknowledged((0, 0))
+        connection.write()
+        assert connection.acknowledged((0, 0)) is not None
 
 
 def test_a_late_chunk_arrives_over_another_rail(tmp_path):
