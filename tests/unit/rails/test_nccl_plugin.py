@@ -304,6 +304,40 @@ def test_a_killed_peer_and_what_it_leaves(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+EXITS = """
+import os, threading
+from fusco.bench.rails.plugin import Plugin, PluginChannel
+plugin = Plugin(os.environ["NCCL_NET_PLUGIN"])
+handle, listen = plugin.listen()
+sender = PluginChannel(plugin, plugin.connect(handle), is_sender=True)
+receiver = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
+buffer = bytearray(4 << 20)
+
+def work():  # as a thread of NCCL, which does not end before the process
+    while True:
+        requests = [receiver.irecv(buffer), sender.isend(b"words")]
+        sender.progress(), receiver.progress()
+
+threading.Thread(target=work, daemon=True).start()
+receiver.irecv(buffer)
+"""
+
+
+def test_a_process_that_ends_with_open_communicators(tmp_path):
+    theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
+    theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS],
+        check=False,
+        env={**os.environ, **theirs},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "b").exists()
+
+
 def test_the_board_of_a_host_whose_workers_were_all_killed_goes_with_its_next_user(tmp_path):
     pid = os.fork()
     if not pid:

@@ -166,14 +166,19 @@ bool board_register(struct board *board, const struct host *host, char *why, siz
   return row < MAX_WORKERS;
 }
 
-void board_close(struct board *board) {
-  if (!board->fields) return;
+/* Give the row back, and remove the file if it was the last; the memory stays. */
+void board_leave(struct board *board) {
   flock(board->fd, LOCK_EX);
   if (board->row >= 0) free_row(board, board->row);
   struct stat file, ours;
   bool is_this = !stat(board->path, &file) && !fstat(board->fd, &ours) && file.st_ino == ours.st_ino;
   if (!count_workers(board) && is_this) unlink(board->path);
   flock(board->fd, LOCK_UN);
+}
+
+void board_close(struct board *board) {
+  if (!board->fields) return;
+  board_leave(board);
   munmap(board->fields, BOARD_BYTES);
   close(board->fd);
   board->fields = NULL;

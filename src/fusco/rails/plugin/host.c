@@ -181,9 +181,22 @@ failed:
   return false;
 }
 
-static void stop(struct host *host) {
-  if (host->pid != getpid()) return; /* a fork: the threads and the row are the parent's */
+static bool end_threads(struct host *host) {
+  if (host->pid != getpid()) return false; /* a fork: the threads and the row are the parent's */
   for (int i = 0; i < host->num_loops; i++) loop_stop(host->loops + i);
+  return true;
+}
+
+/* After end_threads. */
+static bool has_channels(const struct host *host) {
+  for (int i = 0; i < host->num_loops; i++) {
+    if (host->loops[i].channels || host->loops[i].ready) return true;
+  }
+  return false;
+}
+
+/* After end_threads. */
+static void release(struct host *host) {
   joining_stop(host);
   while (host->listens) {
     struct listen *listen = host->listens;
@@ -214,12 +227,17 @@ bool host_acquire(void) {
 
 void host_release(void) {
   pthread_mutex_lock(&users);
-  if (the_host && !--the_host->num_users) stop(the_host);
+  if (the_host && !--the_host->num_users && end_threads(the_host)) release(the_host);
   pthread_mutex_unlock(&users);
 }
 
 /* Before version 11, NCCL does not say when it is done; this also runs when the library is unloaded. */
 __attribute__((destructor)) static void at_exit(void) {
   say_no_more();
-  if (the_host) stop(the_host);
+  if (!the_host || !end_threads(the_host)) return;
+  if (has_channels(the_host)) { /* the process ends, and NCCL's threads may still use them */
+    board_leave(&the_host->board);
+  } else {
+    release(the_host);
+  }
 }

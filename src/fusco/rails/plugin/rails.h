@@ -57,6 +57,7 @@ struct rail {
 struct host;
 bool board_open(struct board *board, const char *path, char *why, size_t why_bytes);
 bool board_register(struct board *board, const struct host *host, char *why, size_t why_bytes);
+void board_leave(struct board *board);
 void board_close(struct board *board);
 void board_reset_dead(struct board *board);
 void board_announce(struct board *board, uint32_t rails);
