@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -60,13 +61,14 @@ def compile_c(name: str, sources: Sequence[Path], flags: Sequence[str] = (), fol
 
 
 def _compile(name: str, arguments: Sequence[str]) -> None:
-    chosen = os.environ.get("CC")
-    compiler = next(filter(None, map(shutil.which, (chosen,) if chosen else _COMPILERS)), None)
+    chosen = shlex.split(os.environ.get("CC", ""))  # such as "ccache gcc"
+    compiler = next(filter(None, map(shutil.which, chosen[:1] or _COMPILERS)), None)
     if compiler is None:
-        missing = f"CC={chosen} is" if chosen else f"none of {', '.join(_COMPILERS)} is"
+        missing = f"CC={' '.join(chosen)} is not" if chosen else f"none of {', '.join(_COMPILERS)} is"
         raise CompileError(f"{name} needs a C compiler, and {missing} installed")
+    command = [compiler, *chosen[1:], *arguments]
     try:
-        subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603
     except subprocess.CalledProcessError as error:
         raise CompileError(f"{name} does not compile with {compiler}: {error.stderr.strip()}") from error
     except (OSError, subprocess.TimeoutExpired) as error:

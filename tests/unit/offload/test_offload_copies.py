@@ -281,7 +281,7 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(c_library, "_COMPILERS", ("no-such-compiler",))
     c_library.load_c_library.cache_clear()
     host = Host(tmp_path)
-    assert "mover.c needs a C compiler, and none of no-such-compiler is installed" in host.open(0).reason
+    assert "mover needs a C compiler, and none of no-such-compiler is installed" in host.open(0).reason
     host.close()
     c_library.load_c_library.cache_clear()
 

@@ -115,6 +115,7 @@ def test_a_source_is_compiled_once(tmp_path, monkeypatch):
     assert [path.name[:4] for path in (tmp_path / "cache").iterdir()] == ["one-"]
     load_c_library.cache_clear()
     monkeypatch.setattr(c_library, "_COMPILERS", ())
+    monkeypatch.delenv("CC", raising=False)
     assert load_c_library(source).one() == 1
     source.write_text("int one(void) { return 2; }")
     load_c_library.cache_clear()
