@@ -261,7 +261,7 @@ DIFFERENCES = [
     ({"device": "foo"}, "ValueError", "device must be 'cpu' or 'cuda', got 'foo'"),
     ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
     ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['lanes'], got 'static'"),
-    ({"balancer": None}, "TypeError", "balancer must be a function of the traffic"),
+    ({"balancer": 3}, "TypeError", "balancer must be a function of the traffic"),
 ]
 
 
