@@ -15,7 +15,7 @@ from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import PeerFailureError, Stall
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 2.5
+TIMEOUT_S = 4.0
 SLACK_S = 1.0  # more than a loaded machine takes to schedule all processes
 AT_ONCE_S = 2.0
 STALL = Stall("adding partial sums", (1,), "4 chunks", "3")
