@@ -14,7 +14,7 @@ from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 SOURCE_DIR = Path(__file__).parent / "plugin"
 POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
 _FLAGS = ("-fvisibility=hidden",)
-# Version 11 of NCCL's interface came with 2.28, version 10 before; the plugin has both.
+# NCCL's interface version 11 came with 2.28, version 10 before; the plugin has both.
 _LEAST_NCCL, _NEWEST_NCCL = (2, 27), (2, 30)
 
 

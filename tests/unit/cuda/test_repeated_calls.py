@@ -30,7 +30,7 @@ LIMIT_S = 20.0
 
 
 class Stream:
-    """Stands in for a stream: what is launched is done before the launch returns."""
+    """Replaces a stream: what is launched is done before the launch returns."""
 
     def launch(self, what, act, is_ready=lambda: True) -> None:
         give_up = time.monotonic() + LIMIT_S
