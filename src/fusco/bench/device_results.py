@@ -46,7 +46,8 @@ class DeviceRecord(VariantRecord):
 class InternodeRecord(InternodeBytesRecord):
     """One variant's line, between nodes. Times in milliseconds: medians of the slowest rank's, see ``DeviceTimes``.
 
-    ``bound_ms`` is the time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
+    ``empty_bytes`` are those of rows without a token, which are not among ``internode_row_bytes``. ``bound_ms`` is the
+    time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
     the times over it: 1 means that the network of the busiest rank was never idle. ``emulation`` says which variables
     the benchmark set so that nodes of one machine communicate over the network only; empty on a cluster.
     """
@@ -56,6 +57,7 @@ class InternodeRecord(InternodeBytesRecord):
     total_ms: float
     loop_ms: float
     idle_ms: float
+    empty_bytes: int
     bound_ms: float
     dispatch_over_bound: float | None
     combine_over_bound: float | None
@@ -120,11 +122,12 @@ def _between_nodes(
     variant: str, workload: Workload, run: ShuffleRun, ranks: Sequence[DeviceResult], bound: int, emulation: str
 ) -> InternodeRecord:
     profiles = [rank.profiles[variant] for rank in ranks]
-    rows_sent, metadata = (
+    rows_sent, empty, metadata = (
         [sum(getattr(of_calls[call], name) for of_calls in profiles) for call in (0, 1)]
-        for name in ("internode_row_bytes", "internode_metadata_bytes")
+        for name in ("internode_row_bytes", "internode_empty_bytes", "internode_metadata_bytes")
     )
-    described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
+    needed = rows_sent[0] - empty[0], rows_sent[1] - empty[1]
+    described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), needed)
     internode = ranks[0].peaks.internode
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     times: dict[str, Any] = _slowest_times(variant, ranks)
@@ -132,6 +135,7 @@ def _between_nodes(
     return InternodeRecord(
         **described,
         internode_row_bytes_lower_bound=bound,
+        empty_bytes=empty[0],
         metadata_bytes=metadata[0],
         combine_metadata_bytes=metadata[1],
         internode_peak_gbs=round(internode.best_gbs, 3),

@@ -38,6 +38,8 @@ class CallProfile:
         rearranging_s: passes over memory that only rearrange rows. This engine has none; the field exists so that one
             that is added must be reported.
         internode_row_bytes: rows sent to other nodes.
+        internode_empty_bytes: of those of an exactly sized dispatch, rows without a token (``MessageRows``); in a
+            combine, rows of this rank that return without a sum.
         internode_metadata_bytes: routing and records sent to other nodes.
         intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA only those of
             ``all_to_all``, as the others are known on the device only.
@@ -53,6 +55,7 @@ class CallProfile:
     wire_s: float = 0.0
     rearranging_s: float = 0.0
     internode_row_bytes: int = 0
+    internode_empty_bytes: int = 0
     internode_metadata_bytes: int = 0
     intranode_row_bytes: int = 0
     lane_row_bytes: int = 0

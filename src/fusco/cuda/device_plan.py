@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +12,46 @@ import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
-from fusco.cuda.kernels.plan import PlannedRows
+from fusco.cuda.kernels.plan import PlannedRows, PlanTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRun:
+    """Rows that follow each other in a plan, as ``held_rows.Rows`` has them. No kernel needs views of the tensors.
+
+    Attributes:
+        first_row: see ``HeldRows``.
+        tables: of the plan.
+        begin: the first of them among the plan's rows.
+        mark: the first of them among ``PlannedRows.token_to_ranks``.
+    """
+
+    first_row: tuple[int, ...]
+    tables: PlanTensors
+    begin: int
+    mark: int
+    tensors = ()  # the plan has them
+
+    @property
+    def num_topk(self) -> int:
+        """See ``held_rows.Rows``."""
+        return self.tables.shape.num_topk
+
+    @property
+    def weight_bytes(self) -> int:
+        """See ``held_rows.Rows``."""
+        return self.tables.weight_bytes
+
+    @property
+    def offsets(self) -> RowAddresses:
+        """Offsets of the addresses from those of the plan."""
+        first_pair = self.begin * self.num_topk
+        return RowAddresses(4 * first_pair, self.weight_bytes * first_pair, 4 * self.mark)
+
+    @property
+    def addresses(self) -> RowAddresses:
+        """See ``held_rows.Rows``."""
+        return RowAddresses(*map(operator.add, self.tables.addresses, self.offsets))
 
 
 @dataclass(kw_only=True)
@@ -56,8 +97,8 @@ class DevicePlan(PlannedRows):
         """See ``held_rows.Rows``."""
         return self.tables.weight_bytes
 
-    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows:
-        """Return some of the rows; copied unless they are contiguous.
+    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows | RowRun:
+        """Return some of the rows; copied unless they follow each other in the plan.
 
         Args:
             runs: for each rank of the node, the rows that it holds, in order: (source, first, end).
@@ -67,15 +108,17 @@ class DevicePlan(PlannedRows):
         first_row = [0]
         for of_rank in places:
             first_row.append(first_row[-1] + sum(end - first for first, end in of_rank))
-        pieces = [piece for of_rank in places for piece in of_rank]
-        before = {src: sum(map(self.num_rows_of, self.held[:i])) for i, src in enumerate(self.held)}
+        before = dict(zip(self.held, itertools.accumulate(map(self.num_rows_of, self.held), initial=0), strict=False))
+        joined = _joined(piece for of_rank in places for piece in of_rank)
+        marks = _joined((before[src] + first, before[src] + end) for src, first, end in runs[local])
+        if len(joined) <= 1 and len(marks) <= 1:
+            begin, mark = (of[0][0] if of else 0 for of in (joined, marks))
+            return RowRun(first_row=tuple(first_row), tables=self.tables, begin=begin, mark=mark)
         return HeldRows(
             first_row=tuple(first_row),
-            row_to_slots=_concatenated(self.row_to_slots, pieces),
-            weights=None if self.weights is None else _concatenated(self.weights, pieces),
-            token_to_ranks=_concatenated(
-                self.token_to_ranks, [(before[src] + first, before[src] + end) for src, first, end in runs[local]]
-            ),
+            row_to_slots=_concatenated(self.row_to_slots, joined),
+            weights=None if self.weights is None else _concatenated(self.weights, joined),
+            token_to_ranks=_concatenated(self.token_to_ranks, marks),
         )
 
     @cached_property
@@ -96,8 +139,12 @@ class DevicePlan(PlannedRows):
         return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
 
 
-def _concatenated(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return runs of rows, concatenated; a view if they are contiguous already."""
+def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the runs, first and end, of pieces that follow each other; empty pieces are left out.
+
+    >>> _joined([(2, 4), (4, 4), (9, 9), (4, 7), (8, 9)])
+    [(2, 7), (8, 9)]
+    """
     runs: list[tuple[int, int]] = []
     for first, end in pieces:
         if first == end:
@@ -106,7 +153,9 @@ def _concatenated(values: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> to
             runs[-1] = (runs[-1][0], end)
         else:
             runs.append((first, end))
-    if len(runs) == 1:
-        first, end = runs[0]
-        return values[first:end]
+    return runs
+
+
+def _concatenated(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return runs of rows, concatenated."""
     return torch.cat([values[first:end] for first, end in runs]) if runs else values[:0]

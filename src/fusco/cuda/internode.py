@@ -5,10 +5,12 @@ into the pool of the node's forwarder. On the caller's stream, all ranks of that
 slots. Tokens of this node are scattered before all others. Combine is the mirror: one sum of a row returns from each
 node.
 
-NCCL needs the size of a message at launch. So the host waits once in each exactly sized dispatch, until the device has
-counted the rows for each node, and once more for the size of the output, as within a node. A dispatch into static rows
-sends messages of a fixed size instead: a row for each token of the source, or as many as
-``StaticRows.max_rows_to_node`` allows. Rows that no token fills have no expert, and nothing reads them.
+NCCL needs the size of a message at launch. So the host waits in an exactly sized dispatch until the device has counted
+the rows for each node, unless messages have a row for each token (``MessageRows``), and for the size of the output, as
+within a node. A dispatch into static rows sends messages of a fixed size: a row for each token of the source, or as
+many as ``StaticRows.max_rows_to_node`` allows. Rows that no token fills have no expert, and nothing reads them.
+
+Where a dispatch has one slice, nothing can overlap with it, and all of it is on the caller's stream.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from fusco.core.profile import Call, CallProfile
 from fusco.core.recent import Recent
 from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
-from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.kernels.abi import Payload
+from fusco.cuda.intranode import narrowed
+from fusco.cuda.kernels.abi import MemoryAt, Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.node_barrier import node_barrier
-from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
+from fusco.cuda.message_rows import MessageRows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
@@ -47,11 +50,10 @@ from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
 from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
 from fusco.planner.balancer import is_builtin
-from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Piece
-from fusco.planner.routing import Routing, describe_invalid_id
+from fusco.planner.routing import Routing
 from fusco.planner.traffic import Traffic
 
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
@@ -72,45 +74,40 @@ class InternodeShuffle:
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
         self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
-        self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
+        self.message_rows = MessageRows(context)
         self._has_begun = torch.cuda.Event()
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
-        self._num_counts = 0  # dispatches whose rows the host has counted
 
     def pending_error(self) -> RowOverflowError | None:
         """Return and clear the error of a message of fixed size that was too small."""
-        overflow = self._summary.take_overflow()
-        if overflow is None:
-            return None
-        node, needed, limit = overflow
-        return RowOverflowError(self._context.rank, limit, needed, node)
+        return self.message_rows.pending_error()
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
     ) -> Pending[DispatchOutput[InternodePlan]]:
-        """Prepare planning and moving rows; unless they are static, waits until the device has counted them.
+        """Prepare planning and moving rows; waits until the device has counted them if messages are of their size.
 
-        Raises ``ValueError`` for an invalid expert id, which static rows report later.
+        Then raises ``ValueError`` for an invalid expert id. Otherwise the plan finds it.
         """
         weights = request.routing.topk_weights
         routing = Routing(request.routing.topk_idx.contiguous(), None if weights is None else plain(weights))
         request = replace(request, launch=_with_sms(request.launch), routing=routing)
         payloads = list(map(aligned, request.payloads))
-        terms = self._terms_of(request)
+        terms = self.message_rows.terms_of(request)
         with self._context.timeline.span("plan", "rows for each node"):
-            forwarding, packed = plan_forwarding(
-                self._context.launcher(stream), routing, self._context.expert_to_node, self._summary, terms
+            forwarding, packed, _ = plan_forwarding(
+                self._context.launcher(stream), routing, self._context.expert_to_node, self.message_rows.summary, terms
             )
-        if terms.max_rows is None:
-            num_rows_to_node = self._count_rows(routing, terms.ticket)
-        else:
-            num_rows_to_node = [terms.max_rows * (n != self._context.node) for n in range(self._topology.num_nodes)]
+        num_rows_to_node = self.message_rows.published(routing, terms)
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
             published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            return self._dispatch(request, forwarding, packed, transfer)
+            output = self._dispatch(request, forwarding, packed, transfer)
+            if not request.static:
+                self._complete(request, output.plan, terms, transfer)
+            return output
 
         published = PublishedRows(routing.num_tokens, tuple(num_rows_to_node))
         return Pending([int(request.static is not None), *published.pack()], run)
@@ -146,13 +143,16 @@ class InternodeShuffle:
             if plan.traffic.is_shared:
                 self._fetch_sums(plan.traffic, returned, call, stream)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        remote_nodes = sorted(returned)
+        remote_nodes, places = sorted(returned), plan.forwarding
+        call.profile.internode_empty_bytes = (
+            plan.num_empty_rows * rows.shape[1] * self._context.wire_dtype(rows.dtype).itemsize
+        )
         with timeline.span("add", "sums of other nodes", stream):
             add_returned(
                 launcher,
                 own,
                 [returned[remote] for remote in remote_nodes],
-                [plan.forwarding.token_to_place[remote] for remote in remote_nodes],
+                [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes],
                 out,
             )
         return out
@@ -168,6 +168,7 @@ class InternodeShuffle:
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
         carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
+        streams = stream, self._network.stream
         arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):
             sums = self._ring.slot(number, stream, wire_dtype)
@@ -183,7 +184,7 @@ class InternodeShuffle:
                 place = returned[piece.node].data_ptr() + piece.first * size if is_own else carried + piece.place * size
                 receives.append(Message(piece.forwarder, place, piece.num_rows * size))
             _count_bytes(sends, call)
-            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", stream, timeline)
+            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", streams, timeline)
         return returned, arrival
 
     def _fetch_sums(
@@ -225,7 +226,7 @@ class InternodeShuffle:
         call.profile.count_sms(launched.grid)
 
     def _dispatch(
-        self, request: DispatchRequest, forwarding: DeviceForwarding, packed: torch.Tensor, transfer: Transfer
+        self, request: DispatchRequest, forwarding: ForwardingTensors, packed: torch.Tensor, transfer: Transfer
     ) -> DispatchOutput[InternodePlan]:
         stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
         with profile.spend("planning"):
@@ -253,9 +254,20 @@ class InternodeShuffle:
             self._scatter_slices(plan, transfer, rows, arrivals)
         if bound and not request.static:
             self._size_exactly(plan, profile)
-            for of_payload in rows:
-                of_payload.resize_(plan.num_slots, *of_payload.shape[1:])
+            narrowed(rows, plan.num_slots)
         return DispatchOutput(plan, rows)
+
+    def _complete(
+        self, request: DispatchRequest, plan: InternodePlan, terms: ForwardingTerms, transfer: Transfer
+    ) -> None:
+        """Note the rows without a token, and raise the rejection of an id that a plan found to be invalid."""
+        ids = request.routing.topk_idx
+        if rejection := self._planner.rejection_of(ids):
+            raise LateRejection(rejection)
+        num_empty = self.message_rows.num_empty(ids.shape, terms.ticket)
+        if terms.max_rows is not None:
+            plan.num_empty_rows = num_empty
+            transfer.call.profile.internode_empty_bytes = num_empty * sum(transfer.row_bytes)
 
     def _size_exactly(self, plan: InternodePlan, profile: CallProfile) -> None:
         with profile.spend("planning"):
@@ -284,7 +296,7 @@ class InternodeShuffle:
     def _send(
         self,
         transfer: Transfer,
-        forwarding: DeviceForwarding,
+        forwarding: ForwardingTensors,
         traffic: InternodeTraffic,
         with_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
     ) -> Iterator[torch.cuda.Event]:
@@ -297,14 +309,17 @@ class InternodeShuffle:
         rows_per_slice = self._rows_per_slice(traffic, sum(sizes))
         starts = self._forwarded_starts(traffic, sizes)
         num_slices = traffic.num_slices(rows_per_slice)
-        if num_slices:
+        is_alone = num_slices == 1 and bool(with_first[0] or with_first[1])
+        if is_alone:
+            packing = transfer.stream
+        elif num_slices:
             self._has_begun.record(transfer.stream)
             packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
         first_row = 0  # of what arrives next, in the pool
         for number in range(num_slices):
             self._ring.slot(number, packing, torch.uint8)
             with timeline.span("gather", f"slice {number}", packing):
-                sends = self._pack(transfer, forwarding, traffic, number, rows_per_slice)
+                sends = self._pack(transfer, forwarding, traffic, number, rows_per_slice, packing)
             receives: list[Message] = []
             for piece in traffic.receives(traffic.rank, number, rows_per_slice):
                 for start, size in zip(starts, sizes, strict=True):
@@ -313,19 +328,20 @@ class InternodeShuffle:
             _count_bytes(sends, transfer.call)
             if number == 0:
                 sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
-            yield self._ring.exchange(number, sends, receives, f"slice {number}", packing, timeline)
+            network = packing if is_alone else self._network.stream
+            yield self._ring.exchange(number, sends, receives, f"slice {number}", (packing, network), timeline)
 
     def _pack(
         self,
         transfer: Transfer,
-        forwarding: DeviceForwarding,
+        forwarding: ForwardingTensors,
         traffic: InternodeTraffic,
         number: int,
         rows_per_slice: int,
+        packing: torch.cuda.Stream,
     ) -> list[Message]:
         """Pack this rank's rows of a slice into the slots of their carriers; return the messages that it carries."""
-        launcher, rank, profile = self._context.launcher(self._packing_stream), traffic.rank, transfer.call.profile
-        tokens, node_bytes = forwarding.node_to_tokens.data_ptr(), 4 * forwarding.node_to_tokens.shape[1]
+        launcher, rank, profile = self._context.launcher(packing), traffic.rank, transfer.call.profile
         pieces = [piece for piece in traffic.pieces(number, rows_per_slice) if piece.carrier in traffic.node_ranks]
         free = {
             carrier: self._arena.address(local, 0, self._layout.slice_offset(number))
@@ -338,7 +354,7 @@ class InternodeShuffle:
             parts, size = [], row_bytes(payload)
             for piece in pieces:
                 if piece.src == rank:
-                    place = tokens + piece.node * node_bytes + 4 * piece.first
+                    place = forwarding.address + forwarding.offset_of_tokens(piece.node, piece.first)
                     parts.append(Part(place, free[piece.carrier], piece.num_rows))
                     profile.lane_row_bytes += piece.num_rows * size * (piece.carrier != rank)
                 if piece.carrier == rank:
@@ -383,25 +399,6 @@ class InternodeShuffle:
         arena, num_rows = self._arena, traffic.num_forwarded
         starts = (self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes)))
         return [arena.address(arena.local, 0, start) for start in starts]
-
-    def _terms_of(self, request: DispatchRequest) -> ForwardingTerms:
-        static, num_tokens = request.static, request.routing.num_tokens
-        if static is None:
-            self._num_counts += 1
-            return ForwardingTerms(max_rows=None, is_overflow_reported=False, ticket=self._num_counts)
-        limit = num_tokens if static.max_rows_to_node is None else min(num_tokens, static.max_rows_to_node)
-        return ForwardingTerms(max_rows=limit, is_overflow_reported=static.on_overflow == "raise", ticket=0)
-
-    def _count_rows(self, routing: Routing, ticket: int) -> list[int]:
-        """Wait for the number of rows for each node, and return them; ``ValueError`` for an invalid expert id."""
-        summary = self._summary
-        self._context.watchdog.wait_until(
-            lambda: summary.is_of(ticket), lambda: own_backlog("the number of rows for each node")
-        )
-        if summary.bad_pair != routing.topk_idx.numel():
-            token, k = divmod(summary.bad_pair, routing.num_topk)
-            raise ValueError(describe_invalid_id(token, k, summary.bad_id, self._context.placement.num_experts))
-        return summary.num_rows_to_node
 
 
 def _require_alike(is_static: Sequence[int]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.device_plan import DevicePlan, RowRun
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.planner.forwarding import DeviceForwarding
+from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.planner.internode import InternodeTraffic
 
 _OWN = 0  # in place of the rows per slice
@@ -23,18 +23,19 @@ class InternodePlan(DevicePlan):
     """
 
     traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
-    forwarding: DeviceForwarding  # the tokens that this rank sends to other nodes
-    _slices: dict[int, list[HeldRows]] = field(default_factory=dict)
+    forwarding: ForwardingTensors  # the tokens that this rank sends to other nodes
+    num_empty_rows: int = 0  # rows of this rank's messages to other nodes that no token fills, if the host knows it
+    _slices: dict[int, list[HeldRows | RowRun]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that it holds on the device, including copies made for earlier calls."""
         copied = itertools.chain.from_iterable(self._slices.values())
         copies = [tensor for held in copied for tensor in held.tensors]
-        return [*super().tensors, self.forwarding.node_to_tokens, self.forwarding.token_to_place, *copies]
+        return [*super().tensors, self.forwarding.memory, *copies]
 
     @property
-    def own_rows(self) -> HeldRows:
+    def own_rows(self) -> HeldRows | RowRun:
         """Rows of this node's ranks."""
         if _OWN not in self._slices:
             node_ranks = self.traffic.node_ranks
@@ -42,7 +43,7 @@ class InternodePlan(DevicePlan):
             self._slices[_OWN] = [self.rows_of(runs, node_ranks.index(self.rank))]
         return self._slices[_OWN][0]
 
-    def slices(self, rows_per_slice: int) -> list[HeldRows]:
+    def slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
         """Return the rows of other nodes' ranks, by slice."""
         if rows_per_slice not in self._slices:
             traffic = self.traffic

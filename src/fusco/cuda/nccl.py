@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 
@@ -59,8 +59,7 @@ class _Config(ctypes.Structure):
         return config
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Device memory to send to a rank, or to receive from it."""
 
     peer: int

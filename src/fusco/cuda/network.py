@@ -75,8 +75,14 @@ class Network:
         self._replays = ReplayedMessages(device)
         self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, device, on_stall)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> torch.cuda.Event:
-        """Launch one group of messages, or capture them; return the event of their completion."""
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], what: str, stream: torch.cuda.Stream | None = None
+    ) -> torch.cuda.Event:
+        """Launch one group of messages, or capture them; return the event of their completion.
+
+        They are on the network's stream, or on one that comes after all earlier messages and before all later ones.
+        """
+        stream = stream or self.stream
         is_captured = torch.cuda.is_current_stream_capturing()
         peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
         num_bytes = sum(message.num_bytes for message in receives)
@@ -84,18 +90,18 @@ class Network:
         has_launched: list[bool] = []
         self.nccl_watchdog.watch(lambda: bool(has_launched), stall)
         if is_captured:
-            self._replays.begin(self.stream, peers)
+            self._replays.begin(stream, peers)
         try:
-            self._nccl.exchange(sends, receives, self.stream.cuda_stream)
+            self._nccl.exchange(sends, receives, stream.cuda_stream)
         except TransportError as error:
             self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
         has_launched.append(True)
         if is_captured:
-            self._replays.end(self.stream)
+            self._replays.end(stream)
             self.nccl_watchdog.watch_replays(self._replays)
         done = torch.cuda.Event()
-        done.record(self.stream)
+        done.record(stream)
         if not is_captured:
             self.nccl_watchdog.watch(done.query, stall)
         return done

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.kernels.abi import Memory, MemoryAt
 from fusco.cuda.nccl import Message
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 
 _ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class Received:
-    """Received ids or weights: views of tensors would take longer to make than a kernel to launch."""
-
-    address: int
-    item_bytes: int
-
-    def data_ptr(self) -> int:
-        """See ``Memory``."""
-        return self.address
-
-    def element_size(self) -> int:
-        """See ``Memory``."""
-        return self.item_bytes
 
 
 class RoutingMessages:
@@ -58,8 +41,8 @@ class RoutingMessages:
         known: list[tuple[Memory, Memory | None]] = [(own.topk_idx, own.topk_weights)]
         for i, num_rows in enumerate(self._num_incoming):
             at = self._incoming.data_ptr() + i * self._incoming.shape[1]
-            weights = None if own.topk_weights is None else Received(at, own.topk_weights.element_size())
-            known.append((Received(at + num_rows * self._weight_bytes, 4), weights))
+            weights = None if own.topk_weights is None else MemoryAt(at, own.topk_weights.element_size())
+            known.append((MemoryAt(at + num_rows * self._weight_bytes, 4), weights))
         return known
 
 

@@ -44,14 +44,18 @@ class SliceRing:
         sends: Sequence[Message],
         receives: Sequence[Message],
         what: str,
-        producer: torch.cuda.Stream,
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream],
         timeline: Timeline | NoTimeline,
     ) -> torch.cuda.Event:
-        """Send a slice after all work on its producer's stream, and receive; return the event of their completion."""
-        stream = self._network.stream
-        self._is_produced.record(producer)  # made once: wait_stream would make an event for each slice
-        stream.wait_event(self._is_produced)
+        """Send a slice after all work on its producer's stream, and receive; return the event of their completion.
+
+        ``streams``: the producer's, and that of the messages; they may be the same.
+        """
+        producer, stream = streams
+        if stream is not producer:
+            self._is_produced.record(producer)  # made once: wait_stream would make an event for each slice
+            stream.wait_event(self._is_produced)
         with timeline.span("network", what, stream):
-            done = self._network.exchange(sends, receives, what)
+            done = self._network.exchange(sends, receives, what, stream)
         self._is_free[number % len(self._is_free)] = done
         return done

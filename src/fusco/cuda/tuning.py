@@ -29,6 +29,10 @@ class RingShape:
 # Packs rows several times as fast as any network takes them. Timeline of 2 x 2 H200 in docs/performance/internode.md:
 # both slices are packed in 0.19 ms, the network takes 5.6 ms for the first. Other values: source not recorded.
 GATHER_SMS = 8
+# Rows without a token that messages of a dispatch may have, so that the host need not wait until rows are counted: that
+# wait costs 0.1 ms and more (docs/performance/internode.md), these bytes 0.1 ms at 5 GB/s, 0.01 at 50.
+MAX_EMPTY_BYTES = 512 << 10
+
 # A budget for all kernels between nodes: faster than networks, and NCCL's kernels need SMs, too. Source not recorded;
 # within a node 32 SMs cost 2.28 ms instead of 2.01 (dispatch and combine, 4 H200, 6363ee4).
 INTERNODE_SMS = 32

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from fusco.core.topology import Topology
 
 _HOST = "NCCL_HOSTID"
-# Sockets over the loopback device, with the threads and connections that are fastest: 7 GB/s a rank instead of 3.
+# Sockets over the loopback device, with the threads and connections that are fastest: 7 GB/s a rank instead of 3. A
+# chunk is divided among connections, 64 KiB at least to each: with the default, 128 KiB, among two. 2 H200, ms for
+# an exchange of 128, 1024 and 8192 rows of 14 KiB: 0.33, 2.33 and 19.0 with the default, 0.27, 1.62 and 12.6.
 _NETWORK = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_NTHREADS": "8",
     "NCCL_NSOCKS_PERTHREAD": "8",
+    "NCCL_P2P_NET_CHUNKSIZE": "524288",
     "NCCL_IB_DISABLE": "1",
 }
 

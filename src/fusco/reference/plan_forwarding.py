@@ -9,6 +9,8 @@ import torch
 from fusco.planner.forwarding import DeviceForwarding, mark_destinations
 from fusco.planner.routing import Routing
 
+_LARGEST_ID = 2**31 - 1
+
 
 class PlannedForwarding(NamedTuple):
     """Everything that the kernel writes."""
@@ -22,7 +24,13 @@ class PlannedForwarding(NamedTuple):
 
 
 def plan_forwarding(
-    routing: Routing, expert_to_node: torch.Tensor, num_nodes: int, own_node: int, max_rows: int | None = None
+    routing: Routing,
+    expert_to_node: torch.Tensor,
+    num_nodes: int,
+    own_node: int,
+    max_rows: int | None = None,
+    *,
+    sends_invalid_ids: bool = False,
 ) -> PlannedForwarding:
     """Plan what a rank sends to each other node.
 
@@ -33,6 +41,8 @@ def plan_forwarding(
         own_node: this rank's node, to which nothing is sent.
         max_rows: rows of every message: tokens beyond them are left out, and rows without tokens have no ids and zero
             weights. ``None`` means messages of all tokens, and no more.
+        sends_invalid_ids: if there is an invalid id, all messages have a row for each token, with invalid ids only, as
+            far as int32 can have them. ``max_rows`` must be the number of tokens.
 
     Two nodes with two experts each; the rank is on node 0.
 
@@ -63,6 +73,7 @@ def plan_forwarding(
     first = is_invalid.int().argmax()
     bad_id = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
     plan = DeviceForwarding(node_to_tokens=node_to_tokens, token_to_place=torch.where(marks, places, -1).int())
+    rejected = torch.where(is_expert, -1, topk_idx).clamp(-_LARGEST_ID, _LARGEST_ID).int()
     messages = []
     for node in (node for node in range(num_nodes) if node != own_node):
         kept = torch.where(expert_to_node[experts.long()] == node, experts, -1).int()[marks[node]]
@@ -71,5 +82,8 @@ def plan_forwarding(
         weights = routing.topk_weights
         if weights is not None:
             weights = torch.cat([weights[marks[node]], weights.new_zeros(num_empty, routing.num_topk)])
+        if sends_invalid_ids and not is_valid.all():
+            assert max_rows == num_tokens, (max_rows, num_tokens)
+            ids = rejected
         messages.append(Routing(ids, weights))
     return PlannedForwarding(plan, torch.cat([counts, torch.stack([first, bad_id])]), messages)

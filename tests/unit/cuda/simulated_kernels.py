@@ -276,7 +276,10 @@ class SimulatedKernel:
             weights = self._at(args.topk_weights, dtype, ids.shape) if dtype else None
             table = torch.cat([self._at(args.expert_to_node, _I32, (args.num_experts,)).long(), torch.tensor([-1])])
             max_rows = args.max_rows if args.is_fixed else None
-            made = plan_forwarding(Routing(ids, weights), table, num_nodes, args.own_node, max_rows)
+            sends_invalid_ids = bool(args.sends_invalid_ids)
+            made = plan_forwarding(
+                Routing(ids, weights), table, num_nodes, args.own_node, max_rows, sends_invalid_ids=sends_invalid_ids
+            )
             self._at(args.node_to_tokens, _I32, made.plan.node_to_tokens.shape).copy_(made.plan.node_to_tokens)
             self._at(args.token_to_place, _I32, made.plan.token_to_place.shape).copy_(made.plan.token_to_place)
             for i, message in enumerate(made.messages):

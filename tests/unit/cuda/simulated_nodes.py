@@ -113,11 +113,14 @@ class SimulatedNetwork:
         self.stream = stream
         self._nccl, self._rank = nccl, rank
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Event:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], what: str, stream: Stream | None = None
+    ) -> Event:
         assert all(message.num_bytes for message in (*sends, *receives)), what
-        self._nccl.exchange(self._rank, sends, receives, self.stream)
+        stream = stream or self.stream
+        self._nccl.exchange(self._rank, sends, receives, stream)
         done = Event()
-        done.record(self.stream)
+        done.record(stream)
         return done
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import Machine
-from simulated_kernels import SimulatedLibrary
+from simulated_kernels import SimulatedKernel
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
@@ -322,8 +322,10 @@ def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
 
 
 def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatch):
-    launches, get = Counter(), SimulatedLibrary.get
-    monkeypatch.setattr(SimulatedLibrary, "get", lambda self, name, *a: launches.update([name]) or get(self, name, *a))
+    launches, launch = Counter(), SimulatedKernel.launch
+    monkeypatch.setattr(
+        SimulatedKernel, "launch", lambda self, *a, **k: launches.update([self._name]) or launch(self, *a, **k)
+    )
     scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
     world = World(scene.layout, scene.placement, Machine(0))
     num_slices = world.run(Play(scene)._on_rank)[0].plan.traffic.num_slices(

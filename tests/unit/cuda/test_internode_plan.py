@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
-from fusco.cuda.device_plan import _concatenated
+from fusco.cuda.device_plan import RowRun, _concatenated, _joined
 from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.kernels.held_rows import longest_of
+from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
+from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
@@ -232,8 +234,22 @@ def plan_of(
         num_topk=num_topk,
         tables=tables,
         traffic=traffic,
-        forwarding=DeviceForwarding(none, none),
+        forwarding=ForwardingTensors(none, 0, 0),
     )
+
+
+def tensors_of(held: HeldRows | RowRun, num_rows: int, num_topk: int) -> list[torch.Tensor]:
+    """Slots, weights and marks at the addresses that kernels get; of rows that this rank does not hold no marks."""
+    num_marks = num_rows if isinstance(held, RowRun) else len(held.token_to_ranks)
+    sizes = [(torch.int32, num_rows * num_topk), (torch.float32, num_rows * num_topk), (torch.int32, num_marks)]
+    memories = [
+        (ctypes.c_uint8 * (4 * size)).from_address(at) for at, (_, size) in zip(held.addresses, sizes, strict=True)
+    ]
+    slots, weights, marks = (
+        torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
+        for memory, (dtype, _) in zip(memories, sizes, strict=True)
+    )
+    return [slots.view(-1, num_topk), weights.view(-1, num_topk), marks]
 
 
 def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
@@ -241,11 +257,12 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
     rows = [plan.first_row[src] + row for of_rank in local_to_rows for src, row in of_rank]
     assert held.first_row == (0, *itertools.accumulate(map(len, local_to_rows)))
     assert longest_of(held.first_row) == max(map(len, local_to_rows))
-    assert_same_bits(held.row_to_slots, plan.row_to_slots[rows], "slots")
-    assert_same_bits(held.weights, plan.weights[rows], "weights")
+    slots, weights, marks = tensors_of(held, len(rows), plan.num_topk)
+    assert_same_bits(slots, plan.row_to_slots[rows], "slots")
+    assert_same_bits(weights, plan.weights[rows], "weights")
     own = local_to_rows[plan.traffic.lanes.topology.rank_to_local[plan.rank]]
     before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
-    assert held.token_to_ranks.tolist() == [1000 + before[src] + row for src, row in own]
+    assert marks[: len(own)].tolist() == [1000 + before[src] + row for src, row in own]
 
 
 @given(traffics(), st.integers(1, 12), st.integers(1, 3), st.data())
@@ -292,39 +309,37 @@ def square_world(num_nodes: int, *, are_nodes_interleaved: bool = False) -> Inte
 
 
 @pytest.mark.parametrize("num_nodes", [2, 8])
-def test_own_rows_are_views_where_a_nodes_ranks_follow_each_other(num_nodes):
+def test_own_rows_cost_nothing_where_a_nodes_ranks_follow_each_other(num_nodes):
     plan = square_world(num_nodes)
     with Operations() as asked:
         own = plan.own_rows
-    assert asked.names == ["slice"] * 3  # slots, weights, marks
-    assert own.row_to_slots.untyped_storage().data_ptr() == plan.row_to_slots.untyped_storage().data_ptr()
+        assert own.addresses == plan.addresses
+    assert asked.names == []
+    assert own.tensors == ()
 
 
 @pytest.mark.parametrize("num_nodes", [2, 8])
 def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
     with Operations() as asked:
         own = square_world(num_nodes, are_nodes_interleaved=True).own_rows
-    assert asked.names.count("cat") == 2
+    assert asked.names.count("cat") == 3  # slots, weights, marks
     assert len(own.row_to_slots) == 5 * num_nodes
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
-    values = torch.arange(12)
-    with Operations() as asked:
-        picked = _concatenated(values, [(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9)])
-    assert asked.names == ["slice"]
-    assert picked.tolist() == list(range(first, 9))
+    runs = _joined([(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9), (10, 12)])
+    assert runs == [(first, 9), (10, 12)]
+    assert _concatenated(torch.arange(12), runs).tolist() == [*range(first, 9), 10, 11]
 
 
 def test_a_plan_without_weights_has_none_in_its_slices():
     traffic = three_nodes()
     plan = plan_of(traffic, [9] * 6, 2, has_weights=False)
-    assert plan.own_rows.weights is None
-    assert [held.weights for held in plan.slices(4)] == [None, None]
+    assert [held.addresses.weights for held in (plan.own_rows, *plan.slices(4))] == [0, 0, 0]
 
 
 def test_what_a_plan_holds_on_the_device_is_told_without_gaps():
     plan = plan_of(three_nodes(), [9] * 6, 2)
-    on_device = {id(plan.tables.memory), id(plan.forwarding.node_to_tokens), id(plan.forwarding.token_to_place)}
+    on_device = {id(plan.tables.memory), id(plan.forwarding.memory)}
     assert {id(tensor) for tensor in plan.tensors} == on_device

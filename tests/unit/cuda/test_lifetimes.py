@@ -16,9 +16,9 @@ from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
+from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
-from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
@@ -46,7 +46,7 @@ def plan_of_rank_0() -> InternodePlan:
         num_topk=2,
         tables=tables,
         traffic=traffic,
-        forwarding=DeviceForwarding(ints(3, NUM_TOKENS + 1), ints(3, NUM_TOKENS)),
+        forwarding=ForwardingTensors(ints(ForwardingTensors.num_elements(3, NUM_TOKENS)), 3, NUM_TOKENS),
     )
 
 
@@ -147,12 +147,13 @@ def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: Cp
 @VERBS
 def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
-    copies = [plan.own_rows, *plan.slices(1)]
-    assert len(copies) == 3
+    copies = plan.slices(1)
+    assert len(copies) == 2
+    assert plan.own_rows.tensors == ()  # no copy
     verb(engine, plan, rows, Launch(own_stream=True))
     for held in copies:
-        assert held.weights is not None
-        for tensor in (held.row_to_slots, held.weights, held.token_to_ranks):
+        assert len(held.tensors) == 3
+        for tensor in held.tensors:
             assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 

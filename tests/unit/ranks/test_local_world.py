@@ -34,7 +34,7 @@ def test_variables_of_the_user_take_precedence_and_are_named():
     assert not any({"NCCL_SOCKET_NTHREADS", "PATH"} & set(rank) for rank in ranks)
     assert describe_emulation(TWO_BY_TWO, inherited) == (
         "set: NCCL_HOSTID=fusco-node-0 | fusco-node-1, NCCL_SOCKET_IFNAME=lo, NCCL_NSOCKS_PERTHREAD=8, "
-        "NCCL_IB_DISABLE=1; kept: NCCL_SOCKET_NTHREADS=2"
+        "NCCL_P2P_NET_CHUNKSIZE=524288, NCCL_IB_DISABLE=1; kept: NCCL_SOCKET_NTHREADS=2"
     )
     everything = dict.fromkeys(ranks[0], "mine") | inherited
     assert emulated_network(TWO_BY_TWO, everything) == [{}] * 4

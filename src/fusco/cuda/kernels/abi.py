@@ -38,6 +38,21 @@ class Memory(Protocol):
         """Return the bytes of an element."""
 
 
+class MemoryAt(NamedTuple):
+    """``Memory`` at an address: a view of a tensor would take longer to make than a kernel to launch."""
+
+    address: int
+    item_bytes: int
+
+    def data_ptr(self) -> int:
+        """See ``Memory``."""
+        return self.address
+
+    def element_size(self) -> int:
+        """See ``Memory``."""
+        return self.item_bytes
+
+
 def address(memory: Memory | None) -> int:
     """Return the address of a tensor, or 0 for ``None``."""
     return 0 if memory is None else memory.data_ptr()

@@ -6,13 +6,13 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fusco.core.rows import row_bytes
 from fusco.cuda.kernels.abi import I32, POINTER, vector_bytes
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 
 
@@ -38,24 +38,33 @@ class Part(NamedTuple):
     num_rows: int
 
 
-def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -> None:
+def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -> PreparedLaunch | None:
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
     Args:
         launcher: the rank's launcher.
         rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
         parts: the same number in every call, some may be empty.
+
+    Returns the launch, or ``None`` if there is nothing to pack.
     """
     size = row_bytes(rows)
     first_row = (0, *itertools.accumulate(part.num_rows for part in parts))
     if not (first_row[-1] and size):
-        return
-    arguments = gather_type(len(parts))(
-        rows=rows.data_ptr(),
-        messages=tuple(part.message for part in parts),
-        places=tuple(part.places for part in parts),
-        first_row=first_row,
-    )
-    constants = {"NUM_MESSAGES": len(parts), "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
+        return None
+    key = ("gather_rows", size, first_row)
+    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    prepared.arguments.rows = rows.data_ptr()
+    prepared.set_table("messages", [part.message for part in parts])
+    prepared.set_table("places", [part.places for part in parts])
+    prepared.launch(launcher.stream)
+    return prepared
+
+
+def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
+    _, size, first_row = key
+    num_messages = len(first_row) - 1
+    arguments = gather_type(num_messages)(first_row=first_row)
+    constants = {"NUM_MESSAGES": num_messages, "ROW_BYTES": size, "VECTOR_BYTES": vector_bytes(size)}
     grid = min(first_row[-1], GATHER_SMS)
-    launcher.launch("gather_rows", constants, arguments, grid=grid, num_threads=GATHER_THREADS)
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=GATHER_THREADS)

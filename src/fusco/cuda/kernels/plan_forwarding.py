@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import I32, POINTER, U32, U64, address
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.abi import I32, POINTER, U64, address
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.tuning import PLAN_FORWARDING_THREADS
-from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.routing import Routing
 
 _ID_BYTES = 4  # of ids in messages
@@ -25,8 +25,8 @@ class ForwardingArgs(ctypes.Structure):
         *((name, POINTER) for name in ("node_to_tokens", "token_to_place", "messages", "summary")),
         ("message_bytes", U64),
         *((name, I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
-        *((name, I32) for name in ("max_rows", "is_fixed", "is_overflow_reported")),
-        ("ticket", U32),
+        *((name, I32) for name in ("max_rows", "is_fixed", "is_overflow_reported", "sends_invalid_ids")),
+        ("ticket", U64),
     ]
 
 
@@ -79,14 +79,56 @@ class ForwardingSummary:
         return node, words[node] >> 32, words[node] & 0xFFFFFFFF
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardingTerms:
-    """Sizes of messages."""
+class ForwardingTerms(NamedTuple):
+    """Sizes of messages.
 
-    # tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size
+    Attributes:
+        max_rows: tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size.
+        is_overflow_reported: True if tokens that are left out are an error.
+        sends_invalid_ids: True if ranks that receive messages are to find invalid ids of this rank; then ``max_rows``
+            must be the number of tokens.
+        ticket: the number of the launch, below 2**32; 0 if the host does not wait for it.
+    """
+
     max_rows: int | None
-    is_overflow_reported: bool  # True if tokens that are left out are an error
-    ticket: int  # the number of the launch, from 1 on, below 2**32
+    is_overflow_reported: bool
+    sends_invalid_ids: bool
+    ticket: int
+
+
+class ForwardingTensors:
+    """The tokens that a rank sends to other nodes, in one tensor: see ``DeviceForwarding``. No kernel needs views.
+
+    Attributes:
+        memory: int32; the tokens for each node, then the places of all tokens for each node.
+    """
+
+    def __init__(self, memory: torch.Tensor, num_nodes: int, num_tokens: int) -> None:
+        self.memory, self.num_nodes, self.num_tokens = memory, num_nodes, num_tokens
+        self.address: int = memory.data_ptr()
+
+    @staticmethod
+    def num_elements(num_nodes: int, num_tokens: int) -> int:
+        """Return the elements of ``memory``."""
+        return num_nodes * (2 * num_tokens + 1)
+
+    def offset_of_tokens(self, node: int, first: int = 0) -> int:
+        """Return the offset, in bytes, of the tokens for a node, from the one at a place on."""
+        return 4 * (node * (self.num_tokens + 1) + first)
+
+    def offset_of_places(self, node: int) -> int:
+        """Return the offset, in bytes, of the places of tokens for a node."""
+        return 4 * (self.num_nodes * (self.num_tokens + 1) + node * self.num_tokens)
+
+    @property
+    def node_to_tokens(self) -> torch.Tensor:
+        """See ``DeviceForwarding``."""
+        return self.memory[: self.num_nodes * (self.num_tokens + 1)].view(self.num_nodes, -1)
+
+    @property
+    def token_to_place(self) -> torch.Tensor:
+        """See ``DeviceForwarding``."""
+        return self.memory[self.num_nodes * (self.num_tokens + 1) :].view(self.num_nodes, self.num_tokens)
 
 
 def plan_forwarding(
@@ -95,7 +137,7 @@ def plan_forwarding(
     expert_to_node: torch.Tensor,
     summary: ForwardingSummary,
     terms: ForwardingTerms,
-) -> tuple[DeviceForwarding, torch.Tensor]:
+) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
     """Plan what a rank sends to each other node, and pack the routing of it.
 
     Args:
@@ -105,40 +147,57 @@ def plan_forwarding(
         summary: written by the kernel.
         terms: sizes of messages.
 
-    Returns the plan, and uint8 (num_nodes - 1, ...): a message to each other node, ascending. It is weights, then int32
-    ids, of as many rows as are sent; see the twin.
+    Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of
+    as many rows as are sent; and the launch. See the twin.
     """
     topk_idx, weights, num_nodes = routing.topk_idx, routing.topk_weights, summary.num_nodes
-    num_tokens, max_rows = len(topk_idx), routing.num_tokens if terms.max_rows is None else terms.max_rows
-    num_bytes = max_rows * routing.num_topk * (_ID_BYTES + (0 if weights is None else weights.element_size()))
-    plan = DeviceForwarding(
-        node_to_tokens=topk_idx.new_empty(num_nodes, num_tokens + 1, dtype=torch.int32),
-        token_to_place=topk_idx.new_empty(num_nodes, num_tokens, dtype=torch.int32),
-    )
-    message_bytes = max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT
-    messages = topk_idx.new_empty(num_nodes - 1, message_bytes, dtype=torch.uint8)
+    weight_bytes = 0 if weights is None else weights.element_size()
+    key = ("plan_forwarding", topk_idx.shape, topk_idx.element_size(), weight_bytes, summary.address, *terms[:-1])
+    prepared = launcher.prepared.get(key) or _prepare(launcher, key, expert_to_node, summary, terms)
+    arguments, num_tokens = prepared.arguments, routing.num_tokens
+    memory = topk_idx.new_empty(ForwardingTensors.num_elements(num_nodes, num_tokens), dtype=torch.int32)
+    plan = ForwardingTensors(memory, num_nodes, num_tokens)
+    messages = topk_idx.new_empty(num_nodes - 1, arguments.message_bytes, dtype=torch.uint8)
+    arguments.topk_idx, arguments.topk_weights = topk_idx.data_ptr(), address(weights)
+    arguments.node_to_tokens, arguments.token_to_place = plan.address, plan.address + plan.offset_of_places(0)
+    arguments.messages, arguments.ticket = messages.data_ptr(), terms.ticket
+    prepared.launch(launcher.stream)
+    return plan, messages, prepared
+
+
+def forwarding_fields(
+    plan: ForwardingTensors, memory: int, topk_idx: int, topk_weights: int, ticket: int
+) -> list[Field]:
+    """Return the fields that change if the launch is repeated, by the indices of their values.
+
+    ``memory`` is the address of another plan's memory, of the same sizes as ``plan``.
+    """
+    fields = [Field("topk_idx", topk_idx), Field("topk_weights", topk_weights), Field("ticket", ticket)]
+    return [*fields, Field("node_to_tokens", memory), Field("token_to_place", memory, plan.offset_of_places(0))]
+
+
+def _prepare(
+    launcher: Launcher,
+    key: tuple[Any, ...],
+    expert_to_node: torch.Tensor,
+    summary: ForwardingSummary,
+    terms: ForwardingTerms,
+) -> PreparedLaunch:
+    _, (num_tokens, num_topk), id_bytes, weight_bytes, *_ = key
+    max_rows = num_tokens if terms.max_rows is None else terms.max_rows
+    num_bytes = max_rows * num_topk * (_ID_BYTES + weight_bytes)
     arguments = ForwardingArgs(
-        topk_idx=topk_idx.data_ptr(),
-        topk_weights=address(weights),
         expert_to_node=expert_to_node.data_ptr(),
-        node_to_tokens=plan.node_to_tokens.data_ptr(),
-        token_to_place=plan.token_to_place.data_ptr(),
-        messages=messages.data_ptr(),
         summary=summary.address,
-        message_bytes=message_bytes,
+        message_bytes=max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT,
         num_tokens=num_tokens,
         num_experts=len(expert_to_node),
-        num_nodes=num_nodes,
+        num_nodes=summary.num_nodes,
         own_node=summary.own_node,
         max_rows=max_rows,
         is_fixed=int(terms.max_rows is not None),
         is_overflow_reported=int(terms.is_overflow_reported),
-        ticket=terms.ticket,
+        sends_invalid_ids=int(terms.sends_invalid_ids),
     )
-    constants = {
-        "NUM_TOPK": routing.num_topk,
-        "ID_BYTES": topk_idx.element_size(),
-        "WEIGHT_BYTES": 0 if weights is None else weights.element_size(),
-    }
-    launcher.launch("plan_forwarding", constants, arguments, grid=num_nodes, num_threads=PLAN_FORWARDING_THREADS)
-    return plan, messages
+    constants = {"NUM_TOPK": num_topk, "ID_BYTES": id_bytes, "WEIGHT_BYTES": weight_bytes}
+    return launcher.prepare(key, constants, arguments, grid=summary.num_nodes, num_threads=PLAN_FORWARDING_THREADS)

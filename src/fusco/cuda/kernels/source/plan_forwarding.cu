@@ -18,7 +18,8 @@ struct ForwardingArgs {
     i32 max_rows;             // tokens for a node beyond these are left out
     i32 is_fixed;             // every message has max_rows rows, those after its tokens without ids
     i32 is_overflow_reported;
-    u32 ticket;
+    i32 sends_invalid_ids;  // a message of a rank with an invalid id has nothing but such ids, where its tokens have them
+    u64 ticket;  // below 2**32
 };
 static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "plan_forwarding.py mirrors this struct");
 
@@ -32,10 +33,12 @@ __device__ __forceinline__ bool is_on_node(const ForwardingArgs& args, i64 id, i
     return id >= 0 && id < args.num_experts && args.expert_to_node[id] == node;
 }
 
+__device__ __forceinline__ bool is_invalid(const ForwardingArgs& args, i64 id) { return id < -1 || id >= args.num_experts; }
+
 // The host polls these words: each is complete as soon as it has the ticket.
 __device__ __forceinline__ void tell(const ForwardingArgs& args, i32 word, i32 value) {
     __threadfence_system();
-    reinterpret_cast<volatile u64*>(args.summary)[word] = static_cast<u64>(args.ticket) << 32 | static_cast<u32>(value);
+    reinterpret_cast<volatile u64*>(args.summary)[word] = args.ticket << 32 | static_cast<u32>(value);
 }
 
 __device__ void report_invalid_ids(const ForwardingArgs& args) {
@@ -44,8 +47,7 @@ __device__ void report_invalid_ids(const ForwardingArgs& args) {
     if (threadIdx.x == 0) first = num_pairs;
     __syncthreads();
     for (i32 pair = threadIdx.x; pair < num_pairs; pair += NUM_THREADS) {
-        const i64 id = id_of(args, pair);
-        if (id < -1 || id >= args.num_experts) {
+        if (is_invalid(args, id_of(args, pair))) {
             atomicMin(&first, pair);
             break;
         }
@@ -59,8 +61,9 @@ __device__ void report_invalid_ids(const ForwardingArgs& args) {
     }
 }
 
-// Return how many tokens are for a node; all of them are counted, and no more than max_rows listed.
-__device__ i32 list_tokens(const ForwardingArgs& args, i32 node, i32* tokens) {
+// Return how many tokens are for a node; all of them are counted, and no more than max_rows listed. Set `has_invalid` if
+// this thread sees an invalid id.
+__device__ i32 list_tokens(const ForwardingArgs& args, i32 node, i32* tokens, bool& has_invalid) {
     __shared__ i32 warp_counts[NUM_WARPS];
     const u32 warp = threadIdx.x / WARP_SIZE, lane = lane_index();
     i32* const places = args.token_to_place + static_cast<i64>(node) * args.num_tokens;
@@ -69,7 +72,11 @@ __device__ i32 list_tokens(const ForwardingArgs& args, i32 node, i32* tokens) {
         const i32 token = first + threadIdx.x;
         bool is_wanted = false;
         if (token < args.num_tokens)
-            for (u32 k = 0; k < NUM_TOPK; ++k) is_wanted |= is_on_node(args, id_of(args, token * NUM_TOPK + k), node);
+            for (u32 k = 0; k < NUM_TOPK; ++k) {
+                const i64 id = id_of(args, token * NUM_TOPK + k);
+                is_wanted |= is_on_node(args, id, node);
+                has_invalid |= is_invalid(args, id);
+            }
         const u32 wanted = __ballot_sync(ALL_LANES, is_wanted);
         if (lane == 0) warp_counts[warp] = __popc(wanted);
         __syncthreads();
@@ -88,7 +95,9 @@ __device__ i32 list_tokens(const ForwardingArgs& args, i32 node, i32* tokens) {
     return num_found;
 }
 
-__device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_listed, i32* tokens) {
+// Pack the routing of a message. If it `is_rejected`, its rows are this rank's tokens, so that the rank which receives it
+// can say which pair is invalid; there are as many.
+__device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_listed, i32* tokens, bool is_rejected) {
     const i32 num_rows = args.is_fixed ? args.max_rows : num_listed;
     u8* const weights = args.messages + (node - (node > args.own_node)) * args.message_bytes;
     auto* const ids = reinterpret_cast<i32*>(weights + static_cast<u64>(num_rows) * NUM_TOPK * WEIGHT_BYTES);
@@ -96,7 +105,7 @@ __device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_liste
     for (i32 pair = threadIdx.x; pair < num_rows * NUM_TOPK; pair += NUM_THREADS) {
         const i32 row = pair / NUM_TOPK, k = pair % NUM_TOPK;
         i32 id = -1;
-        if (row < num_listed) {
+        if (row < num_listed && !is_rejected) {
             const i32 from = tokens[row] * NUM_TOPK + k;
             const i64 given = id_of(args, from);
             if (is_on_node(args, given, node)) id = static_cast<i32>(given);
@@ -105,8 +114,11 @@ __device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_liste
 #elif WEIGHT_BYTES == 8
             reinterpret_cast<u64*>(weights)[pair] = reinterpret_cast<const u64*>(args.topk_weights)[from];
 #endif
-        } else if (k == 0) {
-            tokens[row] = -1;
+        }
+        if (row >= num_listed && k == 0) tokens[row] = -1;
+        if (is_rejected) {
+            const i64 given = id_of(args, pair);
+            if (is_invalid(args, given)) id = given < 0 ? max(given, -0x7fffffffll) : min(given, 0x7fffffffll);  // as in plan
         }
         ids[pair] = id;
     }
@@ -119,13 +131,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan_forwarding(const 
         return;
     }
     i32* const tokens = args.node_to_tokens + static_cast<i64>(node) * (args.num_tokens + 1);
-    const i32 num_found = list_tokens(args, node, tokens);
+    bool has_invalid = false;
+    const i32 num_found = list_tokens(args, node, tokens, has_invalid);
     if (threadIdx.x == 0) {
         volatile u64* const overflow = args.summary + args.num_nodes + 1 + node;
         if (num_found > args.max_rows && args.is_overflow_reported && *overflow == 0)
             *overflow = static_cast<u64>(num_found) << 32 | static_cast<u32>(args.max_rows);
         tell(args, node, num_found);
     }
-    __syncthreads();  // all tokens are listed
-    pack_routing(args, node, min(num_found, args.max_rows), tokens);
+    const bool is_rejected = !__syncthreads_and(!has_invalid) && args.sends_invalid_ids;  // and all tokens are listed
+    pack_routing(args, node, min(num_found, args.max_rows), tokens, is_rejected);
 }
