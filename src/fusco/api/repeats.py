@@ -52,7 +52,8 @@ class Repeats:
             except BaseException as error:
                 session.leave("dispatch", error)
                 raise
-            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
+            repeated.count(session.profile)
+            session.leave_repeated(agreed - begin, perf_counter() - agreed)
         finally:
             session.access.leave()
         if rejection:
@@ -83,7 +84,8 @@ class Repeats:
             except BaseException as error:
                 session.leave("combine", error)
                 raise
-            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.num_sms)
+            repeated.count(session.profile)
+            session.leave_repeated(agreed - begin, perf_counter() - agreed)
         finally:
             session.access.leave()
         return out  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.connect import connect
 from fusco.control.layout import SegmentSizes
+from fusco.control.machine_calls import address_of
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -31,6 +32,7 @@ from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
+from fusco.cuda.kernels.repeated_launches import NativeCall
 from fusco.cuda.tuning import SPIN_S
 from fusco.planner.balancer import balance_by_lanes
 
@@ -51,6 +53,8 @@ class _Stream:
 
 class _Event:
     """Event that has always been reached."""
+
+    cuda_event = 1
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -83,6 +87,10 @@ class NullLibrary:
         self._launch = _null_launch(topology.ranks_per_node, topology.num_nodes)
         self._functions = {"plan": num_slots, "plan_forwarding": -num_topk}
         self._kernels: dict[tuple[object, ...], _NullKernel] = {}
+
+    def address_of(self, _function: str) -> int:
+        """See ``Library``."""
+        return _null_call()
 
     def get(self, name: str, constants: Mapping[str, object]) -> _NullKernel:
         """See ``Library``."""
@@ -128,10 +136,33 @@ def _null_launch(ranks_per_node: int, num_nodes: int) -> Any:
                 store_release_at(summary + 8 * node, count | ticket << 32)
         return 0
 
-    assert launch.address is not None
-    called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch.address)
-    called.compiled = launch  # type: ignore[attr-defined]  # which must live as long
+    return _called(launch, 4)
+
+
+def _called(compiled: Any, num_arguments: int) -> Any:
+    """Return a compiled function as one of ``ctypes``."""
+    assert compiled.address is not None
+    called = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * num_arguments)(compiled.address)
+    called.compiled = compiled  # type: ignore[attr-defined]  # which must live as long
     return called
+
+
+def _never(result: int) -> None:
+    raise AssertionError(result)
+
+
+def _null_call() -> int:
+    """Return the address of a function that does nothing and returns 0."""
+    return address_of(_null_function())
+
+
+@lru_cache(maxsize=1)
+def _null_function() -> Any:
+    @numba.cfunc("int32(int64, int64, int64, int64, int64, int64)")
+    def do_nothing(_a: int, _b: int, _c: int, _d: int, _e: int, _f: int) -> int:
+        return 0
+
+    return _called(do_nothing, 6)
 
 
 class _NullNccl:
@@ -144,6 +175,17 @@ class _NullNccl:
 
     def exchange(self, sends: object, receives: object, stream: int) -> None:
         """Do nothing."""
+
+    def calls(
+        self, sends: Sequence[object], receives: Sequence[object], _stream: int, place: int | None = None
+    ) -> list[NativeCall]:
+        """Return as many calls as those of NCCL are."""
+        values = {} if place is None else {0: place}
+        return [NativeCall(_null_call(), (0,), _never, values) for _ in range(2 + len(sends) + len(receives))]
+
+    def launch(self, call: Callable[[], int]) -> int:
+        """Return the call's result."""
+        return call()
 
     def abort(self) -> None:
         """Do nothing."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.layout import RECORD_HEADER_INTS
 from fusco.control.node_memory import NodeMemory, wait_for_flag
-from fusco.control.tcp_mesh import Mesh
+from fusco.control.repeated_record import RepeatedRecord
+from fusco.control.tcp_mesh import Mesh, TcpMesh
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
@@ -69,13 +70,30 @@ class RecordExchange:
         """Note the text in this rank's record, which a ``RepeatedRecord`` has written."""
         self._written = text
 
+    def go_on(self, collective: int, record: RepeatedRecord) -> None:
+        """Wait for the records that a ``RepeatedRecord`` misses, and for its own to be sent."""
+        if not self._counterpart_to_node:
+            self.wait_for_records(collective)
+            return
+        assert isinstance(self._mesh, TcpMesh), self._mesh
+        self._mesh.resume(*self._messages(), record.progress.tolist())
+        self._wait_between_nodes(collective)
+        record.progress[:] = self._layout.record_bytes
+
+    def _messages(self) -> tuple[memoryview, dict[int, memoryview]]:
+        """Return this rank's record, and memory for that of each counterpart."""
+        memory = self._memory
+        to_memory = {peer: memory.record_bytes(memory.local, node) for peer, node in self._counterpart_to_node.items()}
+        return memory.record_bytes(memory.local, memory.node), to_memory
+
     def _exchange_between_nodes(self, collective: int, profile: CallProfile) -> None:
+        local_record, to_memory = self._messages()
+        self._mesh.begin(local_record, to_memory)
+        profile.internode_metadata_bytes += local_record.nbytes * len(to_memory)
+        self._wait_between_nodes(collective)
+
+    def _wait_between_nodes(self, collective: int) -> None:
         memory, layout, to_node = self._memory, self._layout, self._counterpart_to_node
-        local_record = memory.record_bytes(memory.local, memory.node)
-        self._mesh.begin(
-            local_record, {peer: memory.record_bytes(memory.local, node) for peer, node in to_node.items()}
-        )
-        profile.internode_metadata_bytes += local_record.nbytes * len(to_node)
 
         def pass_on() -> None:
             for peer in self._mesh.poll():

@@ -72,15 +72,15 @@ class Session:
         self._watchdog.begin(number, name)
         self._exchange.count_as_written(record.text)
         if outcome == RECORDS_MISSING:
-            self._exchange.wait_for_records(number)
+            self._exchange.go_on(number, record)
             outcome = record.compare(number)
         self._is_published = outcome != ALL_EQUAL
         return not self._is_published
 
-    def leave_repeated(self, planning_s: float, wire_s: float, num_sms: int) -> None:
+    def leave_repeated(self, planning_s: float, wire_s: float) -> None:
         """Leave a collective in which ``repeat`` returned True, and complete its profile."""
         profile = self.profile
-        profile.planning_s, profile.wire_s, profile.num_sms = planning_s, wire_s, num_sms
+        profile.planning_s, profile.wire_s = planning_s, wire_s
         self._watchdog.end()
 
     @property

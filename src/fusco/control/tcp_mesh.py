@@ -220,6 +220,18 @@ class TcpMesh(TcpConnections):
         self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
         self._send()
 
+    def resume(self, message: memoryview, peer_to_memory: Mapping[int, memoryview], num_moved: Sequence[int]) -> None:
+        """Go on with a round of which something has been done outside.
+
+        ``num_moved``: the bytes sent to each peer, in the order of ``peer_to_memory``, then those received from each.
+        """
+        num_peers, copy = len(peer_to_memory), memoryview(bytes(message))
+        for i, (peer, memory) in enumerate(peer_to_memory.items()):
+            if num_moved[i] < len(copy):
+                self._sending[peer] = copy[num_moved[i] :]
+            if num_moved[num_peers + i] < len(memory):
+                self._receiving[peer] = memory[num_moved[num_peers + i] :]
+
     def poll(self) -> list[int]:
         """See ``Mesh``."""
         self._send()

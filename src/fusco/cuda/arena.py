@@ -43,6 +43,12 @@ def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
+class _Abort(ctypes.Structure):
+    """A flag that kernels poll, in a word that compiled code can read."""
+
+    _fields_ = (("value", ctypes.c_uint32), ("pad", ctypes.c_uint32))
+
+
 class Arena:
     """Peer-visible memory laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
@@ -64,7 +70,7 @@ class Arena:
         self.failure, failure_address = self._in_host_memory(Failure)
         self.report, self.report_address = self._in_host_memory(Report)
         self.report.bad_src = -1  # none
-        self._abort, abort_address = self._in_host_memory(ctypes.c_uint32)
+        self._abort, abort_address = self._in_host_memory(_Abort)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
         self.comm = comm_type(layout.num_ranks)(
             arena=self.buffers[0].addresses,
@@ -109,6 +115,11 @@ class Arena:
     def abort_after_network(self) -> None:
         """End every wait on this device soon, and let kernels poison what depends on the network, which has failed."""
         self._abort.value = _NETWORK_HAS_FAILED
+
+    @property
+    def failure_addresses(self) -> tuple[int, int]:
+        """Addresses of ``failure``, and of the flag that ``abort`` sets: a uint32, then four bytes that are zero."""
+        return ctypes.addressof(self.failure), ctypes.addressof(self._abort)
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""

@@ -17,6 +17,7 @@ from fusco.control.connect import Connections, raise_if_any
 from fusco.control.keeping import leak
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
+from fusco.control.tcp_mesh import TcpMesh
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
 from fusco.core.placement import ExpertPlacement
@@ -41,6 +42,7 @@ from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCalls, warm_up_repeated_calls
+from fusco.cuda.repeated_internode import RepeatedInternodeCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.engine.all_to_all import plan_all_to_all, sizes_of
 from fusco.engine.base import (
@@ -89,7 +91,7 @@ class Shuffle(Protocol[_PlanT]):
 class CudaEngine:
     """Engine of one rank on CUDA. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
-    _repeated_calls: RepeatedCalls | None = None  # within a node
+    _repeated_calls: RepeatedCalls | None = None
 
     def __init__(
         self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
@@ -102,6 +104,7 @@ class CudaEngine:
         device = library.device
         self._topology, self._device = config.topology, device
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
+        self._mesh = connections.mesh
         self._rank, self._placement = store_gather.rank, placement
         self._ending_s = _ENDING * config.settings.timeout_s
         self._drain: Drain | None = None
@@ -135,10 +138,23 @@ class CudaEngine:
         own_rows = OwnRows(self._context)
         if not self._network:
             shuffle = IntranodeShuffle(self._context, planner, own_rows)
-            self._repeated_calls = RepeatedCalls(self._context, planner, self._order, self._memory, shuffle)
+            self._repeated_calls = RepeatedCalls(
+                context=self._context, planner=planner, order=self._order, memory=self._memory, shuffle=shuffle
+            )
             return shuffle
         packing_stream = self._order.new_stream(priority=-1)
-        return InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
+        internode = InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
+        if isinstance(self._mesh, TcpMesh):
+            self._repeated_calls = RepeatedInternodeCalls(
+                context=self._context,
+                planner=planner,
+                order=self._order,
+                memory=self._memory,
+                shuffle=internode,
+                descriptors=self._mesh.descriptors,
+                network=self._network,
+            )
+        return internode
 
     @property
     def topology(self) -> Topology:

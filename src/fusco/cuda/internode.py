@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.launcher import Launcher
+from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.node_barrier import node_barrier
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
 from fusco.cuda.message_rows import MessageRows
@@ -59,8 +59,59 @@ from fusco.planner.traffic import Traffic
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
 
+@dataclass
+class LatestDispatch:
+    """What the latest dispatch has launched, to be repeated: all of it on one stream if it ``is_alone``.
+
+    Attributes:
+        terms: of its messages.
+        forwarding: the launch of ``plan_forwarding``.
+        packed: the routing that it has packed.
+        gathers: launches of ``gather_rows``, with their parts and the number of the payload.
+        sends: messages of rows in the first slice.
+        receives: likewise.
+        counts: of all ranks.
+        plan: the launch of the plan.
+        scatters: the launches of ``scatter_rows``.
+    """
+
+    terms: ForwardingTerms
+    forwarding: PreparedLaunch
+    packed: torch.Tensor
+    gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = field(default_factory=list)
+    sends: Sequence[Message] = ()
+    receives: Sequence[Message] = ()
+    counts: Sequence[tuple[int, ...]] = ()
+    plan: PreparedLaunch | None = None
+    scatters: Sequence[PreparedLaunch] = ()
+    is_alone: bool = False
+
+
+@dataclass
+class LatestCombine:
+    """What the latest combine has launched, to be repeated.
+
+    Attributes:
+        sums: the launches of ``combine_rows``, slice by slice, and then of this node's tokens.
+        add: the launch of ``add_returned``, or ``None``.
+        sends: messages of sums in the last slice.
+    """
+
+    sums: list[PreparedLaunch] = field(default_factory=list)
+    add: PreparedLaunch | None = None
+    sends: Sequence[Message] = ()
+
+
 class InternodeShuffle:
-    """Dispatch and combine of one rank where there are several nodes."""
+    """Dispatch and combine of one rank where there are several nodes.
+
+    Attributes:
+        message_rows: chooses the rows of messages.
+        latest_dispatch: has launched what may be repeated; likewise ``latest_combine``.
+    """
+
+    latest_dispatch: LatestDispatch
+    latest_combine: LatestCombine
 
     def __init__(
         self,
@@ -76,6 +127,7 @@ class InternodeShuffle:
         self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
         self.message_rows = MessageRows(context)
         self._has_begun = torch.cuda.Event()
+        self._gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = []  # of the latest slice
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
 
     def pending_error(self) -> RowOverflowError | None:
@@ -95,15 +147,17 @@ class InternodeShuffle:
         payloads = list(map(aligned, request.payloads))
         terms = self.message_rows.terms_of(request)
         with self._context.timeline.span("plan", "rows for each node"):
-            forwarding, packed, _ = plan_forwarding(
+            forwarding, packed, launched = plan_forwarding(
                 self._context.launcher(stream), routing, self._context.expert_to_node, self.message_rows.summary, terms
             )
+        self.latest_dispatch = latest = LatestDispatch(terms, launched, packed)
         num_rows_to_node = self.message_rows.published(routing, terms)
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
             published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
             transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
+            latest.counts, latest.scatters = counts, transfer.launched
             output = self._dispatch(request, forwarding, packed, transfer)
             if not request.static:
                 self._complete(request, output.plan, terms, transfer)
@@ -134,6 +188,7 @@ class InternodeShuffle:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
         plan, rows = request.plan, aligned(request.rows)
         timeline, launcher = self._context.timeline, self._context.launcher(stream)
+        self.latest_combine = LatestCombine()
         returned, arrival = self._return_sums(request, rows, call, stream)
         own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
         with timeline.span("sum", "own tokens", stream):
@@ -148,7 +203,7 @@ class InternodeShuffle:
             plan.num_empty_rows * rows.shape[1] * self._context.wire_dtype(rows.dtype).itemsize
         )
         with timeline.span("add", "sums of other nodes", stream):
-            add_returned(
+            self.latest_combine.add = add_returned(
                 launcher,
                 own,
                 [returned[remote] for remote in remote_nodes],
@@ -164,7 +219,7 @@ class InternodeShuffle:
         plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
         traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
         size = hidden * wire_dtype.itemsize
-        rows_per_slice = self._rows_per_slice(traffic, size)
+        rows_per_slice = self.rows_per_slice(traffic, size)
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
         carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
@@ -184,6 +239,7 @@ class InternodeShuffle:
                 place = returned[piece.node].data_ptr() + piece.first * size if is_own else carried + piece.place * size
                 receives.append(Message(piece.forwarder, place, piece.num_rows * size))
             _count_bytes(sends, call)
+            self.latest_combine.sends = sends
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", streams, timeline)
         return returned, arrival
 
@@ -202,7 +258,8 @@ class InternodeShuffle:
                     call.profile.lane_row_bytes += sums.nbytes
             node_barrier(launcher)  # carriers may overwrite them
 
-    def _rows_per_slice(self, traffic: InternodeTraffic, row_bytes: int) -> int:
+    def rows_per_slice(self, traffic: InternodeTraffic, row_bytes: int) -> int:
+        """Return the rows in a slice."""
         return traffic.fit(self._layout.rows_per_slice(row_bytes), self._layout.max_held_rows(row_bytes))
 
     def _sum(
@@ -224,6 +281,7 @@ class InternodeShuffle:
             num_sms=_with_sms(request.launch).num_sms,
         )
         call.profile.count_sms(launched.grid)
+        self.latest_combine.sums.append(launched)
 
     def _dispatch(
         self, request: DispatchRequest, forwarding: ForwardingTensors, packed: torch.Tensor, transfer: Transfer
@@ -242,7 +300,8 @@ class InternodeShuffle:
         on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
         plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
         with profile.spend("planning"):
-            plan = self._planner.make_plan(plan_type, request, messages.published, on_node, stream, traffic.sources)
+            plan = self._planner.new_plan(plan_type, request, on_node, stream, traffic.sources)
+            self.latest_dispatch.plan = self._planner.launch(plan, request, messages.published, stream)
         with profile.spend("wire"):
             arrivals += sending
         # Where a bound on the output is affordable, its size is read while rows move.
@@ -306,8 +365,8 @@ class InternodeShuffle:
         """
         timeline, packing = self._context.timeline, self._packing_stream
         sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self._rows_per_slice(traffic, sum(sizes))
-        starts = self._forwarded_starts(traffic, sizes)
+        rows_per_slice = self.rows_per_slice(traffic, sum(sizes))
+        starts = self.forwarded_starts(traffic, sizes)
         num_slices = traffic.num_slices(rows_per_slice)
         is_alone = num_slices == 1 and bool(with_first[0] or with_first[1])
         if is_alone:
@@ -326,6 +385,9 @@ class InternodeShuffle:
                     receives.append(Message(piece.carrier, start + first_row * size, piece.num_rows * size))
                 first_row += piece.num_rows
             _count_bytes(sends, transfer.call)
+            if is_alone:
+                latest = self.latest_dispatch
+                latest.sends, latest.receives, latest.gathers, latest.is_alone = sends, receives, self._gathers, True
             if number == 0:
                 sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
             network = packing if is_alone else self._network.stream
@@ -350,7 +412,8 @@ class InternodeShuffle:
         messages: dict[Piece, list[Message]] = {piece: [] for piece in pieces if piece.carrier == rank}
         if traffic.is_shared:
             node_barrier(launcher)  # the slots of all carriers are free
-        for payload in transfer.payloads:
+        self._gathers = []
+        for of_payload, payload in enumerate(transfer.payloads):
             parts, size = [], row_bytes(payload)
             for piece in pieces:
                 if piece.src == rank:
@@ -361,17 +424,19 @@ class InternodeShuffle:
                     messages[piece].append(Message(piece.forwarder, free[rank], piece.num_rows * size))
                 free[piece.carrier] += piece.num_rows * size
             free = {carrier: -(-address // 16) * 16 for carrier, address in free.items()}
-            self._gather(launcher, payload, parts)
+            self._gather(launcher, payload, parts, of_payload)
         if traffic.is_shared:
             node_barrier(launcher)  # all rows are in the slots
         return list(itertools.chain.from_iterable(messages.values()))
 
-    def _gather(self, launcher: Launcher, payload: torch.Tensor, parts: list[Part]) -> None:
+    def _gather(self, launcher: Launcher, payload: torch.Tensor, parts: list[Part], number: int) -> None:
         """Gather by launches of as many parts as there are other nodes: so many without lanes, and one kernel."""
         num_remote = self._topology.num_nodes - 1
         for first in range(0, len(parts), num_remote):
             of_launch = parts[first : first + num_remote]
-            gather_rows(launcher, payload, of_launch + [Part(0, 0, 0)] * (num_remote - len(of_launch)))
+            of_launch += [Part(0, 0, 0)] * (num_remote - len(of_launch))
+            if launched := gather_rows(launcher, payload, of_launch):
+                self._gathers.append((launched, of_launch, number))
 
     def _scatter_slices(
         self,
@@ -382,8 +447,8 @@ class InternodeShuffle:
     ) -> None:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self._rows_per_slice(traffic, sum(sizes))
-        starts = self._forwarded_starts(traffic, sizes)
+        rows_per_slice = self.rows_per_slice(traffic, sum(sizes))
+        starts = self.forwarded_starts(traffic, sizes)
         first_row, local = 0, self._arena.local
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
@@ -394,7 +459,7 @@ class InternodeShuffle:
             self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)
             first_row += held.first_row[local + 1] - held.first_row[local]
 
-    def _forwarded_starts(self, traffic: InternodeTraffic, sizes: list[int]) -> list[int]:
+    def forwarded_starts(self, traffic: InternodeTraffic, sizes: list[int]) -> list[int]:
         """Return the addresses of the payloads that this rank forwards."""
         arena, num_rows = self._arena, traffic.num_forwarded
         starts = (self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes)))

@@ -43,6 +43,11 @@ class InternodePlan(DevicePlan):
             self._slices[_OWN] = [self.rows_of(runs, node_ranks.index(self.rank))]
         return self._slices[_OWN][0]
 
+    @property
+    def known_slices(self) -> list[list[HeldRows | RowRun]]:
+        """What ``slices`` has returned for each number of rows so far."""
+        return [slices for rows_per_slice, slices in self._slices.items() if rows_per_slice != _OWN]
+
     def slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
         """Return the rows of other nodes' ranks, by slice."""
         if rows_per_slice not in self._slices:

@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from fusco.control.machine_calls import address_of
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall, TransportError
+from fusco.cuda.kernels.repeated_launches import NativeCall
+
+_Result = TypeVar("_Result")
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _INT8 = 0
@@ -122,17 +126,60 @@ class NcclTransport:
         The first messages between two ranks connect them, and each waits for the other. Does nothing after ``abort``,
         and returns soon if ``abort`` is called meanwhile.
         """
+        if sends or receives:
+            self.launch(lambda: self._launch(sends, receives, stream))
+
+    def launch(self, call: Callable[[], _Result]) -> _Result | None:
+        """Launch messages by a call, and return its result; ``None``, without an error, after or during ``abort``."""
         with self._lock:
-            if not (self._is_open and (sends or receives)):
-                return
+            if not self._is_open:
+                return None
             self._is_launching = True
         try:
-            self._launch(sends, receives, stream)
+            return call()
         except TransportError:
             if self._is_open:
                 raise
+            return None
         finally:
             self._is_launching = False
+
+    def calls(
+        self, sends: Sequence[Message], receives: Sequence[Message], stream: int, place: int | None = None
+    ) -> list[NativeCall]:
+        """Return the calls of ``exchange``, to be made by compiled code in ``launch``.
+
+        With ``place``, messages are received behind the address that is the value of this index.
+        """
+
+        def failing(what: str, *, is_inside: bool) -> Callable[[int], None]:
+            def fail(result: int) -> None:
+                if is_inside:
+                    self._nccl.ncclGroupEnd()  # in an open group, NCCL would defer all later calls of this thread
+                raise TransportError(f"NCCL failed in {what}: {self._text(result)}")
+
+            return fail
+
+        def of_messages(name: str, messages: Sequence[Message], values: dict[int, int]) -> list[NativeCall]:
+            function = address_of(getattr(self._nccl, name))
+            return [
+                NativeCall(
+                    function,
+                    (message.address, message.num_bytes, _INT8, message.peer, comm, stream),
+                    failing(f"a message of {message.num_bytes} bytes with rank {message.peer}", is_inside=True),
+                    values,
+                )
+                for message in messages
+            ]
+
+        comm = self._comm.value or 0
+        begin, end = (address_of(getattr(self._nccl, name)) for name in ("ncclGroupStart", "ncclGroupEnd"))
+        return [
+            NativeCall(begin, (), failing("beginning a group", is_inside=False)),
+            *of_messages("ncclSend", sends, {}),
+            *of_messages("ncclRecv", receives, {} if place is None else {0: place}),
+            NativeCall(end, (), failing("launching messages", is_inside=False)),
+        ]
 
     def _launch(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
         self._check(self._nccl.ncclGroupStart(), "beginning a group")

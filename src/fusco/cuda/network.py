@@ -21,6 +21,7 @@ from fusco.control.store_gather import StoreGather
 from fusco.control.threads import within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
+from fusco.cuda.kernels.repeated_launches import NativeCall
 from fusco.cuda.nccl import Message, NcclTransport
 from fusco.cuda.replayed_messages import ReplayedMessages
 from fusco.cuda.tuning import channels_per_peer
@@ -41,6 +42,32 @@ def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
 class _InFlight:
     is_done: Callable[[], bool]
     stall: Stall
+    let_go: Callable[[], object] | None = None  # called once it is done, in the watchdog's thread
+
+
+class SpareEvents:
+    """Events for compiled code to record, used again once they have been reached."""
+
+    def __init__(self) -> None:
+        self._spare: deque[torch.cuda.Event] = deque()  # any thread may add one
+
+    def take(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event that exists on the device."""
+        if self._spare:
+            return self._spare.popleft()
+        event = torch.cuda.Event()
+        event.record(stream)  # it is made when it is first recorded
+        return event
+
+    def give_back(self, event: torch.cuda.Event) -> None:
+        """Keep an event that is not needed any more."""
+        self._spare.append(event)
+
+
+def _stall_of(sends: Sequence[Message], receives: Sequence[Message], what: str) -> Stall:
+    peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
+    num_bytes = sum(message.num_bytes for message in receives)
+    return Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
 
 
 class Network:
@@ -84,13 +111,11 @@ class Network:
         """
         stream = stream or self.stream
         is_captured = torch.cuda.is_current_stream_capturing()
-        peers = tuple(sorted({message.peer for message in (*sends, *receives)}))
-        num_bytes = sum(message.num_bytes for message in receives)
-        stall = Stall("the network", peers, what, f"not all of {num_bytes:,} bytes")
+        stall = _stall_of(sends, receives, what)
         has_launched: list[bool] = []
         self.nccl_watchdog.watch(lambda: bool(has_launched), stall)
         if is_captured:
-            self._replays.begin(stream, peers)
+            self._replays.begin(stream, stall.on_ranks)
         try:
             self._nccl.exchange(sends, receives, stream.cuda_stream)
         except TransportError as error:
@@ -105,6 +130,39 @@ class Network:
         if not is_captured:
             self.nccl_watchdog.watch(done.query, stall)
         return done
+
+    def prepare(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        what: str,
+        stream: torch.cuda.Stream,
+        place: int | None = None,
+    ) -> PreparedMessages:
+        """Prepare a group of messages that has been exchanged before; for ``place`` see ``NcclTransport.calls``."""
+        calls = self._nccl.calls(sends, receives, stream.cuda_stream, place)
+        return PreparedMessages(self, calls, _stall_of(sends, receives, what))
+
+    def launch(
+        self,
+        call: Callable[[], int],
+        stall: Stall,
+        is_done: Callable[[], bool],
+        let_go: Callable[[], object] | None = None,
+    ) -> int:
+        """Launch messages by a call, and return its result; ``is_done`` says whether they are complete, afterwards."""
+        launched: list[int] = []
+        self.nccl_watchdog.watch(lambda: bool(launched) and is_done(), stall, let_go)
+        try:
+            outcome = self._nccl.launch(call)
+        except TransportError as error:
+            self._watchdog.query_all_ranks(stall, str(error))
+            raise  # all ranks are alive
+        if outcome is None:  # it has been aborted, which the wait raises
+            self._watchdog.wait_until(lambda: False, lambda: stall)
+            raise AssertionError("unreachable")
+        launched.append(outcome)
+        return outcome
 
     def finish(self) -> None:
         """Free NCCL, together with all ranks, once nothing is in flight on any."""
@@ -130,6 +188,21 @@ class Network:
             )
 
 
+@dataclass(frozen=True)
+class PreparedMessages:
+    """Messages that compiled code launches.
+
+    Attributes:
+        network: has prepared them.
+        calls: see ``NcclTransport.calls``.
+        stall: the wait for them.
+    """
+
+    network: Network
+    calls: Sequence[NativeCall]
+    stall: Stall
+
+
 class NcclWatchdog:
     """Thread that limits the waits of NCCL kernels."""
 
@@ -152,14 +225,15 @@ class NcclWatchdog:
         self._thread = threading.Thread(target=self._run, name="fusco NCCL watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, is_done: Callable[[], bool], stall: Stall) -> None:
+    def watch(self, is_done: Callable[[], bool], stall: Stall, let_go: Callable[[], object] | None = None) -> None:
         """Time out if ``is_done`` stays false and no other watched condition becomes true.
 
         Waking the thread would cost the caller more than a launch, so the thread looks now and then in any case.
+        ``let_go`` is called once it is true.
         """
         if not self._in_flight:
             self._since_progress = time.monotonic()
-        self._in_flight.append(_InFlight(is_done, stall))
+        self._in_flight.append(_InFlight(is_done, stall, let_go))
 
     def watch_replays(self, replays: ReplayedMessages) -> None:
         """Time out if messages that a graph replays do not complete, from now on."""
@@ -181,7 +255,8 @@ class NcclWatchdog:
     def _poll(self) -> None:
         while not self._is_closed.wait(_POLL_INTERVAL_S):
             while self._in_flight and self._in_flight[0].is_done():
-                self._in_flight.popleft()
+                if let_go := self._in_flight.popleft().let_go:
+                    let_go()
                 self._since_progress = time.monotonic()
             if stall := self._hopeless():
                 self._give_up(stall)

@@ -37,29 +37,6 @@ class DevicePlanner:
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
         self._published_sources = (rank, *counterparts)
 
-    def make_plan(
-        self,
-        plan_type: Callable[..., _Plan],
-        request: DispatchRequest,
-        routing: Sequence[tuple[Memory, Memory | None]],
-        num_rows: Sequence[int],
-        stream: torch.cuda.Stream,
-        held: Sequence[int] = (),
-    ) -> _Plan:
-        """Plan on the device.
-
-        Args:
-            plan_type: constructor that takes the fields of ``DevicePlan``.
-            request: the dispatch.
-            routing: ids and weights that this rank publishes: its own, then those of its counterparts on other nodes.
-            num_rows: rows of each source on this node.
-            stream: the stream to launch on.
-            held: sources whose rows this rank forwards.
-        """
-        plan = self.new_plan(plan_type, request, num_rows, stream, held)
-        self.launch(plan, request, routing, stream)
-        return plan
-
     def new_plan(
         self,
         plan_type: Callable[..., _Plan],
@@ -68,7 +45,15 @@ class DevicePlanner:
         stream: torch.cuda.Stream,
         held: Sequence[int] = (),
     ) -> _Plan:
-        """Return a plan that ``launch`` will make; see ``make_plan``."""
+        """Return a plan that ``launch`` will make on the device.
+
+        Args:
+            plan_type: constructor that takes the fields of ``DevicePlan``.
+            request: the dispatch.
+            num_rows: rows of each source on this node.
+            stream: the stream to launch on.
+            held: sources whose rows this rank forwards.
+        """
         static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
         key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
         first_row, holders, shape = self._sizes.get(key) or self._find_sizes(key)
@@ -90,7 +75,10 @@ class DevicePlanner:
         routing: Sequence[tuple[Memory, Memory | None]],
         stream: torch.cuda.Stream,
     ) -> PreparedLaunch:
-        """Make a plan on the device; see ``make_plan``."""
+        """Make a plan on the device.
+
+        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes.
+        """
         number, static = self.next_ticket(), request.static
         published = [
             PublishedRouting(source, ids, of_source)
@@ -110,6 +98,10 @@ class DevicePlanner:
         """Return the number of another plan."""
         self._num_plans += 1
         return self._num_plans
+
+    def is_reported(self, ticket: int) -> bool:
+        """Return whether a plan whose size is exact, or a later one, is made."""
+        return bool(self._arena.report.ticket >= ticket)
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]

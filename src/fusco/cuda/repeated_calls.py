@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -13,16 +12,17 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.node_memory import NodeMemory
 from fusco.control.repeated_record import Condition, RepeatedRecord, warm_up_repeated_record
 from fusco.core.config import Launch, StaticRows
+from fusco.core.profile import CallProfile
 from fusco.core.rows import is_plain, row_bytes
 from fusco.core.timeline import NO_TIMELINE
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
-from fusco.cuda.intranode import IntranodeShuffle, narrowed
+from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.combine_rows import combine_fields
 from fusco.cuda.kernels.comm import Failure, Report
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanMemory, plan_fields
-from fusco.cuda.kernels.repeated_launches import RepeatedLaunches, warm_up_repeated_launches
+from fusco.cuda.kernels.repeated_launches import Field, RepeatedLaunches, warm_up_repeated_launches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
 from fusco.cuda.own_rows import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
@@ -41,13 +41,14 @@ def warm_up_repeated_calls() -> None:
 
 def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
     """Return that no plan has found an invalid id or an overflow, and that no wait of the device has ended early."""
-    report, failure = context.arena.report_address, ctypes.addressof(context.arena.failure)
+    report, failure, abort = context.arena.report_address, *context.arena.failure_addresses
     assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
     assert Failure.is_set.offset == 0
     return [
         Condition(report + 8, _LOW_HALF, _LOW_HALF),
         Condition(report + 24, _HIGH_HALF, 0),
         Condition(failure, _LOW_HALF, 0),
+        Condition(abort, _LOW_HALF, 0),
     ]
 
 
@@ -60,45 +61,51 @@ class RepeatedCalls:
         planner: of the rank.
         order: of its launches.
         memory: of the node.
-        shuffle: has launched the kernels of the latest call.
+        shuffle: has launched the kernels of the latest call, within a node or between nodes.
+        descriptors: of the connections to counterparts on other nodes.
     """
 
     context: CudaContext
     planner: DevicePlanner
     order: StreamOrder
     memory: NodeMemory
-    shuffle: IntranodeShuffle
+    shuffle: Any
+    descriptors: Mapping[int, int] | None = None
 
-    def keep_dispatch(self, request: DispatchRequest, plan: DevicePlan) -> None:
+    def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
         """Prepare a dispatch that has just been launched, if an earlier one was the same."""
         circumstances = (plan.first_row, plan.stream, request.static, request.launch)
-        if _is_second(request.known, circumstances):
-            request.known.repeated = self._of_dispatch(request, plan, self.shuffle.launched)
+        launched = self.shuffle.launched
+        is_whole = is_second(request.known, circumstances) and len(launched) == 2
+        if request.known and is_whole and self.can_repeat_dispatch(request, plan):
+            num_slots = self.num_slots_of(request, plan)
+            request.known.repeated = RepeatedDispatch(self, request, plan, launched, num_slots)
 
     def keep_combine(self, request: CombineRequest[DevicePlan]) -> None:
         """Prepare a combine that has just been launched, if an earlier one was the same."""
         plan = request.plan
         circumstances = (plan.tables.shape, plan.first_row, plan.stream, request.launch)
-        if _is_second(request.known, circumstances) and self._can_repeat(request.launch, plan, [request.rows]):
+        if is_second(request.known, circumstances) and self.can_repeat(request.launch, plan, [request.rows]):
             request.known.repeated = RepeatedCombine(self, request, self.shuffle.launched[0])
 
-    def _of_dispatch(
-        self, request: DispatchRequest, plan: DevicePlan, launched: Sequence[PreparedLaunch]
-    ) -> RepeatedDispatch | None:
-        """Return the dispatch of a known input, to be made again; ``None`` if it cannot be."""
+    def can_repeat_dispatch(self, request: DispatchRequest, plan: DevicePlan) -> bool:
+        """Return whether a dispatch can be made again as it was launched."""
         routing = request.routing
         tensors = [*request.payloads, routing.topk_idx]
         tensors += [] if routing.topk_weights is None else [routing.topk_weights]
-        if not self._can_repeat(request.launch, plan, tensors) or request.with_weights or len(launched) != 2:
-            return None
-        if request.topk_weights is not None and request.topk_weights.dtype != tensors[-1].dtype:
-            return None  # the weights that travel are a copy
-        num_slots: int | None = plan.num_slots
-        if not request.static:
-            num_slots = affordable_bound_of(plan, request, tuple(map(row_bytes, request.payloads)))
-        return RepeatedDispatch(self, request, plan, launched, num_slots)
+        if not self.can_repeat(request.launch, plan, tensors) or request.with_weights:
+            return False
+        # Otherwise the weights that travel are a copy.
+        return request.topk_weights is None or request.topk_weights.dtype == tensors[-1].dtype
 
-    def _can_repeat(self, launch: Launch, plan: DevicePlan, tensors: Sequence[torch.Tensor]) -> bool:
+    def num_slots_of(self, request: DispatchRequest, plan: DevicePlan) -> int | None:
+        """Return the rows of a dispatch's output before it is narrowed; ``None`` if they depend on the plan."""
+        if request.static:
+            return plan.num_slots
+        return affordable_bound_of(plan, request, tuple(map(row_bytes, request.payloads)))
+
+    def can_repeat(self, launch: Launch, plan: DevicePlan, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether a call with these tensors was made in circumstances that prepared ones know."""
         order = self.order
         if launch.own_stream or launch.event or order.latest is None or order.latest.cuda_stream != plan.stream:
             return False
@@ -107,10 +114,11 @@ class RepeatedCalls:
 
     def record(self, fingerprint: CollectiveFingerprint, counts: Sequence[Sequence[int]]) -> RepeatedRecord:
         """Return the record of a call with these counts of all ranks."""
-        return RepeatedRecord(self.memory, fingerprint, counts, _nothing_is_wrong(self.context))
+        conditions = _nothing_is_wrong(self.context)
+        return RepeatedRecord(self.memory, fingerprint, counts, conditions, self.descriptors)
 
 
-def _is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:
+def is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:
     """Return whether the latest call before this one had the same input and circumstances; note them."""
     if known is None:
         return False
@@ -118,19 +126,18 @@ def _is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[Know
     return before == circumstances
 
 
-class _Repeated:
+class Repeated:
     """What repeated calls have in common.
 
     Attributes:
         record: to agree with all ranks.
-        num_sms: for the profile.
     """
 
     def __init__(self, calls: RepeatedCalls, launch: Launch, record: RepeatedRecord, num_sms: int) -> None:
         assert calls.order.latest is not None
         self._context, self._order, self._stream = calls.context, calls.order, calls.order.latest
         self._is_inference = torch.is_inference_mode_enabled()
-        self._launch, self.record, self.num_sms = launch, record, num_sms
+        self._launch, self.record, self._num_sms = launch, record, num_sms
 
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
@@ -141,8 +148,12 @@ class _Repeated:
             and torch.is_inference_mode_enabled() is self._is_inference
         )
 
+    def count(self, profile: CallProfile) -> None:
+        """Set what the profile of a call has, but for times."""
+        profile.num_sms = self._num_sms
 
-class RepeatedDispatch(_Repeated):
+
+class RepeatedDispatch(Repeated):
     """Dispatch of an input whose values and addresses alone differ from an earlier one."""
 
     def __init__(
@@ -160,20 +171,25 @@ class RepeatedDispatch(_Repeated):
         assert request.known is not None
         counts = [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
         super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched[1].grid)
-        self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
-        self._row_shapes = [payload.shape[1:] for payload in request.payloads]
+        self._keep(calls, request, plan, num_slots)
         shape = plan.tables.shape
-        self._memory = PlanMemory(shape, calls.context.arena.device)
-        same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
-        self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
         # Indices of values, after the ticket.
         memory, num, ids, weights, first = range(1, 6)
         rows = range(first, first + len(request.payloads))
         outputs = range(rows.stop, rows.stop + len(rows))
-        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num)]
+        moved = [Field("rows", value, entry=payload) for payload, value in enumerate(rows)]
+        fields = [plan_fields(shape, memory, ids, weights), moved + scatter_fields(shape, memory, outputs, num)]
         launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
         together = [launches] if num_slots is not None else [launches[:1], launches[1:]]
         self._launches = [RepeatedLaunches(each, outputs.stop, plan.stream, report) for each in together]
+
+    def _keep(self, calls: RepeatedCalls, request: DispatchRequest, plan: DevicePlan, num_slots: int | None) -> None:
+        """Keep what later calls have in common with this one."""
+        self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
+        self._row_shapes = [payload.shape[1:] for payload in request.payloads]
+        self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device)
+        same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
+        self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
 
     def outputs(
         self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
@@ -221,7 +237,7 @@ class RepeatedDispatch(_Repeated):
         return DispatchOutput(plan, narrowed(outputs, plan.num_slots)), rejection
 
 
-class RepeatedCombine(_Repeated):
+class RepeatedCombine(Repeated):
     """Combine of rows whose number, values and addresses alone differ from earlier ones."""
 
     def __init__(self, calls: RepeatedCalls, request: CombineRequest[DevicePlan], launched: PreparedLaunch) -> None:
@@ -233,7 +249,7 @@ class RepeatedCombine(_Repeated):
         self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
         self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
         memory, rows, out = 1, 2, 3  # indices of values, after the ticket
-        fields = combine_fields(plan.tables.shape, memory, rows, out, is_weighted=request.is_weighted)
+        fields = [Field("out", out), *combine_fields(plan.tables.shape, memory, rows, is_weighted=request.is_weighted)]
         self._launches = RepeatedLaunches([(launched, fields)], 4, plan.stream, 0)
 
     def output(self, y: torch.Tensor, plan: DevicePlan, launch: Launch | None) -> torch.Tensor | None:

@@ -35,6 +35,11 @@ class RoutingMessages:
         self.receives = _messages(peers, self._incoming, incoming)
 
     @property
+    def packed_address(self) -> int:
+        """Address of the routing that is sent."""
+        return self._packed.data_ptr()
+
+    @property
     def published(self) -> list[tuple[Memory, Memory | None]]:
         """Ids and weights of this rank's tokens, then the received ones."""
         own = self._routing

@@ -6,10 +6,13 @@ Ranks are threads, and kernels their twins. All else is real, up to the driver's
 from __future__ import annotations
 
 import ctypes
+import queue
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -20,12 +23,14 @@ from simulated_kernels import NodeWords, SimulatedKernel
 from fusco import Capacity, MismatchError, PeerFailureError, RejectedInputError, RowOverflowError, StaticRows, Topology
 from fusco.bench.null_device import NullLibrary, null_communicator, null_device
 from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.nccl import NcclTransport
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from fusco.cuda.repeated_internode import RepeatedInternodeCombine, RepeatedInternodeDispatch
 from store_gathers import on_ranks
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS, HIDDEN = 2, 6, 2, 8, 16
 CAPACITY = Capacity(num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, max_bytes_per_token=80)
-TOPOLOGY = Topology.of_equal_nodes(NUM_RANKS, NUM_RANKS)
+TOPOLOGY, NODES = Topology.of_equal_nodes(NUM_RANKS, NUM_RANKS), Topology.of_equal_nodes(2, 1)
 LIMIT_S = 20.0
 
 
@@ -97,19 +102,21 @@ class TwinKernel(Kernel):
 
 
 class Node:
-    """Communicators of the ranks of a node; each rank has one that repeats calls, and one that never does."""
+    """Communicators of the ranks of some nodes; each rank has one that repeats calls, and one that never does."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._words, self._limit_s = [NodeWords(NUM_RANKS) for _ in range(2)], limit_s
+    def __init__(self, limit_s: float = LIMIT_S, topology: Topology = TOPOLOGY) -> None:
+        num_nodes, num_ranks = topology.num_nodes, topology.ranks_per_node
+        self._words, self._limit_s = [[NodeWords(num_ranks) for _ in range(num_nodes)] for _ in range(2)], limit_s
+        self.topology = topology
 
-    def run(self, program, num_ranks: int = NUM_RANKS) -> dict:
+    def run(self, program) -> dict:
         def on_rank(store_gather):
-            store = store_gather.store
-            libraries = [TwinLibrary(words) for words in self._words]
+            store, node = store_gather.store, self.topology.rank_to_node[store_gather.rank]
+            libraries = [TwinLibrary(words[node]) for words in self._words]
             comms = []
             for number, library in enumerate(libraries, 1):
                 store_gather.store = dist.PrefixStore(str(number), store)
-                comms.append(null_communicator(store_gather, TOPOLOGY, NUM_EXPERTS, CAPACITY, library))
+                comms.append(null_communicator(store_gather, self.topology, NUM_EXPERTS, CAPACITY, library))
             comms[1]._repeats = mock.Mock(dispatch=lambda *_: None, combine=lambda *_: None)
             try:
                 return program(*comms, libraries[0])
@@ -117,26 +124,84 @@ class Node:
                 for comm in comms:
                     comm.abort()
 
-        def mapped(memory, store_gather, _ranks, name):
+        def mapped(memory, store_gather, ranks, name):
             addresses = store_gather.all_gather(name, memory.data_ptr())
-            return SimpleNamespace(buffer_ptrs=addresses, get_buffer=lambda *_: memory)
+            return SimpleNamespace(buffer_ptrs=[addresses[rank] for rank in ranks], get_buffer=lambda *_: memory)
 
-        with null_device(), mock.patch("fusco.cuda.arena.rendezvous", mapped):
-            results = on_ranks(num_ranks, on_rank, timeout_s=self._limit_s)
+        with (
+            null_device(),
+            mock.patch("fusco.cuda.arena.rendezvous", mapped),
+            mock.patch("fusco.cuda.network.NcclTransport", TwinNccl),
+            mock.patch.object(TwinNccl, "queues", {}),
+        ):
+            results = on_ranks(self.topology.world_size, on_rank, timeout_s=self._limit_s)
         for result in results.values():
             if isinstance(result, Exception):
                 raise result
         return results
 
 
+class TwinNccl(NcclTransport):
+    """NCCL whose messages are copied when a group ends; its functions are called by their addresses, too."""
+
+    queues: ClassVar[dict] = {}
+    failure = ""
+
+    def __init__(self, store_gather, *_, **__) -> None:
+        self._rank, self._lock, self._is_open = store_gather.rank, threading.Lock(), True
+        self._comm = ctypes.c_void_p(7)
+        self._name = store_gather.all_gather("twin of NCCL", id(self))[0]
+        self._group, self.fails_at = [], None
+        kinds = {"ncclSend": 6, "ncclRecv": 6, "ncclGroupStart": 0, "ncclGroupEnd": 0}
+        self._nccl = SimpleNamespace(
+            **{
+                name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * arguments)(partial(self._do, name))
+                for name, arguments in kinds.items()
+            },
+            ncclGetLastError=lambda _: b"",
+            ncclGetErrorString=lambda result: b"error %d" % result,
+        )
+
+    def _do(self, name, address=0, num_bytes=0, _type=0, peer=0, comm=7, _stream=0) -> int:
+        assert comm == 7 or comm is self._comm
+        if name == self.fails_at:
+            return 3
+        if name == "ncclSend":
+            self._queue(self._rank, peer).put(ctypes.string_at(address, num_bytes))
+        elif name == "ncclRecv":
+            self._group.append((peer, address, num_bytes))
+        elif name == "ncclGroupEnd":
+            group, self._group = self._group, []
+            for src, to, expected in group:
+                sent = self._queue(src, self._rank).get(timeout=LIMIT_S)
+                assert len(sent) == expected
+                ctypes.memmove(to, sent, expected)
+        return 0
+
+    def _queue(self, src, dst) -> queue.SimpleQueue:
+        return self.queues.setdefault((self._name, src, dst), queue.SimpleQueue())
+
+    def _launch(self, sends, receives, stream) -> None:
+        for name, messages in (("ncclSend", sends), ("ncclRecv", receives)):
+            for message in messages:
+                self._do(name, message.address, message.num_bytes, 0, message.peer)
+        self._do("ncclGroupEnd")
+
+    def abort(self) -> None:
+        self._is_open = False
+
+    finish = abort
+
+
 @pytest.fixture
 def repeats():
     """Number of calls that were repeated, by kind."""
-    with (
-        mock.patch.object(RepeatedDispatch, "run", autospec=True, side_effect=RepeatedDispatch.run) as dispatches,
-        mock.patch.object(RepeatedCombine, "run", autospec=True, side_effect=RepeatedCombine.run) as combines,
-    ):
-        yield lambda: (dispatches.call_count, combines.call_count)
+    with ExitStack() as stack:
+        dispatches, combines = (
+            [stack.enter_context(mock.patch.object(of, "run", autospec=True, side_effect=of.run)) for of in kinds]
+            for kinds in ((RepeatedDispatch, RepeatedInternodeDispatch), (RepeatedCombine, RepeatedInternodeCombine))
+        )
+        yield lambda: tuple(sum(run.call_count for run in runs) for runs in (dispatches, combines))
 
 
 def inputs(rank, step, num_tokens=MAX_TOKENS, dtype=torch.float32):
@@ -183,7 +248,7 @@ def no_bound(request):
     """Without an output of the maximum size, if the test asks for that."""
     with ExitStack() as stack:
         if request.param:
-            for name in ("intranode", "repeated_calls"):
+            for name in ("intranode", "repeated_calls", "internode"):
                 stack.enter_context(mock.patch(f"fusco.cuda.{name}.affordable_bound_of", return_value=None))
         yield
 
@@ -202,6 +267,28 @@ def test_repeated_calls_return_what_others_do(case, repeats):
     assert set(Node().run(program).values()) == {132}
     # The first call is validated in full, the second is like it, and the third is prepared.
     assert repeats() == (2 * 3, 2 * 3)
+
+
+@pytest.mark.parametrize("no_bound", [False, True], indirect=True)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_bound")
+def test_repeated_calls_between_nodes_return_what_others_do(case, repeats):
+    def program(comm, other, _library):
+        for step in range(7):
+            made = [pair(each, step, **CASES[case]) for each in (comm, other)]
+            assert same(*made), step
+        ours, theirs = comm.profile, other.profile
+        for name in ("internode_row_bytes", "internode_empty_bytes", "internode_metadata_bytes", "num_sms"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.operation == "combine #14"
+        again = [made[0].handle for made in (pair(each, 8, **CASES[case]) for each in (comm, other))]
+        x = inputs(comm.rank, 9)[0]
+        moved = [each.dispatch_again(x, handle)[0] for each, handle in zip((comm, other), again, strict=True)]
+        needed = comm.dispatch(*inputs(comm.rank, 8)).handle.num_rows if "static" not in case else 0
+        assert torch.equal(moved[0][:needed], moved[1][:needed])
+
+    Node(topology=NODES).run(program)
+    assert repeats() == (2 * (5 + ("static" not in case)), 2 * 5)
 
 
 def test_results_outlive_later_calls(repeats):

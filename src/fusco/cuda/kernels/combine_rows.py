@@ -11,7 +11,7 @@ import torch
 
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import Rows, longest_of
+from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
@@ -80,15 +80,17 @@ def combine_rows(
     return prepared
 
 
-def combine_fields(shape: PlanShape, memory: int, rows: int, out: int, *, is_weighted: bool) -> list[Field]:
-    """Return the fields that change if a combine within a node is repeated, by the indices of their values.
+def combine_fields(
+    shape: PlanShape, memory: int, rows: int, run: RowAddresses = FROM_FIRST_ROW, *, is_weighted: bool
+) -> list[Field]:
+    """Return the fields, but for ``out``, that change if a combine is repeated, by the indices of their values.
 
-    ``memory`` is the address of the plan's tensors.
+    ``memory`` is the address of the plan's tensors, ``run`` where in them the rows are.
     """
-    made = {"row_to_slots": "row_to_slots", "token_to_ranks": "token_to_ranks"}
-    made |= {"row_weights": "weights"} if is_weighted else {}
-    fields = [Field(field, memory, shape.offsets[name]) for field, name in made.items()]
-    return [Field("rows", rows), Field("out", out), *fields]
+    offsets = {name: shape.offsets[name] + getattr(run, name) for name in ("row_to_slots", "token_to_ranks")}
+    if is_weighted:
+        offsets["row_weights"] = shape.offsets["weights"] + run.weights
+    return [Field("rows", rows), *(Field(name, memory, offset) for name, offset in offsets.items())]
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

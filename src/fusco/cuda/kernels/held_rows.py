@@ -20,6 +20,9 @@ class RowAddresses(NamedTuple):
     token_to_ranks: int
 
 
+FROM_FIRST_ROW = RowAddresses(0, 0, 0)  # offsets of rows that are all of a plan's
+
+
 class Rows(Protocol):
     """Rows that a kernel moves or sums: ``HeldRows``, or the plan itself if there is one node."""
 

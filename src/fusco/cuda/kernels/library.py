@@ -165,6 +165,10 @@ class Library:
         self._compiler = Compiler(f"sm_{properties.major}{properties.minor}")
         self._kernels: dict[tuple[object, ...], Kernel] = {}
 
+    def address_of(self, function: str) -> int:
+        """Return the address of a function of the driver."""
+        return address_of(getattr(ctypes.CDLL("libcuda.so.1"), function))
+
     def get(self, name: str, constants: Mapping[str, object]) -> Kernel:
         """Return the kernel of this name and these compile-time constants."""
         key = (name, *constants.items())

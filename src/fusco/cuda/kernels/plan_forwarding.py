@@ -15,6 +15,7 @@ from fusco.planner.routing import Routing
 
 _ID_BYTES = 4  # of ids in messages
 _ALIGNMENT = 16
+_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
 
 
 class ForwardingArgs(ctypes.Structure):
@@ -129,6 +130,23 @@ class ForwardingTensors:
     def token_to_place(self) -> torch.Tensor:
         """See ``DeviceForwarding``."""
         return self.memory[self.num_nodes * (self.num_tokens + 1) :].view(self.num_nodes, self.num_tokens)
+
+
+class ForwardingMemory:
+    """Memory for plans of the sizes of another one, allocated for several at a time; see ``PlanMemory``."""
+
+    def __init__(self, plan: ForwardingTensors) -> None:
+        """Allocate on the current stream when first needed; all plans must be for that stream."""
+        self._like, self._sizes = plan.memory, (plan.num_nodes, plan.num_tokens)
+        self._spare: list[torch.Tensor] = []
+
+    def take(self) -> ForwardingTensors:
+        """Return the tensors of a new plan."""
+        if not self._spare:
+            size = self._like.numel()
+            number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 4 * size)))
+            self._spare = list(self._like.new_empty(number, size).unbind())
+        return ForwardingTensors(self._spare.pop(), *self._sizes)
 
 
 def plan_forwarding(

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fusco.control.atomics import load_acquire_at, store_release_at
-from fusco.control.machine_calls import call_at, yield_address
+from fusco.control.machine_calls import NUM_ARGUMENTS, call_at, yield_address
 from fusco.core.compiled import compiled
 from fusco.cuda.kernels.launcher import PreparedLaunch
+from fusco.cuda.kernels.library import BoundLaunch
 
 TICKET = 0  # index of the value that a report is waited for; 0 waits for none
 NOT_REPORTED, INVALID_ID = -1, -2  # outcomes; a smaller one is an error of the driver
-_POLLS_PER_YIELD, _MAX_YIELDS = 500, 200  # about 0.2 ms; then the watchdog waits
+_POLLS_PER_YIELD, _YIELDS_PER_MS = 500, 1000
 _LOW_HALF = 0xFFFFFFFF
 
-# Words of repeated launches, then of each field that changes, then of each kernel.
-_LAUNCH, _YIELD, _REPORT, _NUM_FIELDS, _NUM_WORDS = range(5)
-_FIELD_WORDS, _KERNEL_WORDS = 3, 3
+# Words of repeated launches, then of each field that changes, then of each call.
+_YIELD, _REPORT, _MAX_YIELDS, _NUM_FIELDS, _NUM_WORDS = range(5)
+_FIELD_WORDS, _CALL_WORDS = 3, 1 + NUM_ARGUMENTS
 _REPORT_OF_ID = 8  # offset of ``Report.bad_src``
+CONSTANT = -1
 
 
 class Field(NamedTuple):
-    """A field of 8 bytes of a kernel's arguments: the value of this index, plus a number."""
+    """A field of 8 bytes of a kernel's arguments: the value of this index, plus a number.
+
+    With ``CONSTANT`` it is the number alone.
+    """
 
     name: str
     value: int
@@ -34,18 +41,40 @@ class Field(NamedTuple):
     entry: int = 0  # of a field that is an array
 
 
+@dataclass(frozen=True)
+class NativeCall:
+    """Call of a C function that returns 0, or an error.
+
+    Attributes:
+        function: its address.
+        arguments: at most six.
+        fail: raises the error of another result.
+        values: for the index of an argument, the index of a value that is added to it.
+    """
+
+    function: int
+    arguments: tuple[int, ...]
+    fail: Callable[[int], object]
+    values: Mapping[int, int] = field(default_factory=dict)
+
+
+PreparedFields: TypeAlias = tuple[PreparedLaunch, Sequence[Field]]
+
+
 @compiled(nogil=True)
 def _launch(words: Any, values: Any) -> int:
-    """Set all fields, launch all kernels, and return the number in their report; see ``RepeatedLaunches.launch``."""
+    """Set all fields, make all calls, and return the number in the report; see ``RepeatedLaunches.launch``."""
     at = _NUM_WORDS
     for _ in range(words[_NUM_FIELDS]):
         store_release_at(words[at], values[words[at + 1]] + words[at + 2])
         at += _FIELD_WORDS
-    for kernel in range((len(words) - at) // _KERNEL_WORDS):
-        error: int = call_at(words[_LAUNCH], words[at], words[at + 1], words[at + 2], 0)
+    for call in range((len(words) - at) // _CALL_WORDS):
+        error: int = call_at(
+            *(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], words[at + 5], words[at + 6])
+        )
         if error:
-            return INVALID_ID - (error << 8 | (kernel + 1))
-        at += _KERNEL_WORDS
+            return INVALID_ID - (error << 8 | (call + 1))
+        at += _CALL_WORDS
     return _wait(words, values[TICKET]) if values[TICKET] else 0
 
 
@@ -59,50 +88,73 @@ def _wait(words: Any, ticket: int) -> int:
             return seen >> 32 if is_valid else INVALID_ID
         polls += 1
         if polls % _POLLS_PER_YIELD == 0:
-            if polls == _POLLS_PER_YIELD * _MAX_YIELDS:
+            if polls == _POLLS_PER_YIELD * words[_MAX_YIELDS]:
                 return NOT_REPORTED
-            call_at(words[_YIELD], 0, 0, 0, 0)
+            call_at(words[_YIELD], 0, 0, 0, 0, 0, 0)
 
 
 class RepeatedLaunches:
-    """Launches on one stream with arguments of their own, of which every call sets the same fields."""
+    """Kernels launched on one stream, with arguments of their own, and other calls; every call sets the same fields."""
 
     def __init__(
-        self, launches: Sequence[tuple[PreparedLaunch, Sequence[Field]]], num_values: int, stream: int, report: int
+        self,
+        launches: Sequence[PreparedFields | NativeCall],
+        num_values: int,
+        stream: int,
+        report: int,
+        patience_ms: float = 0.2,
     ) -> None:
-        """Copy the arguments of kernels to launch one after the other.
+        """Copy the arguments of what is to be called one after the other.
 
         Args:
-            launches: kernels with all arguments, and the fields that change.
+            launches: kernels with all arguments, and the fields that change; and calls.
             num_values: values that ``launch`` takes; not all of them need be in a field.
-            stream: the handle of the stream.
+            stream: the handle of the stream of all kernels.
             report: the address of a ``Report``.
+            patience_ms: how long ``launch`` waits for it; then the watchdog does.
         """
-        self._kernels = [prepared.bound_to(stream) for prepared, _ in launches]
-        fields = [
-            (bound.address_of(field.name, field.entry), field.value, field.plus)
-            for bound, (_, of_kernel) in zip(self._kernels, launches, strict=True)
-            for field in of_kernel
-        ]
-        words = [self._kernels[0].driver_launch, yield_address(), report, len(fields)]
-        words += [word for field in fields for word in field]
-        words += [word for bound in self._kernels for word in bound.call]
-        self._words = np.array(words, dtype=np.int64)
+        self._kernels: list[BoundLaunch] = []
+        fields: list[int] = []
+        calls = [each if isinstance(each, NativeCall) else self._bind(each, stream, fields) for each in launches]
+        self._fails = [call.fail for call in calls]
+        num_fields = len(fields) // _FIELD_WORDS + sum(len(call.values) for call in calls)
+        first_call = _NUM_WORDS + _FIELD_WORDS * num_fields
+        self._words = np.zeros(first_call + _CALL_WORDS * len(calls), dtype=np.int64)
+        for number, call in enumerate(calls):
+            at = first_call + _CALL_WORDS * number
+            self._words[at : at + 1 + len(call.arguments)] = [call.function, *call.arguments]
+            for argument, value in call.values.items():
+                fields += [self._words.ctypes.data + 8 * (at + 1 + argument), value, call.arguments[argument]]
+        head = [yield_address(), report, int(patience_ms * _YIELDS_PER_MS), num_fields]
+        self._words[:first_call] = [*head, *fields]
         self._values = np.zeros(num_values, dtype=np.int64)
         self._pack = partial(struct.Struct(f"{num_values}q").pack_into, self._values.data, 0)
 
+    def _bind(self, launch: PreparedFields, stream: int, fields: list[int]) -> NativeCall:
+        """Return the call of a kernel's launch; add the words of its fields."""
+        prepared, of_kernel = launch
+        bound = prepared.bound_to(stream)
+        self._kernels.append(bound)  # has the memory of its arguments
+        for each in of_kernel:
+            address = bound.address_of(each.name, each.entry)
+            if each.value == CONSTANT:
+                ctypes.c_uint64.from_address(address).value = each.plus
+            else:
+                fields += [address, each.value, each.plus]
+        return NativeCall(bound.driver_launch, (*bound.call, 0), bound.fail)
+
     def launch(self, *values: int) -> int:
-        """Launch all kernels with these values, the first of which is the ticket.
+        """Make all calls with these values, the first of which is the ticket.
 
         Returns:
-            With a ticket, the number of slots that its report has, or ``NOT_REPORTED`` after a fifth of a millisecond,
-            or ``INVALID_ID``; without one, 0. Raises ``LaunchError`` if the driver does not take a kernel.
+            With a ticket, the number of slots that its report has, or ``NOT_REPORTED`` when its patience has ended, or
+            ``INVALID_ID``; without one, 0. Raises the error of a call that fails, for a kernel ``LaunchError``.
         """
         self._pack(*values)
         outcome = int(_launch(self._words, self._values))
         if outcome < INVALID_ID:
             error = INVALID_ID - outcome
-            self._kernels[(error & 0xFF) - 1].fail(error >> 8)
+            self._fails[(error & 0xFF) - 1](error >> 8)
         return outcome
 
 

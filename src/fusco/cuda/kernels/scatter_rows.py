@@ -9,7 +9,7 @@ from typing import Any
 
 from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import Rows, longest_of
+from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlannedRows, PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
@@ -73,17 +73,23 @@ def scatter_rows(
 
 
 def scatter_fields(
-    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int
+    shape: PlanShape,
+    memory: int,
+    outputs: Sequence[int],
+    num_slots: int,
+    run: RowAddresses = FROM_FIRST_ROW,
 ) -> list[Field]:
-    """Return the fields that change if a dispatch within a node is repeated, by the indices of their values.
+    """Return the fields, but for ``rows``, that change if a dispatch is repeated, by the indices of their values.
 
-    ``memory`` is the address of the plan's tensors; rows and outputs have an entry for each payload.
+    ``memory`` is the address of the plan's tensors, ``run`` where in them the rows are; outputs have an entry for each
+    payload.
     """
-    made = ("row_to_slots", "token_to_ranks", "block_to_first_slot", "num_rows_per_expert")
+    offsets = {name: shape.offsets[name] for name in ("block_to_first_slot", "num_rows_per_expert")}
+    offsets["row_to_slots"] = shape.offsets["row_to_slots"] + run.row_to_slots
+    offsets["token_to_ranks"] = shape.offsets["token_to_ranks"] + run.token_to_ranks
     return [
-        *(Field("rows", value, entry=payload) for payload, value in enumerate(rows)),
         *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
-        *(Field(name, memory, shape.offsets[name]) for name in made),
+        *(Field(name, memory, offset) for name, offset in offsets.items()),
         Field("num_slots", num_slots),
     ]
 
