@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from fusco.bench.variants import PEERS, Shuffle, ShuffleFactory, recorded_varian
 from fusco.bench.verification import verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
-from fusco.core.timeline import Span, Timeline
+from fusco.core.timeline import Span
 from fusco.ranks.progress import ProgressReporter
 
 _FP8 = "fusco-fp8"
@@ -62,13 +62,6 @@ class DeviceResult:
     # maximum number of multiprocessors that fusco's dispatch and combine took
     num_sms: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
-
-
-class TimelineRecorder(Protocol):
-    """A communicator whose timeline can be recorded."""
-
-    def record_timeline(self) -> AbstractContextManager[Timeline]:
-        """Record the work on this rank's device inside the ``with`` block."""
 
 
 def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
@@ -226,7 +219,7 @@ def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> 
 
 def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:
     """Record one dispatch and combine that all ranks' devices begin together."""
-    with cast("TimelineRecorder", comm).record_timeline() as timeline:
+    with comm.record_timeline() as timeline:
         timer.align()
         timeline.begin()
         shuffle.combine(*_without_counts(shuffle.dispatch()))
