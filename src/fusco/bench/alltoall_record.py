@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from fusco.bench.alltoall import ExchangeResult
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.links import LinkPeaks
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
@@ -20,7 +20,7 @@ from fusco.schedule.stages import IntArray, lower_bound_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord:
+class ExchangeRecord(Measurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -61,9 +61,6 @@ class ExchangeRecord:
     slice_bytes: int | None
     ring_depth: int
     device: str
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
     errors: list[str]
 
 
@@ -126,9 +123,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
         device=run.device,
-        versions=versions(),
         hardware=hardware(run.device),
-        commit=commit(),
         errors=errors,
     )
 

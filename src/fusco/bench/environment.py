@@ -1,10 +1,11 @@
-"""Environment of a measurement: versions, hardware, commit."""
+"""Environment of a measurement, which every record has: versions, hardware, commit."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +40,15 @@ def commit() -> str:
     A repository that encloses an installation, such as one with a virtual environment in it, is not fusco's.
     """
     return describe_commit(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Fields of every record: see ``versions``, ``hardware`` and ``commit``."""
+
+    versions: dict[str, str] = field(default_factory=versions)
+    hardware: dict[str, str | int | float] = field(default_factory=hardware)
+    commit: str = field(default_factory=commit)
 
 
 def describe_commit(package: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
@@ -16,8 +16,8 @@ from fusco.bench.variants import DEDUPLICATED, balancer_of, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantRecord:
-    """Fields of every line: the variant, the workload, the versions. ``trace_repeats`` is 0 without a trace."""
+class VariantRecord(Measurement):
+    """Fields of every line: the variant, the workload, the environment. ``trace_repeats`` is 0 without a trace."""
 
     variant: str
     traffic: str
@@ -33,9 +33,6 @@ class VariantRecord:
     num_iterations: int
     trace: str
     trace_repeats: float
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
     errors: list[str]
 
 
@@ -115,9 +112,7 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
         "num_iterations": run.num_iterations,
         "trace": workload.trace.name if workload.trace else "",
         "trace_repeats": round(workload.num_repeats, 3),
-        "versions": versions(),
         "hardware": hardware(run.device),
-        "commit": commit(),
         "errors": errors,
     }
 

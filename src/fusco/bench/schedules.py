@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement
 from fusco.bench.matrices import make_matrix
 from fusco.schedule import Stages, decompose, lower_bound_bytes, spread_out, warm_up
 from fusco.schedule.stages import IntArray
@@ -29,7 +29,7 @@ _MODES: dict[str, Callable[[IntArray], Stages]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRecord:
+class ScheduleRecord(Measurement):
     """One mode at one number of nodes.
 
     Over all draws: median and maximum number of stages; mean and maximum length over lower bound; median time in us,
@@ -46,9 +46,6 @@ class ScheduleRecord:
     largest_ratio: float
     microseconds: float
     fast_us: float | None
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
 
 
 def num_steps(num_nodes: Sequence[int]) -> int:
@@ -96,9 +93,6 @@ def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRe
         largest_ratio=round(max(ratios), 4),
         microseconds=round(float(np.median(microseconds)), 2),
         fast_us=FAST_US.get(num_nodes),
-        versions=versions(),
-        hardware=hardware(),
-        commit=commit(),
     )
 
 

@@ -11,10 +11,9 @@ from rich.console import Console
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def alltoall(
         for i, run in enumerate(runs)
     ]
     _print(records, console)
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
 

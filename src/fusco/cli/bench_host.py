@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console, run_on_ranks
+from fusco.cli.tables import describe_origin
 
 if TYPE_CHECKING:
     from fusco.bench.host import HostRecord

@@ -15,9 +15,8 @@ from rich.console import Console
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 from fusco.core.requirements import check_fsdp
 from fusco.ranks.emulation import emulated_network

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.bench_offload import offload
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
+from fusco.cli.tables import describe_origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,8 +75,7 @@ def rails(
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
 
 
 def _table(records: Sequence[RailsRecord]) -> Table:

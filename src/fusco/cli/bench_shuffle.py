@@ -156,8 +156,7 @@ def shuffle(
     for record in records:
         for error in record.errors:
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
     if timeline:
         _write_timelines(run, measured.ranks, timeline)
     if not all(record.is_right for record in records):

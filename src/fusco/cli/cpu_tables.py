@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

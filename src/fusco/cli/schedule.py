@@ -81,8 +81,7 @@ def schedule(
         _print_stages(next(record for record in records if _is_shown(record, mode)), console)
     else:
         console.print("nothing to send: no node has bytes for another")
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
 
 
 def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:

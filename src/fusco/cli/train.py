@@ -129,8 +129,7 @@ def train(
     if console.quiet:
         return
     records = summarize(job, runs)
-    if json:
-        write_json_lines(records, json, appends=True)
+    write_json_lines(records, json, appends=True)
     print_runs(job, records, console)
     if record_trace:
         assert runs[0].routing is not None

@@ -89,8 +89,7 @@ def _train_local_rank(
     reporter = ProgressReporter(port)
 
     def on_step(step: StepRecord) -> None:
-        if log:
-            write_json_lines([step], log, appends=True)
+        write_json_lines([step], log, appends=True)
         reporter.advance(describe(step))
 
     return train_rank(job, on_step, keeps_routing=keeps_routing)
