@@ -15,7 +15,7 @@ from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.schedule.cost import CPU_LINKS, CUDA_LINKS, schedule_for
-from fusco.schedule.schedule import Schedule, ScheduleMode
+from fusco.schedule.schedule import ScheduleMode
 from fusco.schedule.stages import IntArray, lower_bound_bytes
 
 
@@ -88,7 +88,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     node = np.array(run.topology.rank_to_node)
     internode = np.where(node[:, None] != node, run.rank_bytes, 0)
     peak_gbs = median(peaks.internode.best_gbs for peaks in links)
-    rate_gbs, bound = run.rank_gbs or peak_gbs, _lane_bound(schedule)
+    rate_gbs, bound = run.rank_gbs or peak_gbs, -(-lower_bound_bytes(schedule.stages.node_bytes()) // ranks_per_node)
     errors = [error for rank in ranks for error in rank.errors]
 
     def profile_ms(of: Callable[[CallProfile], float]) -> float:
@@ -126,11 +126,6 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         hardware=hardware(run.device),
         errors=errors,
     )
-
-
-def _lane_bound(schedule: Schedule) -> int:
-    """Return the busiest node's bytes, shared by its ranks."""
-    return -(-lower_bound_bytes(schedule.stages.node_bytes()) // schedule.topology.ranks_per_node)
 
 
 def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:

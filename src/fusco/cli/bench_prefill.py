@@ -78,10 +78,7 @@ def prefill(
 
     On GPUs: fusco bench prefill --device cuda --layers 24
     """
-    try:
-        check_fsdp("fusco bench prefill")
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    check_fsdp("fusco bench prefill")
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.prefill.records import SkippedRecord
     from fusco.cpu.kernels.warm_up import warm_up_cpu

@@ -12,7 +12,7 @@ from rich.table import Table
 from fusco.cli import options
 from fusco.cli.bench_offload import offload
 from fusco.cli.running import new_console
-from fusco.cli.tables import describe_origin
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,11 +82,8 @@ def _table(records: Sequence[RailsRecord]) -> Table:
     one = records[0]
     analogue = "" if one.analogue == "none" else f" (FuseLink, {one.analogue})"
     shape = f"{one.num_hosts} hosts, {one.num_rails} rails of {one.bits_per_s / 1e9:g} Gbit/s"
-    table = Table(title=f"{one.benchmark}{analogue}: {shape}", title_justify="left")
-    for name in ("case", "policy"):
-        table.add_column(name)
-    for name in one.results:
-        table.add_column(name, justify="right")
+    names = ("case", "policy")
+    table = new_table(f"{one.benchmark}{analogue}: {shape}", (*names, *one.results), left=names)
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or (records[i + 1].case != record.case and len({r.policy for r in records}) > 1)
         values = (

@@ -78,14 +78,11 @@ def schedule(
     _print_matrix(node_bytes, name, console)
     if records[0].lower_bound_bytes:
         _print_modes(records, console)
-        _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+        is_shown = [record.is_chosen if mode == "auto" else record.mode == mode for record in records]
+        _print_stages(records[is_shown.index(True)], console)
     else:
         console.print("nothing to send: no node has bytes for another")
     write_json_lines(records, json)
-
-
-def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
-    return record.is_chosen if mode == "auto" else record.mode == mode
 
 
 def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
