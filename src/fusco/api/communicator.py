@@ -14,7 +14,6 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
 from fusco.api.membership import Membership
 from fusco.api.repeats import Repeats
-from fusco.api.validation import DispatchOptions
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
@@ -151,7 +150,7 @@ class Communicator(Membership):
             self._session,
             self._engine,
             "dispatch",
-            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, DispatchOptions(*options)),
+            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, *options),
             self._engine.prepare_dispatch,
         )
         plan, rows, weights = output.plan, output.rows, output.weights

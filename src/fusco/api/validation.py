@@ -38,16 +38,6 @@ _DEFAULT_LAUNCH = Launch()
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
-    """Options of a dispatch; see ``Communicator.dispatch``."""
-
-    expert_alignment: int = 1
-    with_weights: bool = False
-    static: StaticRows | None = None
-    launch: Launch | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Validator:
     """Validates arguments of one rank's communicator. All methods raise ``TypeError`` or ``ValueError`` with values.
@@ -73,16 +63,18 @@ class Validator:
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: DispatchOptions,
+        alignment: int = 1,
+        with_weights: bool = False,  # noqa: FBT001, FBT002  passed by position
+        static: StaticRows | None = None,
+        launch: Launch | None = None,
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
-        alignment, static, launch = options.expert_alignment, options.static, options.launch
         if static is not None or self._is_capturing:
             self.require_static(static)
-        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, options.with_weights)
+        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None:
             check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
-            if options.with_weights and topk_weights is None:
+            if with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
         routing = Routing(topk_idx, topk_weights)
         if known is None:
@@ -100,14 +92,14 @@ class Validator:
             placement=self.placement,
             balancer=self.balancer,
             expert_alignment=alignment,
-            with_weights=options.with_weights,
+            with_weights=with_weights,
             static=static,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
             known=known,
         )
         if known is None:
             tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, options.with_weights)
+            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights)
             self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
         return request
 

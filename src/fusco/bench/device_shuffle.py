@@ -16,11 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from fusco.api.communicator import Communicator
 from fusco.bench.device_links import DevicePeaks, measure_device_links
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput, expected_rows
 from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import PEERS, Shuffle, ShuffleFactory, recorded_variant
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, expected_rows, verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span

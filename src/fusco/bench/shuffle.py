@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput
 from fusco.bench.variants import Shuffle, ShuffleFactory
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 

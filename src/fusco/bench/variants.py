@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from fusco.api.communicator import Communicator
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.bench.specification import WorldInput
     from fusco.bench.traffic import Workload
+    from fusco.bench.verification import WorldInput
     from fusco.core.config import StaticRows
     from fusco.planner.routing import Routing
 

@@ -175,7 +175,7 @@ def _check_timeline(run: ShuffleRun) -> None:
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
-    from fusco.bench.specification import world_bytes
+    from fusco.bench.verification import world_bytes
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.ranks.memory_check import check_room

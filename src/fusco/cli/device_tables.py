@@ -51,7 +51,7 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
 
 
 def _table(
-    records: Sequence[DeviceRecord] | Sequence[InternodeRecord],
+    records: Sequence[DeviceRecord | InternodeRecord],
     where: str,
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],

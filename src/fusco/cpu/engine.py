@@ -12,10 +12,10 @@ import torch
 from fusco.control.connect import Connections, connecting
 from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
+from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
-from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
