@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 from fusco.api.create import CommunicatorParts
@@ -156,9 +155,7 @@ class Membership:
             finally:
                 self._end()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._session.access.is_own_process:
             return
         if error is not None:

@@ -6,7 +6,6 @@ import atexit
 import os
 import threading
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from fusco.core.announcements import announce
 from fusco.core.errors import ClosedError, FuscoError
@@ -157,9 +156,7 @@ class Copier:
     def __enter__(self) -> Copier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
