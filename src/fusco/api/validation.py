@@ -231,7 +231,7 @@ class Validator:
         self.require_not_capturing(verb)
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
-        self._segments("the base of segments", segments)
+        self._tensor("the base of segments", segments.memory)
         if not isinstance(rank, int):
             raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
@@ -329,7 +329,7 @@ class Validator:
                 raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
-            self._segments(f"the base of segments for rank {rank}", segments)
+            self._tensor(f"the base of segments for rank {rank}", segments.memory)
         outside = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if outside:
             raise ValueError(f"shuffle names rank(s) {outside} outside a group of {self.placement.world_size}")
@@ -373,9 +373,6 @@ class Validator:
             raise TypeError(f"{name} {why_not}")
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
-
-    def _segments(self, name: str, segments: Segments) -> None:
-        self._tensor(name, segments.memory)  # of the base when the segments were made; it may have changed since
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:

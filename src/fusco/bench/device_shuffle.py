@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +145,7 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
     parts = {
         "dispatch_ms": shuffle.dispatch,
         "combine_ms": lambda: shuffle.combine(rows, handle),
-        "total_ms": lambda: shuffle.combine(*_without_counts(shuffle.dispatch())),
+        "total_ms": shuffle.both,
     }
     times = DeviceTimes()
     for name, work in parts.items():
@@ -155,10 +154,6 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
             if name == "total_ms":
                 times.loop_ms, times.idle_ms = timer.loop_times_ms(call), timer.idle_times_ms(call, num_iterations)
     return times
-
-
-def _without_counts(sent: tuple[torch.Tensor, Any, Any]) -> tuple[torch.Tensor, Any]:
-    return sent[0], sent[2]
 
 
 @contextmanager
@@ -207,7 +202,7 @@ def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that a cycle drops the ones before; there is only one
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            timer.times_ms(lambda: shuffle.combine(*_without_counts(shuffle.dispatch())), 10)
+            timer.times_ms(shuffle.both, 10)
         events = recorded.events() or []
     durations: dict[str, list[float]] = {}
     for event in events:
@@ -221,7 +216,7 @@ def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span
     with comm.record_timeline() as timeline:
         timer.align()
         timeline.begin()
-        shuffle.combine(*_without_counts(shuffle.dispatch()))
+        shuffle.both()
         torch.cuda.synchronize()
     return timeline.spans()
 

@@ -24,12 +24,13 @@ def versions(*more: str) -> dict[str, str]:
 def hardware(device: str = "cpu") -> dict[str, str | int | float]:
     """Return the processor, the cores usable by this process and the memory; for ``"cuda"`` also the GPU."""
     page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = torch.cuda.get_device_name(0) if device == "cuda" and torch.cuda.is_available() else "unknown"
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(page_bytes / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
-        **({"gpu": _gpu_name()} if device == "cuda" else {}),
+        **({"gpu": gpu} if device == "cuda" else {}),
     }
 
 
@@ -77,10 +78,6 @@ def _git(folder: Path, *arguments: str) -> str:
         timeout=5,
     )
     return done.stdout.strip()
-
-
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "unknown"
 
 
 def _cpu_name() -> str:

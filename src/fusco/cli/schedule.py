@@ -18,7 +18,7 @@ from fusco.cli.tables import new_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusco.bench.schedule_modes import ModeRecord
+    from fusco.bench.schedules import ModeRecord
     from fusco.schedule.stages import IntArray
 
 _MAX_ROWS = 24  # of a table; a screenful
@@ -57,7 +57,7 @@ def schedule(
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import load_matrix, make_matrix
-    from fusco.bench.schedule_modes import compare_modes
+    from fusco.bench.schedules import compare_modes
     from fusco.schedule import Links
 
     made = {"nodes": nodes, "matrix": matrix, "skew": skew, "largest": largest, "seed": seed}
