@@ -8,6 +8,7 @@ import re
 import framework_jobs as jobs
 import pytest
 import torch
+import vllm_jobs
 from on_device import skip_without_gpus, use_network_only
 
 from fusco.ranks.failures import RankFailedError
@@ -71,6 +72,16 @@ def test_torchtitans_rows_are_the_same_bits(pair):
         assert torch.equal(counts, our_counts)
         for first, second in zip(rest, ours, strict=True):
             torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+@needs("vllm")
+@pytest.mark.cpu_only
+def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_fuscos(pair):
+    for errors in pair[0].run(vllm_jobs.kernels, 2):
+        if isinstance(errors, str):
+            pytest.skip(f"vLLM cannot be imported: {errors}")
+        assert list(errors) == ["DeepEPHTPrepareAndFinalize", "FuscoPrepareAndFinalize"]
+        assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
 
 
 @needs("megatron")
