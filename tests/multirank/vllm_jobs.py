@@ -1,4 +1,4 @@
-"""vLLM's own kernel on ranks, with the ``deep_ep`` module and with fusco's adapter; the experts between are PyTorch's."""
+"""vLLM's own kernel on ranks, with the ``deep_ep`` module and with fusco's adapter; its experts are PyTorch's."""
 
 # ruff: noqa: PLC0415  vLLM may not be installed
 
