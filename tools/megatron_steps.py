@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ import fusco
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.prefill.gate import relative_error
 from fusco.bench.stopwatch import Stopwatch
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
 
 BACKENDS = {
@@ -224,7 +227,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     shape = Shape() if chosen.device == "cuda" else SMALL
-    with LocalWorld(2, chosen.device) as world:
+    # NCCL refuses ranks of one host that share a GPU.
+    has_shared = chosen.device == "cuda" and torch.cuda.device_count() < 2
+    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    with LocalWorld(2, chosen.device, environment=hosts) as world:
         ranks = world.run(train, 2, chosen.device, shape)
     losses = {backend: ranks[0][backend]["losses"] for backend in BACKENDS}
     apart = max(abs(one - other) for one, other in zip(*losses.values(), strict=True))

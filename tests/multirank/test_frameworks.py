@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 
 import framework_jobs as jobs
 import pytest
 import torch
 import vllm_jobs
-from on_device import skip_without_gpus, use_network_only
+from on_device import skip_without_gpus
 
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 from fusco.ranks.failures import RankFailedError
 from fusco.ranks.local_world import LocalWorld
 
@@ -31,9 +34,10 @@ def pair(world_of):
     device = world_of.removesuffix("-nodes")
     if device == "cuda":
         skip_without_gpus(2)
-    with LocalWorld(2, device) as world:
-        if device == "cuda" and torch.cuda.device_count() < 2:
-            world.run(use_network_only, 2)  # NCCL, which frameworks use, refuses ranks of one host that share a GPU
+    # NCCL, which frameworks use, refuses ranks of one host that share a GPU.
+    has_shared = device == "cuda" and torch.cuda.device_count() < 2
+    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    with LocalWorld(2, device, environment=hosts) as world:
         yield world, device
 
 

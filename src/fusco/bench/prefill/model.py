@@ -13,6 +13,7 @@ from torch import nn
 
 from fusco import fsdp
 from fusco.bench.prefill.job import PrefillJob
+from fusco.fsdp.qwen3 import make_qwen3
 
 _ATTENTION = "fusco_packed"
 _STD = 0.02  # of weights, as in Qwen3
@@ -82,24 +83,13 @@ class PrefillModel:
 def _whole_model(job: PrefillJob) -> nn.Module:
     transformers: Any = importlib.import_module("transformers")
     transformers.AttentionInterface.register(_ATTENTION, packed_attention)
-    shape = job.shape
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.num_topk,
-        moe_intermediate_size=shape.moe_intermediate,
+    return make_qwen3(
+        job.shape,
+        job.shape.vocab,
         max_position_embeddings=max(job.tokens, 40_960),
-        norm_topk_prob=True,
         attn_implementation=_ATTENTION,
         experts_implementation="grouped_mm",
-    )
-    model: nn.Module = transformers.Qwen3MoeForCausalLM(config).eval()
-    return model
+    ).eval()
 
 
 def packed_attention(
