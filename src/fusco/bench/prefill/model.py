@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class PrefillModel:
     def __init__(self, job: PrefillJob, rank: int) -> None:
         with fsdp.parameters_on_meta():
             self._model: Any = _whole_model(job)
+        _fuse_norms(self._model)
         self.experts = [replace(found, num_experts=job.shape.num_experts) for found in fsdp.find_experts(self._model)]
         _materialize(self._model, job, rank)
         for each in self.experts:
@@ -90,6 +91,17 @@ def _whole_model(job: PrefillJob) -> nn.Module:
         attn_implementation=_ATTENTION,
         experts_implementation="grouped_mm",
     ).eval()
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Compute norms by PyTorch's function, one kernel on CUDA as in servers; transformers' own are seven."""
+
+    def forward_of(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = forward_of(module)  # type: ignore[method-assign]
 
 
 def packed_attention(
