@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 # Rows of a bound that are not needed take memory as long as the output lives: without gradients, to the end of a layer.
-# Chosen for a prefill of 8192 tokens of hidden 2048 on 2 ranks, top-8, bf16: 256 MiB. Without a bound the device was idle
-# between plan and rows there, for 63 us a layer (2 H200).
+# Chosen for a prefill of 8192 tokens of hidden 2048 on 2 ranks, top-8, bf16: 256 MiB. Without a bound the device was
+# idle between plan and rows there, for 63 us a layer (2 H200).
 MAX_EXTRA_BYTES = 512 << 20
 # Outputs that gradients need live until the backward pass, one for each layer.
 MAX_EXTRA_BYTES_WITH_GRADIENTS = 16 << 20

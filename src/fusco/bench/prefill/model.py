@@ -101,7 +101,7 @@ def _fuse_norms(model: nn.Module) -> None:
 
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = forward_of(module)  # type: ignore[method-assign]
+            module.forward = forward_of(module)
 
 
 def packed_attention(
