@@ -53,13 +53,11 @@ class SendRows:
         self._num_sent = 0
 
     def step(self) -> bool:
-        """Gather and send one slice if a slot is free, and its rows are there."""
+        """Gather and send one slice if a slot is free."""
         slot = self._ring.slot()
         if slot is None or self._num_sent == len(self._todo):
             return False
         forwarder, owner, offsets = self._todo[self._num_sent]
-        if not self._is_there(owner):
-            return False
         n = len(offsets)
         copy_segments(self._memory.bytes[owner], offsets, slot, self._slot_offsets[:n], self._sizes[:n])
         self._ring.commit(n * self._row_bytes, forwarder)
@@ -69,10 +67,6 @@ class SendRows:
         self._num_sent += 1
         return True
 
-    def _is_there(self, owner: int) -> bool:
-        """Return whether a local rank has copied its rows into its pool."""
-        return self._memory.flags[owner].load(self._memory.layout.rows_flag) >= self._call.sequence_number
-
     @property
     def is_done(self) -> bool:
         """True if every slice has been sent."""
@@ -80,8 +74,6 @@ class SendRows:
 
     def stall(self) -> Stall:
         """Describe the wait for forwarders to take slices."""
-        if self._num_sent < len(self._todo) and not self._is_there(owner := self._todo[self._num_sent].owner):
-            return Stall("carrying rows", (self._memory.ranks[owner],), "its rows in its pool", "none")
         forwarders = tuple(dict.fromkeys(forwarder for forwarder, _, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 

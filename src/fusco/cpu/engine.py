@@ -107,6 +107,8 @@ class CpuEngine:
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
         published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
+        self._routing_exchange.publish(request.routing)
+        self._stage(request.payloads, call)
 
         def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
@@ -120,6 +122,7 @@ class CpuEngine:
         return Pending(published.pack(), run)
 
     def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
+        self._stage(request.payloads, call)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, call))
 
     def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
@@ -148,15 +151,18 @@ class CpuEngine:
             sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
         )
 
+    def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
+        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later."""
+        sizes, num_tokens = list(map(row_bytes, payloads)), len(payloads[0])
+        with call.profile.spend("staging"):
+            rows = self._memory.own_rows((num_tokens, sum(sizes)))
+            for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
+                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
+
     def _move_rows(self, plan: CpuPlan, payloads: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
         sizes = list(map(row_bytes, payloads))
-        bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
-        with call.profile.spend("staging"):
-            rows = memory.own_rows((num_tokens, bytes_per_token))
-            for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
-            memory.own.store(self._layout.rows_flag, call.sequence_number)
+        bytes_per_token = sum(sizes)
         with call.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
             outputs = [
