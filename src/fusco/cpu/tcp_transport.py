@@ -19,6 +19,10 @@ from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
 from fusco.cpu.transport import Ticket
 
+# Bytes of a connection that the kernel takes before it can send them. What it has taken it sends at once: with whole
+# buffers of megabytes, connections would share a NIC as TCP's windows happen to be, and not in the order of sending.
+_MAX_UNSENT_BYTES = 128 << 10
+
 
 @dataclass
 class _Message:
@@ -64,6 +68,8 @@ class TcpTransport(TcpConnections):
         for fd in self._fd_to_peer:
             assert self._epoll
             self._epoll.register(fd, select.EPOLLIN)
+        for connection in self._connections.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
         ticket, queue = Ticket(), self._sending[dst]
