@@ -75,6 +75,10 @@ def test_the_environment_that_nccl_needs(monkeypatch):
     assert Path(chosen["NCCL_NET_PLUGIN"]).is_file()
     assert chosen["NCCL_NET"] == "fusco"
     assert chosen["NCCL_SOCKET_IFNAME"] == "=eth0,eth1"
+    more = [Rail("eth0", f"10.0.0.{i}", (i,)) for i in range(1, 11)]
+    for given, channels in ((rails, "2"), (more[:4], "4"), (more, "8")):
+        variables = environment_of_plugin(given, worker=None, policy="direct", limits=None, board=None)
+        assert variables["NCCL_NCHANNELS_PER_NET_PEER"] == variables["NCCL_MIN_P2P_NCHANNELS"] == channels
     assert chosen["FUSCO_NCCL_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
     assert (chosen["FUSCO_NCCL_WORKER"], chosen["FUSCO_NCCL_BOARD"]) == ("2", "/dev/shm/b")
     assert "batch=3" in chosen["FUSCO_NCCL_LIMITS"]
