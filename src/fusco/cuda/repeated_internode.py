@@ -27,7 +27,7 @@ from fusco.cuda.kernels.repeated_launches import CONSTANT, Field, NativeCall, Pr
 from fusco.cuda.kernels.scatter_rows import scatter_fields
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, SpareEvents
-from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second
+from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second, or_none
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest
 
@@ -239,6 +239,7 @@ class RepeatedInternodeCombine(Repeated):
         self._bytes = sum(message.num_bytes for message in latest.sends), record.internode_bytes
         self._is_produced = self._events.take(self._stream)
         self._num_empty = 0
+        self._scratch: torch.Tensor | None = None  # of a call between ``output`` and ``run``
         self._launches = self._prepare(calls, request, latest)
 
     def _prepare(
@@ -292,13 +293,15 @@ class RepeatedInternodeCombine(Repeated):
         """Return memory for the sums; ``None`` if the call is another one."""
         if plan.traffic is not self._traffic or (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:
             return None
-        if y.data_ptr() % _ALIGNMENT or not self._fits(launch):
+        if y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
             return None
-        return y.new_empty(self._num_tokens, self._hidden)
+        self._scratch = or_none(partial(y.new_empty, dtype=torch.uint8), self._scratch_bytes)
+        return None if self._scratch is None else or_none(y.new_empty, self._num_tokens, self._hidden)
 
     def run(self, y: torch.Tensor, plan: InternodePlan, out: torch.Tensor) -> None:
         """Launch it, once all ranks agree."""
-        scratch, event = y.new_empty(self._scratch_bytes, dtype=torch.uint8), self._events.take(self._stream)
+        scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
+        assert scratch is not None
         self._num_empty = plan.num_empty_rows
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)
