@@ -25,8 +25,6 @@ def test_pairs_are_timed_by_step(world, num_ranks, ranks_per_node):
         assert record.pair_us >= record.dispatch_us > record.combine_us * 0.2 > 0
         assert set(record.step_us) == {*STEPS, REST}
         launched = [step for step, us in record.step_us.items() if us]
-        if ranks_per_node == num_ranks:
-            steps = {"validate", "records", "allocate", "launch again, wait for the plan"}
-        else:
-            steps = {"validate", "records", "plan", "scatter", "launch kernels", "network", "sums between nodes"}
-        assert steps <= set(launched)
+        assert {"validate", "records", "allocate", "launch again, wait for the plan"} <= set(launched)
+        # Between nodes, too, all is prepared.
+        assert not {"plan", "scatter", "launch kernels", "network"} & set(launched)

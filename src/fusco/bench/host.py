@@ -27,11 +27,13 @@ from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import PlanMemory
+from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
 from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from fusco.cuda.repeated_internode import RepeatedInternodeCombine
 from fusco.cuda.stream_order import StreamOrder
 
 VARIANTS = ("exact", "static")
@@ -46,9 +48,12 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
         *((Session, name) for name in ("begin", "leave", "leave_repeated")),
     ),
     "records": ((Session, "repeat"), (Session, "agree")),
-    "allocate": ((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (PlanMemory, "take")),
+    "allocate": (
+        *((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (RepeatedInternodeCombine, "output")),
+        *((PlanMemory, "take"), (ForwardingMemory, "take")),
+    ),
     "launch again, wait for the plan": ((RepeatedLaunches, "launch"),),
-    # Between nodes, where nothing is prepared.
+    # Of calls that are not repeated.
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),
     "plan": ((DevicePlanner, "new_plan"), (DevicePlanner, "launch")),

@@ -64,7 +64,7 @@ def _move(words: Any, progress: Any, number: int) -> bool:
     for i in range(num_peers):
         rest = size - progress[i]
         if rest:
-            moved = call_at(words[_SEND], words[peer], words[_OWN_RECORD] + progress[i], rest, _SOCKET_FLAGS, 0, 0)
+            moved: int = call_at(words[_SEND], words[peer], words[_OWN_RECORD] + progress[i], rest, _SOCKET_FLAGS, 0, 0)
             progress[i] += max(0, moved)
             is_done = is_done and moved == rest
         rest = size - progress[num_peers + i]

@@ -37,7 +37,7 @@ from fusco.cuda.kernels.abi import MemoryAt, Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
-from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.node_barrier import node_barrier
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
@@ -265,7 +265,7 @@ class InternodeShuffle:
     def _sum(
         self,
         request: CombineRequest[InternodePlan],
-        held: HeldRows,
+        held: Rows,
         rows: torch.Tensor,
         out: torch.Tensor,
         call: Call,

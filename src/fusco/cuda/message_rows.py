@@ -45,6 +45,7 @@ class MessageRows:
     def terms_of(self, request: DispatchRequest) -> ForwardingTerms:
         """Return the terms of a dispatch."""
         static, num_tokens = request.static, request.routing.num_tokens
+        limit: int | None = num_tokens
         if static is not None:
             limit = num_tokens if static.max_rows_to_node is None else min(num_tokens, static.max_rows_to_node)
             return ForwardingTerms(limit, static.on_overflow == "raise", sends_invalid_ids=False, ticket=0)

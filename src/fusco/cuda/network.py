@@ -141,7 +141,7 @@ class Network:
     ) -> PreparedMessages:
         """Prepare a group of messages that has been exchanged before; for ``place`` see ``NcclTransport.calls``."""
         calls = self._nccl.calls(sends, receives, stream.cuda_stream, place)
-        return PreparedMessages(self, calls, _stall_of(sends, receives, what))
+        return PreparedMessages(calls, _stall_of(sends, receives, what))
 
     def launch(
         self,
@@ -193,12 +193,10 @@ class PreparedMessages:
     """Messages that compiled code launches.
 
     Attributes:
-        network: has prepared them.
         calls: see ``NcclTransport.calls``.
         stall: the wait for them.
     """
 
-    network: Network
     calls: Sequence[NativeCall]
     stall: Stall
 

@@ -107,16 +107,21 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         self._network, self._message_rows, self._events = calls.network, calls.shuffle.message_rows, SpareEvents()
         self._shape, self._row_bytes = request.routing.topk_idx.shape, sum(map(row_bytes, request.payloads))
         self._forwardings, self._num_empty = ForwardingMemory(plan.forwarding), 0
-        # Memory of its own: a dispatch that comes later is launched later, too.
-        self._routing = RoutingMessages(request.routing, torch.empty_like(latest.packed), plan.traffic)
-        metadata = sum(message.num_bytes for message in self._routing.sends) + record.internode_bytes
+        routing = RoutingMessages(request.routing, torch.empty_like(latest.packed), plan.traffic)
+        self._routing_memory = routing.memory  # the same for all calls: a later one is launched later, too
+        metadata = sum(message.num_bytes for message in routing.sends) + record.internode_bytes
         self._bytes = sum(message.num_bytes for message in latest.sends), metadata
-        self._launches = self._prepare(calls, request, plan, latest)
+        self._launches = self._prepare(calls, request, plan, latest, routing)
 
     def _prepare(
-        self, calls: RepeatedInternodeCalls, request: DispatchRequest, plan: InternodePlan, latest: LatestDispatch
+        self,
+        calls: RepeatedInternodeCalls,
+        request: DispatchRequest,
+        plan: InternodePlan,
+        latest: LatestDispatch,
+        routing: RoutingMessages,
     ) -> list[RepeatedLaunches]:
-        shape, stream, routing = plan.tables.shape, self._stream.cuda_stream, self._routing
+        shape, stream = plan.tables.shape, self._stream.cuda_stream
         # Indices of values, after the ticket.
         memory, num, ids, weights, forwarding, number, event, first = range(1, 9)
         rows = range(first, first + len(request.payloads))
@@ -125,7 +130,7 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         messages = self._network.prepare(sends, receives, "slice 0", self._stream)
         self._stall = messages.stall
         packing = forwarding_fields(plan.forwarding, forwarding, ids, weights, number)
-        packing.append(Field("messages", CONSTANT, routing.packed_address))
+        packing.append(Field("messages", CONSTANT, routing.memory[0].data_ptr()))
         gathers = [
             (launched, [Field("rows", rows[payload]), *_part_fields(parts, plan.forwarding.address, forwarding)])
             for launched, parts, payload in latest.gathers
@@ -142,7 +147,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
             (launched, of_rows + scatter_fields(shape, memory, outputs, num, run.offsets))
             for launched, of_rows, run in zip(latest.scatters, moved, _runs_of(plan), strict=True)
         ]
-        until_plan = [(latest.forwarding, packing), *gathers, *messages.calls, *arrival, planning]
+        until_plan: list[PreparedFields | NativeCall] = [(latest.forwarding, packing), *gathers]
+        until_plan += [*messages.calls, *arrival, planning]
         together = [until_plan + scatters] if self._num_slots is not None else [until_plan, scatters]
         report = calls.context.arena.report_address
         return [RepeatedLaunches(each, outputs.stop, plan.stream, report, _PATIENCE_MS) for each in together]

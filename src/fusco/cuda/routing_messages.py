@@ -35,9 +35,9 @@ class RoutingMessages:
         self.receives = _messages(peers, self._incoming, incoming)
 
     @property
-    def packed_address(self) -> int:
-        """Address of the routing that is sent."""
-        return self._packed.data_ptr()
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing that is sent, and memory for what is received."""
+        return self._packed, self._incoming
 
     @property
     def published(self) -> list[tuple[Memory, Memory | None]]:

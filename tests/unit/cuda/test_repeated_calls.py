@@ -301,6 +301,17 @@ def test_repeated_calls_between_nodes_return_what_others_do(case, repeats):
     assert repeats() == (2 * 4, 2 * 4)
 
 
+def test_static_rows_between_nodes_of_three_ranks_are_repeated(repeats):
+    options = {"static": StaticRows(6 * MAX_TOKENS * NUM_TOPK)}
+
+    def program(comm, other, _library):
+        for step in range(5):
+            assert same(*(pair(each, step, **options) for each in (comm, other))), step
+
+    Node(topology=Topology.of_equal_nodes(6, 3)).run(program)
+    assert repeats() == (6 * 2, 6 * 2)
+
+
 def test_a_rank_whose_slices_are_copied_repeats_nothing_and_others_do(repeats):
     def program(comm, other, _library):
         for step in range(6):
