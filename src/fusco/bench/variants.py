@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusco.core.profile import CallProfile
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fusco.planner.routing import Routing
 
     Sent = tuple[torch.Tensor, Any, Any]  # expert-major rows, rows of each local expert, what combine needs
+
+_Kept = TypeVar("_Kept")
 
 # How often a sum is rounded if parts of it travel from each node, and if they travel from each rank before.
 _PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
@@ -81,6 +83,7 @@ class ShuffleFactory(ExitStack):
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
+        self._kept: dict[str, Any] = {}
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -115,6 +118,13 @@ class ShuffleFactory(ExitStack):
             )
             self._communicators[key] = self.enter_context(comm)
         return self._communicators[key]
+
+    def keep(self, variant: str, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
+        """Return what ``make`` makes for this variant's first workload; it serves those that follow, too."""
+        if variant not in self._kept:
+            self._kept[variant] = self.enter_context(make())
+        kept: _Kept = self._kept[variant]
+        return kept
 
     def by_communicator(
         self,
@@ -173,14 +183,17 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import BufferShuffle
 
-    shuffle = BufferShuffle(factory.group, rank.workload.placement.num_experts, factory.run.num_sms)
+    num_experts, num_sms = rank.workload.placement.num_experts, factory.run.num_sms
+    shuffle = factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms))
     return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
 
 
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import ElasticBufferShuffle
 
-    shuffle = ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    shuffle = factory.keep(
+        "deep_ep_v2", lambda: ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    )
     # A product with a weight is rounded before parts of a sum are.
     return Shuffle(
         lambda: shuffle.dispatch(rank.x, rank.routing),

@@ -27,7 +27,7 @@ def rails(
         list[str] | None,
         typer.Option(
             help="Benchmarks: bandwidth, contention, steps, incast, serving, all-to-all, embeddings, costs, change, "
-            "faults. Default: all, some minutes."
+            "flapping, killing. Default: all, some minutes."
         ),
     ] = None,
     policy: Annotated[

@@ -59,6 +59,7 @@ def shuffle(
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
+    batches: options.Batches = 1,
     seed: options.Seed = 0,
     balancer: Annotated[
         options.BalancerName | None,
@@ -127,7 +128,10 @@ def shuffle(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
+        batches=batches,
     ).workloads(patterns)
+    if batches > 1 and (device is Device.CUDA or len(workloads) == len(patterns)):
+        raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
     if num_sms is not None and device is not Device.CUDA:
         raise ValueError("--num-sms needs --device cuda")
     settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order)

@@ -86,7 +86,8 @@ def train(
     check_fsdp("fusco train")  # before anything is imported that takes seconds
     from fusco.bench.json_lines import write_json_lines
     from fusco.train.job import TrainingJob
-    from fusco.train.records import check_trace_path, summarize, write_trace
+    from fusco.train.records import summarize
+    from fusco.train.trace import check_trace_path, write_trace
     from fusco.train.world import joined_by_torchrun
 
     if record_trace:

@@ -8,7 +8,7 @@ import threading
 from contextlib import AbstractContextManager
 
 from fusco.core.announcements import announce
-from fusco.core.errors import ClosedError, FuscoError
+from fusco.core.errors import ClosedError, FuscoError, LaunchError
 from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
 from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import Job
@@ -164,8 +164,16 @@ class Copier:
             raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
 
     def _reap(self) -> None:
-        while self._under_way and (oldest := next(iter(self._under_way))).is_done:
-            self._events.append(self._under_way.pop(oldest)[0])
+        """Let go of what copies keep, the oldest first; one that has failed raises from its own waits only."""
+        while self._under_way:
+            oldest = next(iter(self._under_way))
+            try:
+                if not oldest.is_done:
+                    return
+                self._events.append(self._under_way[oldest][0])
+            except LaunchError:
+                pass  # its event may never complete, so no other copy gets it
+            del self._under_way[oldest]
 
     def _open_links(self) -> tuple[SharedLinks | None, str]:
         """Return what links need, or why only the GPU's own can be used, which is said once."""

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from fusco import fsdp
 from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Settings
+from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
-from fusco.train.model import balance_loss, make_model
+from fusco.train.model import make_model
 from fusco.train.observer import SECTIONS, ObservingDispatcher
 from fusco.train.records import Run, StepRecord
 from fusco.train.text import load_text, make_batch

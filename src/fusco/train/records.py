@@ -1,10 +1,9 @@
-"""Results of training: a record of every step, one of every run, and the routing of a step as a trace."""
+"""Results of training: a record of every step, and one of every run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -118,23 +117,3 @@ def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecor
         versions=versions("transformers"),
         hardware=hardware(job.device),
     )
-
-
-_SUFFIXES = (".npz", ".npy")
-
-
-def check_trace_path(path: Path) -> None:
-    """Raise ``ValueError`` for a path that is not one of a trace, or whose directory is missing."""
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"a trace is a file {' or '.join(_SUFFIXES)}, got {path}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no directory {path.absolute().parent} for the trace")
-
-
-def write_trace(path: Path, routing: npt.NDArray[np.integer[Any]]) -> None:
-    """Write ids (tokens, layers, topk) in the narrowest dtype that can represent them."""
-    ids = routing.astype(np.min_scalar_type(int(routing.max(initial=0))))
-    if path.suffix == ".npz":
-        np.savez_compressed(path, topk_idx=ids)
-    else:
-        np.save(path, ids)

@@ -158,6 +158,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
         (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
         (["--traffic", "uniform", "--trace-key", "ids"], "--trace-key goes with --traffic trace, not with uniform"),
+        (["--batches", "2"], "--batches 2 goes with --traffic one-prompt or ragged, on the CPU"),
         (["--num-sms", "4"], "--num-sms needs --device cuda"),
         (["--variants", ","], "--variants needs at least one name"),
         (["--timeline", "out.json"], "it needs --device cuda"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fusco.bench.traffic import Trace
-from fusco.train.records import check_trace_path, write_trace
+from fusco.train.trace import check_trace_path, write_trace
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
