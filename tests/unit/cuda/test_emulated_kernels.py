@@ -201,13 +201,17 @@ def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, orde
 
 
 @pytest.mark.parametrize("order", range(3))
-def test_epochs_wrap_around(folder, order):
+@pytest.mark.parametrize("age", [0, 2**32 - 100], ids=["fresh", "old"])
+def test_epochs_wrap_around(folder, order, age):
+    """Flags of tokens that were not used for any number of epochs, almost all of them, are not taken for new ones."""
     repeated, last = Repeated(folder, order), -3  # as an unsigned number, three epochs before it is 0 again
 
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
         arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
+        old = arena.buffers[0].memory[layout.offsets["rows_ready"] : layout.offsets["ids"]].view(torch.int32)
+        old.fill_(last - age + 2**32 if age else last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)

@@ -131,7 +131,7 @@ constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 
 // Epochs wrap around. A flag is never further ahead of its reader than this, but may be any number of epochs behind: flags
 // of tokens or chunks beyond the current batch keep an old epoch.
-constexpr u32 MAX_EPOCH_LEAD = 1 << 16;
+constexpr u32 MAX_EPOCH_LEAD = 16;
 __device__ __forceinline__ bool has_reached(u32 seen, u32 epoch) { return seen - epoch < MAX_EPOCH_LEAD; }
 
 // Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
