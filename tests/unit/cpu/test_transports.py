@@ -118,5 +118,6 @@ def test_the_kernel_takes_little_ahead_so_that_the_order_of_sending_holds():
         transport.close()
         return num_taken
 
-    # The kernel's buffers would hold all 64. It takes what the peer's receive buffer has room for, and two more.
-    assert all(0 < num_taken < 16 for num_taken in on_ranks(2, talk).values())
+    # With whole buffers the kernel takes all 64; so it takes 3 or 4, more if the receive buffer has grown.
+    taken = on_ranks(2, talk)
+    assert all(0 < num_taken < 32 for num_taken in taken.values()), taken
