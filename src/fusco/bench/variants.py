@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from fusco.api.communicator import Communicator
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.bench.specification import WorldInput
     from fusco.bench.traffic import Workload
+    from fusco.bench.verification import WorldInput
     from fusco.core.config import StaticRows
     from fusco.planner.routing import Routing
 
@@ -32,6 +32,7 @@ _Kept = TypeVar("_Kept")
 
 # How often a sum is rounded if parts of it travel from each node, and if they travel from each rank before.
 _PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
+_WITHOUT_LANES = "send-and-receive"  # a balancer by which every rank sends its rows
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Shuffle:
     is_graph: bool = False
     num_roundings: int = _PARTS_OF_NODES
     is_ordered: bool = True
+
+    def both(self) -> torch.Tensor:
+        """Dispatch, then combine."""
+        rows, _, handle = self.dispatch()
+        return self.combine(rows, handle)
 
 
 @dataclass(frozen=True)
@@ -214,16 +220,8 @@ def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
 
 
-def _no_lanes(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator(_WITHOUT_LANES), rank.x, rank.routing)
-
-
-def _no_balancer(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator("static"), rank.x, rank.routing)
-
-
-def _fusco(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator(), rank.x, rank.routing)
+def _fusco(factory: ShuffleFactory, rank: RankInput, balancer: str | None = None) -> Shuffle:
+    return factory.by_communicator(factory.communicator(balancer), rank.x, rank.routing)
 
 
 def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
@@ -264,8 +262,13 @@ VARIANTS = {
         "a copy of a token for each rank that needs it, through fusco; copies are made untimed, summed timed",
         _no_planner,
     ),
-    "no-lanes": Variant("as fusco, every rank sends its rows itself, by the balancer send-and-receive", _no_lanes),
-    "no-balancer": Variant("as fusco, ranks of the same local rank forward for each other", _no_balancer),
+    "no-lanes": Variant(
+        "as fusco, every rank sends its rows itself, by the balancer send-and-receive",
+        partial(_fusco, balancer=_WITHOUT_LANES),
+    ),
+    "no-balancer": Variant(
+        "as fusco, ranks of the same local rank forward for each other", partial(_fusco, balancer="static")
+    ),
 }
 
 # FUSCO section 5.4, Table 3: what is left without the engine, the planner, lanes, the balancer.
@@ -274,7 +277,6 @@ ABLATION = ("no-engine", "no-planner", "no-lanes", "no-balancer")
 PEERS = ("deep_ep", "deep_ep_v2")
 # One copy of a token for each node that needs it, and no more.
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
-_WITHOUT_LANES = "send-and-receive"
 
 
 def has_fixed_messages(variant: str, device: str) -> bool:

@@ -18,10 +18,9 @@ import torch
 
 from fusco import ExpertPlacement, Settings, Topology
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.variants import ShuffleFactory
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, verify
 
 NUM_RANKS, NUM_EXPERTS = 2, 6
 DESTROYED: list[int] = []  # the ranks whose buffers were destroyed
