@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_many_blocks_as_for_many_tokens(monkeypatch):
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 8)
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda num_pairs: (512, -(-num_pairs // 8)))
 
 
 class Emulated:
@@ -122,8 +122,7 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ragged with holes", "skewed"])
 def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(kind, folder, monkeypatch):
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 1 << 20)
-    monkeypatch.setattr(plan_kernel, "PLAN_THREADS", 32)
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda _: (512, 1))
     for order in range(2):
         play(Scene(num_nodes=1, ranks_per_node=4, kind=kind, seed=order), folder, order)
 
@@ -262,9 +261,9 @@ def die(*_: Any, **__: Any) -> None:
     raise Died
 
 
-def plan_and_die(*arguments: Any, launch_plan: Any = None) -> None:
+def plan_and_die(*arguments: Any, planning: Any = None) -> None:
     """Take the place of ``OwnRows.scatter``, which launches the plan, too."""
-    (launch_plan or arguments[-1])()
+    (planning or arguments[-1]).launch()
     raise Died
 
 

@@ -16,7 +16,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
-from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
+from fusco.cuda.tuning import PLAN_THREADS, plan_shape
 
 _WARP_SIZE = 32
 _MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
@@ -269,9 +269,9 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
     return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
-def plan_shared_bytes(num_local_experts: int) -> int:
+def plan_shared_bytes(num_local_experts: int, num_threads: int = PLAN_THREADS) -> int:
     """Return the shared memory of a block in bytes: per expert, a count of each warp, prefix, total, and first slot."""
-    return 4 * ((PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
+    return 4 * ((num_threads // _WARP_SIZE + 3) * num_local_experts + 1)
 
 
 def plan_slots(
@@ -355,7 +355,9 @@ def _prepare(
         "WEIGHT_BYTES": plan.tables.weight_bytes,
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
-    num_pairs = plan.first_row[-1] * num_topk
-    grid = max(1, min(launcher.sms(terms.num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK)))
-    shared_bytes = plan_shared_bytes(tables.num_local_experts)
-    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=PLAN_THREADS, shared_bytes=shared_bytes)
+    num_threads, num_blocks = plan_shape(plan.first_row[-1] * num_topk)
+    if plan_shared_bytes(tables.num_local_experts, num_threads) > launcher.library.max_shared_bytes:
+        num_threads = PLAN_THREADS
+    grid = max(1, min(launcher.sms(terms.num_sms), num_blocks))
+    shared_bytes = plan_shared_bytes(tables.num_local_experts, num_threads)
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=num_threads, shared_bytes=shared_bytes)
