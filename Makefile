@@ -43,8 +43,8 @@ test-minimum: .venv-minimum/.installed
 test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
 test-gpu: setup
 	$(BIN)/pytest -n 6 tests/cuda
-	$(BIN)/pytest tests/multirank --device cuda
-	$(BIN)/pytest tests/multirank --device cuda-nodes
+	$(BIN)/pytest -n 4 tests/multirank --device cuda
+	$(BIN)/pytest -n 4 tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.

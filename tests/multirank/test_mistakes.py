@@ -265,7 +265,10 @@ DIFFERENCES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "phrase"), DIFFERENCES, ids=[str(changes) for changes, *_ in DIFFERENCES])
+# No values in the names: the address of a function differs between the processes of pytest-xdist.
+@pytest.mark.parametrize(
+    ("changes", "kind", "phrase"), DIFFERENCES, ids=["-".join(changes) for changes, *_ in DIFFERENCES]
+)
 def test_communicators_with_different_arguments(world, changes, kind, phrase):
     outcomes = world.run(jobs.make_differently, 4, SETUP, MISTAKEN, changes)
     others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"

@@ -175,7 +175,7 @@ def runs(tmp_path_factory):
             os.killpg(run.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("index", "interrupt"), enumerate([os.killpg, os.kill]), ids=["all processes", "parent only"])
+@pytest.mark.parametrize(("index", "interrupt"), [(0, os.killpg), (1, os.kill)], ids=["all processes", "parent only"])
 def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(runs, index, interrupt):
     """As by Ctrl-C, which a terminal sends to all processes."""
     run, out = runs[index]
