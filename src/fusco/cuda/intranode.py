@@ -17,6 +17,7 @@ from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.own_rows import OwnRows, Planning, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.tuning import pushes_early
 from fusco.engine.base import (
     CombineRequest,
     DispatchOutput,
@@ -85,10 +86,13 @@ class IntranodeShuffle:
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
 
-        def launch_plan() -> None:
-            transfer.launched.append(planner.launch(plan, request, published, transfer.stream))
+        is_early = pushes_early(plan.first_row[-1])
 
-        planning, planned = Planning(launch_plan, published[0][0]), perf_counter()
+        def launch_plan() -> None:
+            launched = planner.launch(plan, request, published, transfer.stream, is_followed_early=is_early)
+            transfer.launched.append(launched)
+
+        planning, planned = Planning(launch_plan, published[0][0] if is_early else None), perf_counter()
         profile.planning_s += planned - begin
         rows = None
         if request.static:

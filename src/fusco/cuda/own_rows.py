@@ -71,10 +71,15 @@ class Transfer:
 
 
 class Planning(NamedTuple):
-    """Plan of rows that is launched right before they are scattered: its launch, and the routing that it publishes."""
+    """Plan of rows that is launched right before they are scattered.
+
+    Attributes:
+        launch: launches it.
+        topk_idx: the routing of this rank if rows are pushed while the plan is made; see ``OwnRouting``.
+    """
 
     launch: Callable[[], object]
-    topk_idx: torch.Tensor
+    topk_idx: torch.Tensor | None
 
 
 class OwnRows:
@@ -120,7 +125,7 @@ class OwnRows:
     ) -> None:
         """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward.
 
-        ``topk_idx`` is their routing if the launch before this one was their plan.
+        ``topk_idx`` is their routing if they are pushed while their plan, the launch before this one, is made.
         """
         context, received = self._context, self._received(held.first_row, transfer.row_bytes)
         routing = None if topk_idx is None else OwnRouting(topk_idx, context.tables.expert_to_rank)

@@ -83,6 +83,17 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
     return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
 
 
+def pushes_early(num_rows: int) -> bool:
+    """Return whether ranks push rows while they make the plan of a dispatch within a node.
+
+    All multiprocessors of a launch are then taken while it waits for ranks. Of many rows it is a small part.
+
+    >>> pushes_early(256), pushes_early(16_384)
+    (True, False)
+    """
+    return num_rows <= _MIDDLE
+
+
 def scatter_threads(num_sms: int) -> int:
     """Return the threads of a block of ``scatter_rows``, one block on each SM.
 

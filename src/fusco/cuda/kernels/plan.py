@@ -64,12 +64,14 @@ class PlanTerms(NamedTuple):
         max_slots: slots of the output.
         is_overflow_reported: True if more rows than slots are an error.
         num_sms: maximum number of SMs; ``None`` means those of the device.
+        is_followed_early: True if the next kernel pushes rows while this one waits for ranks.
     """
 
     expert_alignment: int
     max_slots: int
     is_overflow_reported: bool
     num_sms: int | None
+    is_followed_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
         ("published", I32 * num_nodes),
         ("held", I32 * (num_sources - num_ranks + 1)),
         *((name, I32) for name in ("num_held", "num_experts", "num_local_experts", "expert_alignment")),
-        *((name, I32) for name in ("max_slots", "is_overflow_reported")),
+        *((name, I32) for name in ("max_slots", "is_overflow_reported", "is_followed_early")),
     ]
     return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -347,6 +349,7 @@ def _prepare(
         expert_alignment=terms.expert_alignment,
         max_slots=terms.max_slots,
         is_overflow_reported=terms.is_overflow_reported,
+        is_followed_early=terms.is_followed_early,
     )
     constants = {
         "NUM_NODES": num_nodes,

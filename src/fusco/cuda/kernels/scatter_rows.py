@@ -36,7 +36,8 @@ class ScatterTerms(NamedTuple):
     Attributes:
         clears_padding: True to set the slots between blocks to zero.
         num_sms: a budget of SMs; ``None`` means those of the device.
-        routing: given if the launch ahead on the stream is the plan of the same rows, which are then pushed meanwhile.
+        routing: given if rows are pushed while the launch ahead on the stream, their plan, is made; the plan has
+            ``is_followed_early`` then.
     """
 
     clears_padding: bool
@@ -100,12 +101,11 @@ def scatter_rows(
 
 
 def scatter_fields(
-    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int, topk_idx: int | None
+    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int, topk_idx: int
 ) -> list[Field]:
     """Return the fields that change if a dispatch within a node is repeated, by the indices of their values.
 
-    ``memory`` is the address of the plan's tensors; rows and outputs have an entry for each payload; ``topk_idx`` is
-    ``None`` unless the plan is launched right before.
+    ``memory`` is the address of the plan's tensors; rows and outputs have an entry for each payload.
     """
     made = ("row_to_slots", "token_to_ranks", "block_to_first_slot", "num_rows_per_expert")
     return [
@@ -113,7 +113,7 @@ def scatter_fields(
         *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
         *(Field(name, memory, shape.offsets[name]) for name in made),
         Field("num_slots", num_slots),
-        *([] if topk_idx is None else [Field("topk_idx", topk_idx)]),
+        Field("topk_idx", topk_idx),
     ]
 
 

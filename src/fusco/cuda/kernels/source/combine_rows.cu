@@ -276,7 +276,6 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     combine_rows(const __grid_constant__ CombineArgs args) {
     const Comm& comm = args.comm;
-    wait_for_prerequisites();
     const u32 epoch = comm.state[COMBINE_EPOCH] + 1;
     const Exit exit = block_exits(comm.state + NUM_DONE, send_and_sum(args, epoch));
     const u64 num_tokens = args.first_row[comm.rank + 1] - args.first_row[comm.rank];

@@ -149,10 +149,10 @@ __device__ __forceinline__ bool wait_for_epoch(
 }
 
 // Wait until every rank has read what this one has pushed to it: rows of dispatches and partial sums of combines are in the
-// same memory. All threads get the result, false if broken.
+// same memory. All threads get the result, false if broken. The last warp waits: the first ones take items meanwhile.
 __device__ __forceinline__ bool block_waits_for_memory(const Comm& comm, u32 rows_epoch, u32 sums_epoch) {
     bool is_ready = !is_broken(comm);
-    for (u32 i = threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
+    for (u32 i = blockDim.x - 1 - threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
         const u32 peer = i % NUM_RANKS;
         is_ready &= i < NUM_RANKS ? wait_for_epoch(comm, section<u32>(comm, comm.rank, comm.rows_released) + peer,
                                                    rows_epoch, REUSING_ROWS, peer)

@@ -45,12 +45,14 @@ struct PlanArgs {
     i32 num_held, num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
+    i32 is_followed_early;  // the next kernel may take multiprocessors while this one waits for ranks
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;
-constexpr i32 KEPT_ROUNDS = 2;  // all of them, unless a budget of multiprocessors leaves fewer blocks
+constexpr i32 KEPT_ROUNDS = 2;  // that is all, unless a budget of multiprocessors leaves fewer blocks
+constexpr i32 COUNTS_TOGETHER = NUM_WARPS % 8 ? 1 : 8;  // loads in flight
 #if WEIGHT_BYTES == 8
 using Weight = u64;
 #else
@@ -215,8 +217,7 @@ template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
     extern __shared__ i32 shared[];
     const Comm& comm = args.comm;
-    wait_for_prerequisites();
-    launch_dependents();  // they push rows meanwhile
+    if (args.is_followed_early) launch_dependents();  // all blocks of this grid are resident then
     const u32 warp = threadIdx.x / WARP_SIZE, lane = lane_index();
     const i32 num_experts = args.num_local_experts;
     i32* const warp_counts = shared;                            // [warp][expert]
@@ -280,30 +281,35 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
         return local_expert_of(id);
     };
-    auto count = [&](i32 expert) {
-        if (expert >= 0) atomicAdd(own_counts + expert, 1);
-    };
     i32 kept[KEPT_ROUNDS];
     Weight kept_weights[KEPT_ROUNDS];
 #pragma unroll
     for (i32 round = 0; round < KEPT_ROUNDS; ++round) kept[round] = expert_in(round, true);
 #pragma unroll
     for (i32 round = 0; round < KEPT_ROUNDS; ++round) kept_weights[round] = weight_in(round);
-#pragma unroll
-    for (i32 round = 0; round < KEPT_ROUNDS; ++round) count(kept[round]);
-    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) count(expert_in(round, true));
+#pragma unroll 1  // code that runs once takes as long to load as to run
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 expert = round == 0 ? kept[0] : round == 1 ? kept[1] : expert_in(round, true);
+        if (expert >= 0) atomicAdd(own_counts + expert, 1);
+    }
     __syncthreads();
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
-        i32 counts[NUM_WARPS], sum = 0;  // loaded together
+        i32 sum = 0;
+#pragma unroll 1
+        for (i32 first = 0; first < NUM_WARPS; first += COUNTS_TOGETHER) {
+            i32 counts[COUNTS_TOGETHER];
+            i32* const of_warps = warp_counts + first * num_experts + expert;
 #pragma unroll
-        for (i32 w = 0; w < NUM_WARPS; ++w) counts[w] = warp_counts[w * num_experts + expert];
+            for (i32 w = 0; w < COUNTS_TOGETHER; ++w) counts[w] = of_warps[w * num_experts];
 #pragma unroll
-        for (i32 w = 0; w < NUM_WARPS; ++w) warp_counts[w * num_experts + expert] = sum, sum += counts[w];
+            for (i32 w = 0; w < COUNTS_TOGETHER; ++w) of_warps[w * num_experts] = sum, sum += counts[w];
+        }
         num_before[expert] = 0;
         num_all[expert] = gridDim.x > 1 ? 0 : sum;
         if (gridDim.x > 1) args.run_counts[blockIdx.x * num_experts + expert] = sum;
     }
     if (gridDim.x > 1 && !grid_barrier(comm)) return forget_rows(args, first_row, end_row);
+    launch_dependents();
     __syncthreads();
 
     // Step 3: compute where this block's run begins in every expert's block, and where the experts' blocks begin.
@@ -352,7 +358,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     }
 
     // Step 5: assign a slot to every pair. Lanes with the same expert take consecutive slots.
-    auto assign = [&](i32 round, i32 expert, Weight weight) {
+#pragma unroll 1
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 expert = round == 0 ? kept[0] : round == 1 ? kept[1] : expert_in(round, false);
         const i32 pair = pair_in(round);
         const bool is_inside = pair < block_end;
         const u32 same = __match_any_sync(ALL_LANES, expert);
@@ -364,16 +372,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) own_counts[expert] += __popc(same);
         __syncwarp();
-        if (!is_inside) return;
+        if (!is_inside) continue;
         args.row_to_slots[pair] = slot;
-        if (WEIGHT_BYTES) reinterpret_cast<Weight*>(args.row_weights)[pair] = weight;
-    };
-#pragma unroll
-    for (i32 round = 0; round < KEPT_ROUNDS; ++round)
-        if (round < rounds) assign(round, kept[round], kept_weights[round]);
-    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) assign(round, expert_in(round, false), weight_in(round));
+        if (WEIGHT_BYTES)
+            reinterpret_cast<Weight*>(args.row_weights)[pair] =
+                round == 0 ? kept_weights[0] : round == 1 ? kept_weights[1] : weight_in(round);
+    }
     i32 num_before_source = 0;
-    for (i32 i = 0; i < args.num_held; ++i) {
+    for (i32 i = 0; NUM_NODES > 1 && i < args.num_held; ++i) {
         const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
         const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
         if (src != args.published[0])  // those of this rank are marked already

@@ -2,8 +2,8 @@
 // written to its slots there.
 //
 // A row crosses each link at most once, and is read from this rank's memory once. One warp per row, or per part of a row.
-// While the plan is made, each warp pushes a first row to the ranks that this rank's routing names, and writes it to its
-// slots here afterwards. Twin: fusco.reference.scatter_rows.
+// Of few rows, each warp pushes a first one while the plan is made, to the ranks that this rank's routing names, and writes
+// it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
 // entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL.
@@ -18,7 +18,7 @@ struct ScatterArgs {
     const u32* token_to_ranks;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
-    const u8* topk_idx;          // of this rank, if the kernel ahead is the plan; else null
+    const u8* topk_idx;          // of this rank
     const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
     i64 num_slots;
     i32 first_row[NUM_RANKS + 1];
@@ -26,7 +26,7 @@ struct ScatterArgs {
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'
-    i32 id_bytes;     // of topk_idx: 4 or 8
+    i32 id_bytes;     // of topk_idx: 4 or 8 if the kernel ahead is the plan and rows are pushed early, else 0
     i32 num_experts;
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
@@ -145,7 +145,7 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
     i32 send = beginning.send_of(warp, first_send), receive = beginning.receive_of(warp, first_receive);
     const bool sends_first = send >= 0;
     bool may_send = true;
-    bool is_planned = args.topk_idx == nullptr, is_pushed = false;
+    bool is_planned = args.id_bytes == 0, is_pushed = false;
     u32 is_plan_broken = 0;  // looked at when all rows are moved: the load takes as long as a row
     while (true) {
         if (send >= 0 && send < num_sends) {
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
     const Comm& comm = args.comm;
     // Behind the plan of the same dispatch, a warp waits for it when it has pushed a row. Behind any other kernel it waits
     // before the state is read: that may be another scatter, of a slice, or make the rows.
-    if (args.topk_idx == nullptr) wait_for_prerequisites();
+    if (args.id_bytes == 0) wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool is_complete = send_and_receive(args, epoch);
     wait_for_prerequisites();  // in warps that have given up before: kernels behind this one rely on the plan's end
