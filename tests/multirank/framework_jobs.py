@@ -22,6 +22,9 @@ NUM_EXPERTS, NUM_TOPK, HIDDEN, INNER = 8, 2, 64, 96
 class _NoStream:
     """A CUDA stream for code that makes one unasked."""
 
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
     def __getattr__(self, name: str) -> object:
         return lambda *_, **__: None
 
@@ -37,7 +40,7 @@ def frameworks_on(device: str):
     with contextlib.ExitStack() as stack:
         replaced = {
             "current_device": lambda: torch.device("cpu"),
-            "Stream": lambda *_, **__: _NoStream(),
+            "Stream": _NoStream,
             "current_stream": lambda *_: _NoStream(),
             "stream": lambda _: contextlib.nullcontext(),
             "synchronize": lambda *_: None,

@@ -33,7 +33,7 @@ class Repeats:
         topk_weights: torch.Tensor | None,
         *options: Any,
     ) -> DispatchOutput[Any] | None:
-        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` are those of ``DispatchOptions``."""
+        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` as of ``validate_dispatch``."""
         alignment, with_weights, static, launch = options
         known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None or (repeated := known.repeated) is None:

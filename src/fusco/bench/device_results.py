@@ -126,6 +126,7 @@ def _between_nodes(
     )
     described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
     internode = ranks[0].peaks.internode
+    peaks = {name: round(value, 3) for name, value in asdict(internode).items()}
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     times: dict[str, Any] = _slowest_times(variant, ranks)
     is_fusco = any(profile.num_sms for profile in profiles[0])
@@ -140,13 +141,9 @@ def _between_nodes(
         dispatch_over_bound=round(times["dispatch_ms"] / bound_ms, 3) if bound_ms else None,
         combine_over_bound=round(times["combine_ms"] / bound_ms, 3) if bound_ms else None,
         num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_fusco else {},
-        peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
+        peaks={"local_gbs": ranks[0].peaks.local_gbs, **peaks},
         emulation=emulation,
     )
-
-
-def _rounded(peaks: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in peaks.items()}
 
 
 def _errors(variant: str, ranks: Sequence[DeviceResult]) -> list[str]:

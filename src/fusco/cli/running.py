@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusco.bench.names import STDOUT
-from fusco.core.shared_gpus import may_share_gpus
+from fusco.core.environment import may_share_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -20,7 +20,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
 from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
-from fusco.planner.sending import SendingStage, order_of_slices
+from fusco.planner.sending import SendingStage, in_proportion, order_of_slices
 
 
 class Outgoing(NamedTuple):
@@ -39,7 +39,7 @@ class SendRows:
 
     def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, call: Call) -> None:
         self._memory, self._ring, self._row_bytes, self._call = memory, ring, row_bytes, call
-        rows_per_slice = memory.layout.rows_per_slot(row_bytes)
+        rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
         num_nodes, pool_offset = plan.topology.num_nodes, memory.layout.pool_offset(0)
         # The next node first, so that nodes do not all send to the same one.
         per_node: dict[int, list[Outgoing]] = {(plan.node + step) % num_nodes: [] for step in range(1, num_nodes)}
@@ -47,19 +47,17 @@ class SendRows:
             offsets = pool_offset + plan.src_to_forwarding[src].node_to_tokens[node][first:end] * row_bytes
             owner = plan.topology.rank_to_local[src]
             per_node[node] += [Outgoing(forwarder, owner, piece) for piece in torch.split(offsets, rows_per_slice)]
-        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
+        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_proportion(per_node)
         self._slot_offsets = torch.arange(rows_per_slice, device="cpu") * row_bytes
         self._sizes = torch.full((rows_per_slice,), row_bytes, device="cpu")
         self._num_sent = 0
 
     def step(self) -> bool:
-        """Gather and send one slice if a slot is free, and its rows are there."""
+        """Gather and send one slice if a slot is free."""
         slot = self._ring.slot()
         if slot is None or self._num_sent == len(self._todo):
             return False
         forwarder, owner, offsets = self._todo[self._num_sent]
-        if not self._is_there(owner):
-            return False
         n = len(offsets)
         copy_segments(self._memory.bytes[owner], offsets, slot, self._slot_offsets[:n], self._sizes[:n])
         self._ring.commit(n * self._row_bytes, forwarder)
@@ -69,10 +67,6 @@ class SendRows:
         self._num_sent += 1
         return True
 
-    def _is_there(self, owner: int) -> bool:
-        """Return whether a local rank has copied its rows into its pool."""
-        return self._memory.flags[owner].load(self._memory.layout.rows_flag) >= self._call.sequence_number
-
     @property
     def is_done(self) -> bool:
         """True if every slice has been sent."""
@@ -80,8 +74,6 @@ class SendRows:
 
     def stall(self) -> Stall:
         """Describe the wait for forwarders to take slices."""
-        if self._num_sent < len(self._todo) and not self._is_there(owner := self._todo[self._num_sent].owner):
-            return Stall("carrying rows", (self._memory.ranks[owner],), "its rows in its pool", "none")
         forwarders = tuple(dict.fromkeys(forwarder for forwarder, _, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 
@@ -151,7 +143,7 @@ class ScatterRows:
             for output, size, end in zip(outputs, sizes, accumulate(sizes), strict=True)
         ]
         self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
-        self._rows_per_slice = memory.layout.rows_per_slot(row_bytes)
+        self._rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
         self._rows, self._ranks = self._source_rows(collective)
         self._num_done = np.zeros(len(self._rows), np.int64)
         self._num_left = len(self._rows)
@@ -223,10 +215,10 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
-def _in_turn(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
-    """Interleave the slices: one for each node, then the next for each."""
-    longest = max(map(len, per_node.values()), default=0)
-    return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
+def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
+    """Sort the slices so that all forwarders get their last ones together."""
+    slices = list(itertools.chain(*per_node.values()))
+    return [slices[i] for i in in_proportion(np.array([each.forwarder for each in slices], np.int64))]
 
 
 def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:

@@ -103,3 +103,20 @@ def test_without_peers_nothing_is_opened():
         return has_moved, opened
 
     assert on_ranks(1, talk) == {0: (False, set())}
+
+
+def test_the_kernel_takes_little_ahead_so_that_the_order_of_sending_holds():
+    def talk(store_gather):
+        peer = 1 - store_gather.rank
+        transport = TcpTransport(store_gather, [peer], "127.0.0.1", SECRET, store_gather.wait_until)
+        tickets = [transport.send(torch.zeros(64 << 10, dtype=torch.uint8), peer) for _ in range(64)]
+        for _ in range(1000):
+            transport.poll()
+        num_taken = sum(ticket.is_done for ticket in tickets)
+        memory = torch.empty(64 << 10, dtype=torch.uint8)
+        finish(transport, [*tickets, *(transport.receive(memory, peer) for _ in tickets)])
+        transport.close()
+        return num_taken
+
+    # The kernel's buffers would hold all 64. It takes what the peer's receive buffer has room for, and two more.
+    assert all(0 < num_taken < 16 for num_taken in on_ranks(2, talk).values())

@@ -349,3 +349,46 @@ def test_addresses_that_kernels_cannot_use_are_no_repetition(repeats):
 
     Node().run(program)
     assert repeats() == (2, 2)
+
+
+def test_rows_that_are_contiguous_only_if_there_is_one_are_no_repetition(repeats):
+    def program(comm, other, _library):
+        def with_rows(each, num_rows):
+            x = torch.arange(MAX_TOKENS * HIDDEN, dtype=torch.float32).view(MAX_TOKENS, HIDDEN)
+            ids = torch.full((MAX_TOKENS, NUM_TOPK), -1)
+            ids[:num_rows, 0] = each.rank * NUM_EXPERTS // NUM_RANKS
+            sent = each.dispatch(x, ids)
+            columns = torch.cat([sent.rows, -sent.rows], 1)[:, :HIDDEN]
+            return sent, each.combine(columns, sent.handle)
+
+        for num_rows in (1, 1, 1, 1, 5, 0, 5):
+            assert same(*(with_rows(each, num_rows) for each in (comm, other))), num_rows
+
+    Node().run(program)
+    assert repeats() == (2 * 4, 2 * 2)
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
+    new_empty, short = torch.Tensor.new_empty, threading.local()
+
+    def without_memory(tensor, *shape):
+        if getattr(short, "times", 0):
+            short.times -= 1
+            raise torch.OutOfMemoryError("no room")
+        return new_empty(tensor, *shape)
+
+    def program(comm, _other, _library):
+        def call():
+            return comm.dispatch(x, ids, weights).rows if verb == "dispatch" else comm.combine(rows, sent.handle)
+
+        for step in range(4):
+            sent, _ = pair(comm, step)
+        (x, ids, weights), rows = inputs(comm.rank, 4), sent.rows * 2
+        expected = call()
+        short.times = 1 - comm.rank
+        assert torch.equal(call(), expected)
+        assert short.times == 0
+
+    with mock.patch.object(torch.Tensor, "new_empty", without_memory):
+        Node().run(program)

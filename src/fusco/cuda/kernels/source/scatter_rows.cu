@@ -40,42 +40,69 @@ struct Targets {
     u32 peers;    // that want the row
 };
 
-// Copy a part of a row to its slots, and to the memory of peers. A row of this rank is constant; others were pushed.
-template <bool IS_OWN, u32 P = 0>
+// Vectors of a row that a lane holds: ROUNDS of them, from its first one on, as far as they are before the end.
+template <u32 P, u32 ROUNDS> using Held = Vector<WIDTHS[P]>[ROUNDS];
+
+// A row of this rank is constant; others were pushed.
+template <bool IS_OWN, u32 P, u32 ROUNDS>
+__device__ __forceinline__ void load(Held<P, ROUNDS>& held, const ScatterArgs& args, i32 src, i32 token, i32 first, i32 end) {
+    const u8* const row = IS_OWN ? args.rows[P] + token * ROW_BYTES[P]
+                                 : section<u8>(args.comm, args.comm.rank, args.received[src][P] + token * ROW_BYTES[P]);
+    const auto* const from = reinterpret_cast<const Vector<WIDTHS[P]>*>(row);
+#pragma unroll
+    for (u32 u = 0; u < ROUNDS; ++u)
+        if (first + u * WARP_SIZE < end)
+            held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE) : load_shared_row(from + first + u * WARP_SIZE);
+}
+
+template <u32 P, u32 ROUNDS>
+__device__ __forceinline__ void store(const Held<P, ROUNDS>& held, u8* row, i32 first, i32 end) {
+    auto* const to = reinterpret_cast<Vector<WIDTHS[P]>*>(row);
+#pragma unroll
+    for (u32 u = 0; u < ROUNDS; ++u)
+        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+}
+
+template <bool IS_OWN, u32 P, u32 ROUNDS>
+__device__ __forceinline__ void store_at_all(const Held<P, ROUNDS>& held, const ScatterArgs& args, i32 src, i32 token, i32 first,
+                                             i32 end, const Targets& targets) {
+    if (IS_OWN)
+        for (u32 left = targets.peers; left; left &= left - 1)
+            store<P, ROUNDS>(held, section<u8>(args.comm, __ffs(left) - 1, args.received[src][P] + token * ROW_BYTES[P]),
+                             first, end);
+    for (u32 left = targets.filled; left; left &= left - 1) {
+        const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
+        store<P, ROUNDS>(held, args.outputs[P] + slot * ROW_BYTES[P], first, end);
+    }
+}
+
+// Copy a part of a row to its slots, and to the memory of peers. Payloads of one vector for each lane at most, such as
+// scales, are copied with the first part. They are loaded before wider ones are copied, and stored after: else a warp would
+// wait for memory once more, which takes as long for few bytes as for many.
+template <bool IS_OWN, bool IS_WIDE = false, u32 P = 0>
 __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, i32 token, i32 part, const Targets& targets) {
+    const i32 lane = static_cast<i32>(lane_index());
     if constexpr (P < NUM_PAYLOADS) {
-        using Vectors = Vector<WIDTHS[P]>;
         constexpr i32 NUM_VECTORS = ROW_BYTES[P] / WIDTHS[P];
-        const Comm& comm = args.comm;
-        const u64 in_received = args.received[src][P] + token * ROW_BYTES[P];
-        const auto* const from = reinterpret_cast<const Vectors*>(
-            IS_OWN ? args.rows[P] + token * ROW_BYTES[P] : section<u8>(comm, comm.rank, in_received));
-        const i32 per_part = (NUM_VECTORS + args.parts - 1) / args.parts;
-        const i32 begin = part * per_part, end = min(NUM_VECTORS, begin + per_part);
-        for (i32 first = begin + static_cast<i32>(lane_index()); first - static_cast<i32>(lane_index()) < end;
-             first += UNROLL * WARP_SIZE) {
-            Vectors held[UNROLL];
-#pragma unroll
-            for (u32 u = 0; u < UNROLL; ++u)
-                if (first + u * WARP_SIZE < end)
-                    held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE)
-                                     : load_shared_row(from + first + u * WARP_SIZE);
-            if (IS_OWN)
-                for (u32 left = targets.peers; left; left &= left - 1) {
-                    auto* const to = reinterpret_cast<Vectors*>(section<u8>(comm, __ffs(left) - 1, in_received));
-#pragma unroll
-                    for (u32 u = 0; u < UNROLL; ++u)
-                        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
-                }
-            for (u32 left = targets.filled; left; left &= left - 1) {
-                const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
-                auto* const to = reinterpret_cast<Vectors*>(args.outputs[P] + slot * ROW_BYTES[P]);
-#pragma unroll
-                for (u32 u = 0; u < UNROLL; ++u)
-                    if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+        if constexpr (IS_WIDE != (NUM_VECTORS > static_cast<i32>(WARP_SIZE))) {
+            copy_payloads<IS_OWN, IS_WIDE, P + 1>(args, src, token, part, targets);
+        } else if constexpr (IS_WIDE) {
+            const i32 per_part = (NUM_VECTORS + args.parts - 1) / args.parts;
+            const i32 begin = part * per_part, end = min(NUM_VECTORS, begin + per_part);
+            for (i32 first = begin + lane; first - lane < end; first += UNROLL * WARP_SIZE) {
+                Held<P, UNROLL> held;
+                load<IS_OWN, P, UNROLL>(held, args, src, token, first, end);
+                store_at_all<IS_OWN, P, UNROLL>(held, args, src, token, first, end, targets);
             }
+            copy_payloads<IS_OWN, true, P + 1>(args, src, token, part, targets);
+        } else {
+            Held<P, 1> held;
+            if (!part) load<IS_OWN, P, 1>(held, args, src, token, lane, NUM_VECTORS);
+            copy_payloads<IS_OWN, false, P + 1>(args, src, token, part, targets);
+            if (!part) store_at_all<IS_OWN, P, 1>(held, args, src, token, lane, NUM_VECTORS, targets);
         }
-        copy_payloads<IS_OWN, P + 1>(args, src, token, part, targets);
+    } else if constexpr (!IS_WIDE) {
+        copy_payloads<IS_OWN, true, 0>(args, src, token, part, targets);
     }
 }
 
