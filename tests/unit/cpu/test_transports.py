@@ -108,7 +108,7 @@ def test_without_peers_nothing_is_opened():
 def test_the_kernel_takes_little_ahead_so_that_the_order_of_sending_holds():
     def talk(store_gather):
         peer = 1 - store_gather.rank
-        transport = TcpTransport(store_gather, [peer], "127.0.0.1", SECRET, store_gather.wait_until)
+        transport = TcpTransport(store_gather, [peer], "127.0.0.1", SECRET)
         tickets = [transport.send(torch.zeros(64 << 10, dtype=torch.uint8), peer) for _ in range(64)]
         for _ in range(1000):
             transport.poll()
