@@ -25,11 +25,11 @@ def transport_of(request):
     """Makes a rank's transport, of either kind; all ranks have a board of this process together."""
 
     def make(store_gather):
-        rank, wait_until = store_gather.rank, store_gather.wait_until
+        rank = store_gather.rank
         others = [other for other in range(store_gather.world_size) if other != rank]
         if request.param == "TCP":
-            return TcpTransport(store_gather, others, "127.0.0.1", SECRET, wait_until)
-        return RailTransport(store_gather, others, [rank], lambda _: RAILS, SECRET, wait_until)
+            return TcpTransport(store_gather, others, "127.0.0.1", SECRET)
+        return RailTransport(store_gather, others, [rank], lambda _: RAILS, SECRET)
 
     return make
 
@@ -96,7 +96,7 @@ def test_a_peer_that_has_gone_is_named(transport_of):
 def test_without_peers_nothing_is_opened():
     def talk(store_gather):
         before = set(os.listdir("/proc/self/fd"))
-        transport = TcpTransport(store_gather, [], "127.0.0.1", SECRET, store_gather.wait_until)
+        transport = TcpTransport(store_gather, [], "127.0.0.1", SECRET)
         opened = set(os.listdir("/proc/self/fd")) - before
         has_moved = transport.poll()
         transport.close()
