@@ -72,7 +72,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
         mesh = connecting(
-            lambda: TcpMesh(store_gather, counterparts, listen_on, secret, watchdog.wait_until),
+            lambda: TcpMesh(store_gather, counterparts, listen_on, secret),
             "over TCP",
             tuple(peers),
             watchdog,

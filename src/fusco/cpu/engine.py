@@ -324,11 +324,10 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
     has_rails = bool(peers and rail_names())
 
     def connect() -> Transport:
-        secret, wait_until = connections.secret, watchdog.wait_until
         if has_rails:
             neighbours = topology.node_to_ranks[local_node]
-            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
-        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+            return RailTransport(store_gather, peers, neighbours, configured_rails, connections.secret)
+        return TcpTransport(store_gather, peers, connections.listen_on, connections.secret)
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)

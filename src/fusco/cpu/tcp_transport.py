@@ -15,7 +15,6 @@ import torch
 
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
-from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
 from fusco.cpu.transport import Ticket
 
@@ -48,20 +47,13 @@ class TcpTransport(TcpConnections):
 
     name = "TCP transport"
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._num_sending = self._num_receiving = 0  # messages in these queues
         self._epoll: select.epoll | None = None
-        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        super().__init__(store_gather, peers, listen_on, secret)
         if peers:
             self._epoll = select.epoll()
         self._fd_to_peer = {connection.fileno(): peer for peer, connection in self._connections.items()}
