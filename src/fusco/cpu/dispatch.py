@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fusco.control.counters import Counters
 from fusco.core.errors import Stall
 from fusco.core.profile import Call, CallProfile
 from fusco.cpu.channel import SendRing
@@ -168,6 +169,13 @@ class ScatterRows:
     def is_done(self) -> bool:
         """True if every slot is filled."""
         return not self._num_left
+
+    def awaited(self) -> Counters:
+        """Return the flags of which one announces more rows."""
+        sources = SourceRows(*self._rows.T)
+        left = np.flatnonzero(self._num_done < sources.num_rows)
+        next_step = self._num_done[left] // sources.rows_per_step[left] + 1
+        return np.stack((sources.flag[left], sources.before[left] + next_step), axis=1)
 
     def stall(self) -> Stall:
         """Describe the wait for rows in the pools of this node."""
