@@ -117,7 +117,7 @@ class Communicator:
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
-        self._repeats = Repeats(parts.session, parts.validator)
+        self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
         self._is_closed = False
         num_experts, device = parts.validator.placement.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
