@@ -43,8 +43,8 @@ test-minimum: .venv-minimum/.installed
 test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
 test-gpu: setup
 	$(BIN)/pytest -n 6 tests/cuda
-	$(BIN)/pytest tests/multirank --device cuda
-	$(BIN)/pytest tests/multirank --device cuda-nodes
+	$(BIN)/pytest -n 4 tests/multirank --device cuda
+	$(BIN)/pytest -n 4 tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.
@@ -66,7 +66,7 @@ docs:
 
 # The tests of the plugin for NCCL, compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
 # addresses that are not random.
-PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin.py
+PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin*.py
 sanitize: setup
 	PLUGIN_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
 	env LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(PLUGIN_TESTS)

@@ -1,5 +1,6 @@
 """Settings of all tests: reproducible hypothesis, one compute thread, and the option ``--device``."""
 
+import os
 import signal
 
 import hypothesis
@@ -15,6 +16,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Not searched for doctests: all conftests have the same module name, and attacks are no tests.
 collect_ignore_glob = ["*/conftest.py", "attack/*"]
+
+
+def pytest_configure(config):
+    """Give the processes of pytest-xdist the GPUs in different orders, since ranks 0 and 1 are in every test."""
+    worker, num_gpus = getattr(config, "workerinput", {}).get("workerid"), torch.cuda.device_count()
+    if worker and num_gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = 2 * int(worker.removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % num_gpus) for i in range(num_gpus))
 
 
 def pytest_addoption(parser):

@@ -34,7 +34,7 @@ class Repeats:
         topk_weights: torch.Tensor | None,
         *options: Any,
     ) -> DispatchOutput[Any] | None:
-        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` are those of ``DispatchOptions``."""
+        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` as of ``validate_dispatch``."""
         if not self._is_enabled:
             return None
         alignment, with_weights, static, launch = options

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
-from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
+from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
 from fusco.core.errors import PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
@@ -40,7 +40,7 @@ _MAX_DEPARTURE_S = 0.5
 class Peer:
     """Another rank: the address of its status server, and its process if it is on this machine."""
 
-    address: StatusServerAddress
+    address: Address
     pid: int
     is_on_this_machine: bool
 
@@ -328,7 +328,7 @@ class Watchdog:
         # Also to the ranks at fault: a late or stopped rank should learn why the others have left when it continues.
         self._status_server.report_failure(self._living(), failure_report, _REPORTING * self._timeout_s)
 
-    def _living(self) -> dict[int, StatusServerAddress]:
+    def _living(self) -> dict[int, Address]:
         return {rank: peer.address for rank, peer in self._peers.items() if not self._liveness.is_dead(rank)}
 
     def _failure(self, stall: Stall, failure_report: FailureReport) -> PeerFailureError:

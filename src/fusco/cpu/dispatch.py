@@ -21,7 +21,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
 from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
-from fusco.planner.sending import SendingStage, order_of_slices
+from fusco.planner.sending import SendingStage, in_proportion, order_of_slices
 
 
 class Outgoing(NamedTuple):
@@ -40,7 +40,7 @@ class SendRows:
 
     def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, call: Call) -> None:
         self._memory, self._ring, self._row_bytes, self._call = memory, ring, row_bytes, call
-        rows_per_slice = memory.layout.rows_per_slot(row_bytes)
+        rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
         num_nodes = plan.topology.num_nodes
         # The next node first, so that nodes do not all send to the same one.
         per_node: dict[int, list[Outgoing]] = {(plan.node + step) % num_nodes: [] for step in range(1, num_nodes)}
@@ -50,7 +50,7 @@ class SendRows:
                 Outgoing(forwarder, owner, tokens[i : min(i + rows_per_slice, end)])
                 for i in range(first, end, rows_per_slice)
             ]
-        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
+        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_proportion(per_node)
         self._num_sent = 0
 
     def step(self) -> bool:
@@ -144,7 +144,7 @@ class ScatterRows:
             for output, size, end in zip(outputs, sizes, accumulate(sizes), strict=True)
         ]
         self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
-        self._rows_per_slice = memory.layout.rows_per_slot(row_bytes)
+        self._rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
         self._rows = self._source_rows(collective)
         self._num_done = np.zeros(len(self._rows), np.int64)
         self._num_left = len(self._rows)
@@ -222,10 +222,10 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
-def _in_turn(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
-    """Interleave the slices: one for each node, then the next for each."""
-    longest = max(map(len, per_node.values()), default=0)
-    return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
+def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
+    """Sort the slices so that all forwarders get their last ones together."""
+    slices = list(itertools.chain(*per_node.values()))
+    return [slices[i] for i in in_proportion(np.array([each.forwarder for each in slices], np.int64))]
 
 
 def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:

@@ -13,10 +13,10 @@ from fusco.control.connect import Connections, connecting
 from fusco.control.counters import Counters
 from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
+from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
-from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
@@ -175,11 +175,12 @@ class CpuEngine:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
             received = plan.rank_lanes.received
+            rows_per_slice = plan.rows_per_slice(self._layout.rows_per_slot(bytes_per_token))
             scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile)
             self._run(
                 [
                     SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
-                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, bytes_per_token, call),
+                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, rows_per_slice, call),
                     scatter,
                 ],
                 scatter.awaited,
@@ -192,10 +193,10 @@ class CpuEngine:
         with call.profile.spend("wire"):
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
-            rows_per_chunk = self._layout.rows_per_slot(terms.sum_bytes)
-            chunks = cut_chunks(plan.held_rows, len(self._memory.ranks), rows_per_chunk)
+            rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
+            chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
             carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
-            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, terms.sum_bytes, call)
+            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
@@ -303,11 +304,10 @@ class CpuEngine:
         return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
-        self, peer: IntArray, num_rows: IntArray, row_bytes: int, slot_row_bytes: int, call: Call
+        self, peer: IntArray, num_rows: IntArray, row_bytes: int, rows_per_slice: int, call: Call
     ) -> ReceiveRows:
-        rows_per_slice, number = self._layout.rows_per_slot(slot_row_bytes), call.sequence_number
         runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
-        return ReceiveRows(self._memory, self._transport, number, runs, row_bytes, rows_per_slice)
+        return ReceiveRows(self._memory, self._transport, call.sequence_number, runs, row_bytes, rows_per_slice)
 
     def _streams(self) -> CpuSegmentChannels:
         return CpuSegmentChannels(self._memory, self._transport, self._private)
@@ -328,11 +328,10 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
     has_rails = bool(peers and rail_names())
 
     def connect() -> Transport:
-        secret, wait_until = connections.secret, watchdog.wait_until
         if has_rails:
             neighbours = topology.node_to_ranks[local_node]
-            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
-        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+            return RailTransport(store_gather, peers, neighbours, configured_rails, connections.secret)
+        return TcpTransport(store_gather, peers, connections.listen_on, connections.secret)
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)

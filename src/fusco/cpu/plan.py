@@ -17,12 +17,25 @@ from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import SendingStage
 
+# Messages of the busiest rank, and most of them in the memory of one. With 13 MB for each rank and 62.5 MB/s, slices of
+# 1 MiB took 1.27 of the bound for a dispatch, of 256 KiB 1.18 (docs/performance/network.md).
+_SLICES_PER_RANK, _MAX_SLICES_PER_SLOT = 32, 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPlan(DispatchPlan):
     """See ``DispatchPlan``; ``pairs`` has its distribution, and more."""
 
     pairs: PlannedPairs
+
+    def rows_per_slice(self, rows_per_slot: int) -> int:
+        """Return the rows of a message between nodes: those of a ring slot, or fewer so that the busiest rank has many.
+
+        All flows of a rank end together, but for a slice of each (``in_proportion``).
+        """
+        busiest = max(self.lanes.sent_rows.max(), self.lanes.received_rows.max())
+        least = rows_per_slot // _MAX_SLICES_PER_SLOT
+        return max(1, least, min(int(busiest) // _SLICES_PER_RANK, rows_per_slot))
 
     @cached_property
     def src_to_forwarding(self) -> dict[int, NodeForwarding]:

@@ -16,9 +16,12 @@ import torch
 from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
-from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
 from fusco.cpu.transport import Ticket
+
+# Bytes of a connection that the kernel takes before it can send them. What it has taken it sends at once: with whole
+# buffers of megabytes, connections would share a NIC as TCP's windows happen to be, and not in the order of sending.
+_MAX_UNSENT_BYTES = 128 << 10
 
 
 @dataclass
@@ -45,20 +48,13 @@ class TcpTransport(TcpConnections):
 
     name = "TCP transport"
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._num_sending = self._num_receiving = 0  # messages in these queues
         self._epoll: select.epoll | None = None
-        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        super().__init__(store_gather, peers, listen_on, secret)
         if peers:
             self._epoll = select.epoll()
         self._peer_to_fd = self.descriptors
@@ -66,6 +62,8 @@ class TcpTransport(TcpConnections):
         for fd in self._fd_to_peer:
             assert self._epoll
             self._epoll.register(fd, select.EPOLLIN)
+        for connection in self._connections.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
         ticket, queue = Ticket(), self._sending[dst]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from fusco.cuda.own_rows import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
+
+_Memory = TypeVar("_Memory")
 
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
 _LOW_HALF, _HIGH_HALF = 0xFFFFFFFF, -1 << 32
@@ -118,6 +120,14 @@ def _is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[Know
     return before == circumstances
 
 
+def _or_none(allocate: Callable[..., _Memory], *sizes: Any) -> _Memory | None:
+    """Return new memory, or ``None`` if there is none: then the call is not repeated, and fails on all ranks."""
+    try:
+        return allocate(*sizes)
+    except RuntimeError:  # of PyTorch; running out of memory is one
+        return None
+
+
 class _Repeated:
     """What repeated calls have in common.
 
@@ -170,7 +180,7 @@ class RepeatedDispatch(_Repeated):
         memory, num, ids, weights, first = range(1, 6)
         rows = range(first, first + len(request.payloads))
         outputs = range(rows.stop, rows.stop + len(rows))
-        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num)]
+        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num, ids)]
         launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
         together = [launches] if num_slots is not None else [launches[:1], launches[1:]]
         self._launches = [RepeatedLaunches(each, outputs.stop, plan.stream, report) for each in together]
@@ -184,10 +194,7 @@ class RepeatedDispatch(_Repeated):
         for payload in payloads:
             if payload.data_ptr() % _ALIGNMENT:
                 return None
-        try:
-            return [] if self._num_slots is None else self._new_outputs(payloads, self._num_slots)
-        except torch.cuda.OutOfMemoryError:
-            return None
+        return [] if self._num_slots is None else _or_none(self._new_outputs, payloads, self._num_slots)
 
     def _new_outputs(self, payloads: Sequence[torch.Tensor], num_slots: int) -> list[torch.Tensor]:
         return [p.new_empty(num_slots, *shape) for p, shape in zip(payloads, self._row_shapes, strict=True)]
@@ -240,9 +247,10 @@ class RepeatedCombine(_Repeated):
         """Return memory for the sums; ``None`` if the call is another one."""
         if (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:
             return None
-        if y.data_ptr() % _ALIGNMENT or not self._fits(launch):
+        # Strides of at most one row say nothing: rows with the same strides may have been contiguous before.
+        if y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
             return None
-        return y.new_empty(self._num_tokens, self._hidden)
+        return _or_none(y.new_empty, self._num_tokens, self._hidden)
 
     def run(self, y: torch.Tensor, plan: DevicePlan, out: torch.Tensor) -> None:
         """Launch it, once all ranks agree."""

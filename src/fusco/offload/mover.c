@@ -18,7 +18,7 @@
 #include <time.h>
 
 enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
-enum { ALONE_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
+enum { LONG_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
 /* Fields of the board, in units of 64 bits. */
 enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
 enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
@@ -166,9 +166,9 @@ static int take(Mover *mover, int rail) {
     return 0;
 }
 
-/* With no other link to share with, launches are long: the end of one is noticed some us later. A batch of one chunk is
- * for measurements, and stays so. */
-static int is_alone(const Mover *mover, int num_paths) { return num_paths == 1 && mover->options.batch > 1; }
+/* Between two launches on a link pass 3 us, so those on this GPU's own link are long, and two are under way: a relay's
+ * are as long as its ring permits. A batch of one chunk is for measurements, and stays so. */
+static int has_long_launches(const Mover *mover, const Path *path) { return !path->streams.buffer && mover->options.batch > 1; }
 
 /* Choose a rail; `num_paths` is set to the number of those that this copy can have now, at least one. */
 static int choose(Mover *mover, int direction, int *num_paths) {
@@ -187,8 +187,11 @@ static int choose(Mover *mover, int direction, int *num_paths) {
     if (!*num_paths) *num_paths = 1; /* only busy links of other GPUs are left */
     int own = __builtin_ctz(mover->direct) + direction;
     const Path *path = &mover->paths[own];
-    int most = path->streams.num_slots < 2 ? 1 : 2; /* launches; each has an event of its own */
-    if (is_alone(mover, *num_paths) && path->is_open && path->num_launches < most) return own;
+    if (path->is_open && has_long_launches(mover, path)) { /* so they are counted, not their chunks */
+        if (!path->num_launches) return own;
+        int has_room = path->num_launches < 2 && path->streams.num_slots > 1; /* each has an event of its own */
+        outstanding[own] = has_room ? mover->options.direct_first : mover->options.direct_depth; /* relays are filled first */
+    }
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
@@ -259,13 +262,17 @@ static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_paths) {
     const Path *path = &mover->paths[rail];
     int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
     int64_t most = left / (2 * num_paths), batch = 1;
-    if (is_alone(mover, num_paths) && !path->streams.buffer) {
-        most = ALONE_BYTES / options->chunk_bytes;
-        return most > left ? left : most ? most : 1;
-    }
     if (most < 2) most = left < 2 ? left : 2;
+    if (has_long_launches(mover, path)) {
+        int64_t longest = LONG_BYTES / options->chunk_bytes;
+        if (num_paths == 1) most = left;
+        return most < longest ? most : longest ? longest : 1;
+    }
     if (most > options->batch) most = options->batch;
     if (path->streams.buffer) {
+        /* To host memory, PCIe waits for NVLink: the first launches are short, so that this takes a few us. */
+        int64_t first = options->batch >> (path->num_launches < 2 ? 2 - path->num_launches : 0);
+        if (!job->direction && most > first) most = first ? first : 1;
         if (most > path->streams.num_slots - path->next_slot) most = path->streams.num_slots - path->next_slot;
         while (batch < most && take(mover, rail)) batch++;
     } else {

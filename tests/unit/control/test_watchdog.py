@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from fusco.control.status_server import FailureReport, StatusServer, StatusServerAddress, Unasked
+from fusco.control.status_server import FailureReport, StatusServer, Unasked
 from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import PeerFailureError, Stall
 
@@ -53,7 +53,7 @@ class Ranks:
     def deafen(self, rank):
         """Let a rank accept connections, as the kernel does for a stopped process, but never answer."""
         server = self._stack.enter_context(socket.create_server((HOST, 0)))
-        self._move(rank, StatusServerAddress(HOST, server.getsockname()[1]))
+        self._move(rank, (HOST, server.getsockname()[1]))
 
     def leave(self, rank):
         """Let a rank close its communicator while its process stays alive."""

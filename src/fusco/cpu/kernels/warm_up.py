@@ -35,7 +35,7 @@ def warm_up_cpu() -> None:
     scatter_slices(nothing, np.zeros(0, np.int64), none, none, nothing, 1, 1)
     counts = np.zeros(2, np.int64)
     rings = Rings(np.array([[counts.ctypes.data, counts[1:].ctypes.data, 0]]), 1, 1)
-    chunks = cut_chunks(np.zeros((0, 4), np.int64), 1, 1)
+    chunks = cut_chunks(np.zeros((0, 4), np.int64), (0,), 1)
     has_message(rings, 0)
     for dtype in ROW_DTYPES:
         rows = torch.zeros(0, 1, dtype=dtype, device="cpu")
