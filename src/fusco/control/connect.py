@@ -79,6 +79,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         )
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)
+        watchdog.add_sockets(mesh.awaited_sockets)
         watchdog.add_connections(mesh.descriptors)
         watchdog.end()
         return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
@@ -208,6 +209,13 @@ class TcpMesh(TcpConnections):
     def is_done(self) -> bool:
         """See ``Mesh``."""
         return not (self._sending or self._receiving)
+
+    def awaited_sockets(self) -> list[int]:
+        """Return the sockets that this round waits for, see ``Watchdog.add_sockets``."""
+        connections = self._connections
+        return [readable(connections[peer].fileno()) for peer in self._receiving] + [
+            writable(connections[peer].fileno()) for peer in self._sending
+        ]
 
     def close(self) -> None:
         """Close the connections and drop all references to the caller's memory."""

@@ -102,6 +102,9 @@ class RailTransport:
         has_moved, self._last_seen = seen != self._last_seen, seen
         return has_moved
 
+    def awaited_sockets(self) -> None:
+        """Unknown: chunks of a message may take any rail."""
+
     @property
     def unflushed_peers(self) -> tuple[int, ...]:
         return tuple(peer for peer, channel in self._channels.items() if channel.owes_credits)

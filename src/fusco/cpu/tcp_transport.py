@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
 from fusco.core.rows import as_bytes
@@ -56,7 +57,8 @@ class TcpTransport(TcpConnections):
         super().__init__(store_gather, peers, listen_on, secret)
         if peers:
             self._epoll = select.epoll()
-        self._fd_to_peer = {connection.fileno(): peer for peer, connection in self._connections.items()}
+        self._peer_to_fd = self.descriptors
+        self._fd_to_peer = {fd: peer for peer, fd in self._peer_to_fd.items()}
         for fd in self._fd_to_peer:
             assert self._epoll
             self._epoll.register(fd, select.EPOLLIN)
@@ -88,6 +90,11 @@ class TcpTransport(TcpConnections):
             for fd, _ in self._epoll.poll(0):
                 has_moved |= self._pull(self._fd_to_peer[fd])
         return has_moved
+
+    def awaited_sockets(self) -> list[int]:
+        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        sockets = [readable(self._peer_to_fd[peer]) for peer, queue in self._receiving.items() if queue]
+        return sockets + [writable(self._peer_to_fd[peer]) for peer, queue in self._sending.items() if queue]
 
     @property
     def unflushed_peers(self) -> tuple[int, ...]:
