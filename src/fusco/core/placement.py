@@ -112,9 +112,7 @@ def _local_index_table(placement: ExpertPlacement, rank: int, device: torch.devi
 
 
 @lru_cache(maxsize=256)
-def _membership_table(
-    placement: ExpertPlacement, rank_to_part: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
+def _membership_table(placement: ExpertPlacement, rank_to_part: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return _table([rank_to_part[rank] for rank in placement.expert_to_rank], device)
 
 

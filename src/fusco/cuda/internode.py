@@ -31,7 +31,7 @@ from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.kernels.abi import Payload
+from fusco.cuda.kernels.abi import Payload, ticket_after
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
@@ -75,7 +75,7 @@ class InternodeShuffle:
         self._summary = ForwardingSummary(self._topology.num_nodes, context.node)
         self._has_begun = torch.cuda.Event()
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
-        self._num_counts = 0  # dispatches whose rows the host has counted
+        self._ticket = 0  # of the latest dispatch whose rows the host counts
 
     def pending_error(self) -> RowOverflowError | None:
         """Return and clear the error of a message of fixed size that was too small."""
@@ -387,8 +387,8 @@ class InternodeShuffle:
     def _terms_of(self, request: DispatchRequest) -> ForwardingTerms:
         static, num_tokens = request.static, request.routing.num_tokens
         if static is None:
-            self._num_counts += 1
-            return ForwardingTerms(max_rows=None, is_overflow_reported=False, ticket=self._num_counts)
+            self._ticket = ticket_after(self._ticket)
+            return ForwardingTerms(max_rows=None, is_overflow_reported=False, ticket=self._ticket)
         limit = num_tokens if static.max_rows_to_node is None else min(num_tokens, static.max_rows_to_node)
         return ForwardingTerms(max_rows=limit, is_overflow_reported=static.on_overflow == "raise", ticket=0)
 
