@@ -8,6 +8,7 @@ import re
 
 import framework_jobs as jobs
 import pytest
+import sglang_jobs
 import torch
 import vllm_jobs
 from on_device import skip_without_gpus
@@ -86,6 +87,15 @@ def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_f
             pytest.skip(f"vLLM cannot be imported: {errors}")
         assert list(errors) == ["DeepEPHTPrepareAndFinalize", "FuscoPrepareAndFinalize"]
         assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
+
+
+@needs("sglang")
+@pytest.mark.cpu_only
+def test_sglangs_dispatcher_equals_a_dense_layer(pair):
+    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2):
+        if isinstance(errors, str):
+            pytest.skip(f"SGLang cannot be imported: {errors}")
+        assert max(errors) < BOUND["cpu", BF16], errors
 
 
 @needs("megatron")

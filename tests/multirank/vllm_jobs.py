@@ -14,12 +14,12 @@ from framework_jobs import (
     INNER,
     NUM_EXPERTS,
     NUM_TOPK,
-    dense_layer,
+    bf16_error,
     expert_weights,
     frameworks_on,
     inputs_of,
-    relative,
     router_weights,
+    sums_of_experts,
 )
 
 BF16 = torch.bfloat16
@@ -93,10 +93,7 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int) -> float:
         expert_map=expert_map,
         apply_router_weight_on_input=False,
     )
-    assert out.shape == x.shape
-    assert out.dtype == BF16
-    floats = [(up.float(), down.float()) for up, down in pairs]
-    return relative([out], [dense_layer(x.float(), router, floats)])[0] if len(x) else 0.0
+    return bf16_error(out, x, router)
 
 
 def _experts(mk: Any) -> type:
@@ -117,12 +114,8 @@ def _experts(mk: Any) -> type:
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
             local, metadata = given["expert_map"][given["topk_ids"]], given["expert_tokens_meta"]
             assert torch.bincount(local[local >= 0], minlength=len(given["w1"])).equal(metadata.expert_num_tokens_cpu)
-            sums = torch.zeros(output.shape)
-            for expert, (up, down) in enumerate(zip(given["w1"], given["w2"], strict=True)):
-                row, k = (local == expert).nonzero(as_tuple=True)
-                y = torch.nn.functional.gelu(hidden_states[row] @ up.T) @ down.T
-                sums.index_add_(0, row, y.float() * given["topk_weights"][row, k][:, None])
-            output.copy_(sums)
+            pairs = list(zip(given["w1"], given["w2"], strict=True))
+            output.copy_(sums_of_experts(hidden_states, local, given["topk_weights"], pairs))
 
     # All that is abstract besides: what vLLM asks before it chooses experts.
     TorchExperts.__abstractmethods__ = frozenset()

@@ -44,26 +44,20 @@ def run_collective(
         RejectedInputError, MismatchError: see ``Session.agree``. Otherwise what ``validate``, ``prepare`` or the
         execution raises.
     """
-    rejection: Exception | None = None
     pending: Pending[_Result] | None = None
     session.access.enter(name, is_for_owner=True)
     try:
-        try:
-            require_movable_tensors(name)
-            request = validate()
-        except REFUSALS as error:
-            rejection = error
-        rejection = (None if session.has_published else engine.pending_error()) or rejection
+        request, rejection = _validated(session, engine, name, validate)
         call = session.begin(name)  # a context made from a generator would take some microseconds
         try:
             begin = perf_counter()
-            if rejection is None:
+            if request is not None:
                 try:
                     pending = prepare(request, call)
                 except _REFUSALS_IN_PREPARATION as error:
                     rejection = error
             _require_acceptance(session, rejection)
-            if pending is None:
+            if request is None or pending is None:
                 counts = session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
             else:
                 known = request.known
@@ -84,6 +78,26 @@ def run_collective(
     if rejection is not None:
         raise rejection
     return result
+
+
+def _validated(
+    session: Session, engine: Engine[Any], name: str, validate: Callable[[], RequestT]
+) -> tuple[RequestT | None, Exception | None]:
+    """Return the valid request, or else the rejection: of the input, or for an earlier asynchronous call."""
+    request: RequestT | None = None
+    rejection: Exception | None = None
+    try:
+        require_movable_tensors(name)
+        request = validate()
+    except REFUSALS as error:
+        rejection = error
+    except BaseException as error:
+        if session.has_published:  # other ranks count on this one
+            session.fail(name, error)
+        raise
+    if not session.has_published and (earlier := engine.pending_error()):
+        return None, earlier
+    return request, rejection
 
 
 def _require_acceptance(session: Session, rejection: Exception | None) -> None:

@@ -103,7 +103,7 @@ class Communicator(Membership):
 
     def _join(self, parts: CommunicatorParts) -> None:
         super()._join(parts)
-        self._repeats = Repeats(parts.session, parts.validator)
+        self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
     def dispatch(
         self,

@@ -50,6 +50,11 @@ class Membership:
         return self._validator.placement
 
     @property
+    def is_broken(self) -> bool:
+        """True once a failure has ended this rank's communicator, or it is closed: verbs raise ``ClosedError``."""
+        return bool(self._session.broken)
+
+    @property
     def profile(self) -> CallProfile:
         """Times and bytes of the latest collective on this rank."""
         return self._session.profile

@@ -69,11 +69,11 @@ class InternodeRecord(InternodeBytesRecord):
 
 def summarize_device(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]]) -> list[DeviceRecord]:
     """Return one record for each variant within a node, from all ranks' results."""
-    records = []
-    for i, workload in enumerate(run.workloads):
-        of_ranks = [results[i] for results in ranks]
-        records += [_within_node(variant, workload, run, of_ranks) for variant in of_ranks[0].times]
-    return records
+    return [
+        _within_node(variant, workload, run, of_ranks)
+        for workload, *of_ranks in zip(run.workloads, *ranks, strict=True)
+        for variant in of_ranks[0].times
+    ]
 
 
 def summarize_internode(
@@ -81,9 +81,8 @@ def summarize_internode(
 ) -> list[InternodeRecord]:
     """Return one record for each variant between nodes, from all ranks' results."""
     records = []
-    for i, workload in enumerate(run.workloads):
+    for workload, *of_ranks in zip(run.workloads, *ranks, strict=True):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-        of_ranks = [results[i] for results in ranks]
         records += [_between_nodes(variant, workload, run, of_ranks, bound, emulation) for variant in run.variants]
     return records
 

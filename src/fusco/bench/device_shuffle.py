@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
-from fusco.bench.device_links import DevicePeaks, measure_device_links
+from fusco.bench.links import DevicePeaks, measure_device_links
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload

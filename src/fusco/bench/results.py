@@ -123,9 +123,8 @@ def gains_of(records: Sequence[ShuffleRecord]) -> list[Gain]:
 def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[ShuffleRecord]:
     """Return one record for each workload and variant, from all ranks' results."""
     records = []
-    for i, workload in enumerate(run.workloads):
+    for workload, *of_ranks in zip(run.workloads, *ranks, strict=True):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-        of_ranks = [results[i] for results in ranks]
         records += [_summarize_variant(variant, workload, run, of_ranks, bound) for variant in run.variants]
     return records
 

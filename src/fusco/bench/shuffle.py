@@ -69,8 +69,8 @@ def num_steps(run: ShuffleRun) -> int:
 
 
 def _num_warm_ups(workload: Workload) -> int:
-    """Return the iterations that are not timed: none in later batches of a prefill, which verification warms up."""
-    return 0 if workload.batch and workload.batch.number else _NUM_WARM_UPS
+    """Return the iterations that are not timed: one in later batches of a prefill."""
+    return 1 if workload.batch and workload.batch.number else _NUM_WARM_UPS
 
 
 def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:

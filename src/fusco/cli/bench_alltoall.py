@@ -11,7 +11,7 @@ from rich.console import Console
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
@@ -133,7 +133,6 @@ def _run(
     from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.ranks.emulation import emulated_network
-    from fusco.ranks.memory_check import check_room
     from fusco.schedule import warm_up
 
     run, num_ranks = runs[0], runs[0].topology.world_size

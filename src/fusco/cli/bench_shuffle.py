@@ -14,7 +14,7 @@ from fusco.bench import names
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
@@ -182,7 +182,6 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.verification import world_bytes
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.ranks.memory_check import check_room
 
     num_ranks = run.topology.world_size
     check_room(

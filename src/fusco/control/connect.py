@@ -72,13 +72,14 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
         mesh = connecting(
-            lambda: TcpMesh(store_gather, counterparts, listen_on, secret, watchdog.wait_until),
+            lambda: TcpMesh(store_gather, counterparts, listen_on, secret),
             "over TCP",
             tuple(peers),
             watchdog,
         )
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)
+        watchdog.add_sockets(mesh.awaited_sockets)
         watchdog.add_connections(mesh.descriptors)
         watchdog.end()
         return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())

@@ -67,6 +67,7 @@ class Session:
         if outcome == PEERS_NOT_DONE:
             self._watchdog.begin(number, name)
             self._exchange.wait_for_peers_done(number)
+            self._require_usable(operation)  # a signal handler may have closed it, and the memory is gone
             outcome = record.publish(number, handle)
         if outcome <= PEERS_NOT_DONE:
             return False
@@ -75,6 +76,7 @@ class Session:
         self._exchange.count_as_written(record.text)
         if outcome == RECORDS_MISSING:
             self._exchange.go_on(number, record)
+            self._require_usable(operation)
             outcome = record.compare(number)
         self.has_published = outcome != ALL_EQUAL
         return not self.has_published
@@ -110,6 +112,7 @@ class Session:
 
     def fail(self, operation: str, error: BaseException) -> None:
         """End the session because of an error; all other ranks are notified."""
+        self.has_published = False
         if isinstance(error, PeerFailureError):
             self.end(str(error))
             return
@@ -159,10 +162,13 @@ class Session:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
             RejectedInputError: if other ranks have a rejection and this one has none.
         """
-        if not self.has_published:
-            return self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
-        self.has_published = False
-        return self._exchange.counts_of_all(fingerprint, len(counts))
+        if self.has_published:
+            self.has_published = False
+            return self._exchange.counts_of_all(fingerprint, len(counts))
+        of_ranks = self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
+        if self.broken:  # closed meanwhile, by a signal handler
+            self._require_usable(fingerprint.operation)
+        return of_ranks
 
     def _agree_again(self, operation: str, fields: Fields) -> int:
         """Compare more fields in the same collective, after all earlier records have been read."""

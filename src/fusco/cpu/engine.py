@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
+from fusco.control.counters import Counters
 from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
@@ -175,12 +176,14 @@ class CpuEngine:
                     output[plan.distribution.padding_slots] = 0
             received = plan.rank_lanes.received
             rows_per_slice = plan.rows_per_slice(self._layout.rows_per_slot(bytes_per_token))
+            scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile)
             self._run(
                 [
                     SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
                     self._receive_rows(received.carrier, received.num_rows, bytes_per_token, rows_per_slice, call),
-                    ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
-                ]
+                    scatter,
+                ],
+                scatter.awaited,
             )
         return outputs
 
@@ -207,7 +210,8 @@ class CpuEngine:
                 rows_per_chunk=rows_per_chunk,
                 call=call,
             )
-            self._run([ProducePartialSums(self._memory, terms, chunks), fold, returned])
+            produce = ProducePartialSums(self._memory, terms, chunks)
+            self._run([produce, fold, returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -286,9 +290,9 @@ class CpuEngine:
         self._resources.close()
         self._recycler.close()
 
-    def _run(self, tasks: Sequence[Task]) -> None:
+    def _run(self, tasks: Sequence[Task], awaited: Callable[[], Counters] | None = None) -> None:
         """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
-        run_tasks(tasks, self._watchdog)
+        run_tasks(tasks, self._watchdog, awaited)
         transport = self._transport
         if transport.unflushed_peers:
             self._watchdog.wait_until(
@@ -324,16 +328,15 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
     has_rails = bool(peers and rail_names())
 
     def connect() -> Transport:
-        secret, wait_until = connections.secret, watchdog.wait_until
         if has_rails:
             neighbours = topology.node_to_ranks[local_node]
-            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
-        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+            return RailTransport(store_gather, peers, neighbours, configured_rails, connections.secret)
+        return TcpTransport(store_gather, peers, connections.listen_on, connections.secret)
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
     watchdog.add_network_probe(lambda: transport.failure)
     if peers:
-        watchdog.add_poll(transport.poll)
+        watchdog.add_poll(transport.poll, transport.awaited_sockets)
     watchdog.end()
     return transport

@@ -58,15 +58,13 @@ class CpuPlan(DispatchPlan):
         """
         topology, runs = self.topology, self.rank_lanes.incoming
         first_row, ranks = np.array(self.routing.src_to_first_row), np.array(topology.node_to_ranks[self.node])
-        locals_ = np.array(topology.rank_to_local)
-        incoming = (
-            locals_[runs.forwarder],
-            runs.carrier,
-            first_row[runs.src] + runs.first,
-            first_row[runs.src] + runs.end,
-        )
-        own = (locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1])
-        held = np.concatenate((np.stack(incoming, axis=1), np.stack(own, axis=1)))
+        locals_, num_runs = np.array(topology.rank_to_local), len(runs.src)
+        held = np.empty((num_runs + len(ranks), 4), np.int64)
+        incoming, own = held[:num_runs], held[num_runs:]
+        incoming[:, 0], incoming[:, 1] = locals_[runs.forwarder], runs.carrier
+        incoming[:, 2] = first_row[runs.src] + runs.first
+        incoming[:, 3] = incoming[:, 2] + runs.num_rows
+        own[:, 0], own[:, 1], own[:, 2], own[:, 3] = locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1]
         return held[np.argsort(held[:, 0], kind="stable")]
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
-from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
 from fusco.cpu.transport import Ticket
 
@@ -48,23 +48,17 @@ class TcpTransport(TcpConnections):
 
     name = "TCP transport"
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._num_sending = self._num_receiving = 0  # messages in these queues
         self._epoll: select.epoll | None = None
-        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        super().__init__(store_gather, peers, listen_on, secret)
         if peers:
             self._epoll = select.epoll()
-        self._fd_to_peer = {connection.fileno(): peer for peer, connection in self._connections.items()}
+        self._peer_to_fd = self.descriptors
+        self._fd_to_peer = {fd: peer for peer, fd in self._peer_to_fd.items()}
         for fd in self._fd_to_peer:
             assert self._epoll
             self._epoll.register(fd, select.EPOLLIN)
@@ -96,6 +90,11 @@ class TcpTransport(TcpConnections):
             for fd, _ in self._epoll.poll(0):
                 has_moved |= self._pull(self._fd_to_peer[fd])
         return has_moved
+
+    def awaited_sockets(self) -> list[int]:
+        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        sockets = [readable(self._peer_to_fd[peer]) for peer, queue in self._receiving.items() if queue]
+        return sockets + [writable(self._peer_to_fd[peer]) for peer, queue in self._sending.items() if queue]
 
     @property
     def unflushed_peers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from fusco.core.recent import Recent
 from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
+from fusco.cuda.kernels.abi import ticket_after
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms
 from fusco.cuda.tuning import MAX_EMPTY_BYTES
 from fusco.engine.base import DispatchRequest
@@ -25,7 +26,7 @@ class MessageRows:
     def __init__(self, context: CudaContext) -> None:
         self._context = context
         self.summary = ForwardingSummary(context.topology.num_nodes, context.node)
-        self._num_tickets = 0
+        self._ticket = 0  # of the latest exactly sized dispatch
         self._can_be_empty = context.topology.ranks_per_node == 1
         self._num_empty: Recent[tuple[int, ...], int] = Recent()  # in the latest dispatch of a routing's shape
 
@@ -39,8 +40,8 @@ class MessageRows:
 
     def next_ticket(self) -> int:
         """Return the number of another exactly sized dispatch."""
-        self._num_tickets += 1
-        return self._num_tickets
+        self._ticket = ticket_after(self._ticket)
+        return self._ticket
 
     def terms_of(self, request: DispatchRequest) -> ForwardingTerms:
         """Return the terms of a dispatch."""

@@ -13,7 +13,7 @@ from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.kernels.abi import Memory
+from fusco.cuda.kernels.abi import Memory, ticket_after
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
@@ -30,7 +30,7 @@ class DevicePlanner:
 
     def __init__(self, context: CudaContext) -> None:
         self._context, self._arena, self._placement = context, context.arena, context.placement
-        self._num_plans = 0
+        self._ticket = 0  # of the latest plan
         self._reported_counts = context.tables.reported_counts.numpy()
         self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
@@ -74,10 +74,13 @@ class DevicePlanner:
         request: DispatchRequest,
         routing: Sequence[tuple[Memory, Memory | None]],
         stream: torch.cuda.Stream,
+        *,
+        is_followed_early: bool = False,
     ) -> PreparedLaunch:
         """Make a plan on the device.
 
-        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes.
+        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes;
+        for ``is_followed_early`` see ``PlanTerms``.
         """
         number, static = self.next_ticket(), request.static
         published = [
@@ -89,6 +92,7 @@ class DevicePlanner:
             static.num_rows if static else _NO_LIMIT,
             static is not None and static.on_overflow == "raise",
             request.launch.num_sms,
+            is_followed_early,
         )
         context = self._context
         arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
@@ -96,12 +100,12 @@ class DevicePlanner:
 
     def next_ticket(self) -> int:
         """Return the number of another plan."""
-        self._num_plans += 1
-        return self._num_plans
+        self._ticket = ticket_after(self._ticket)
+        return self._ticket
 
     def is_reported(self, ticket: int) -> bool:
         """Return whether a plan whose size is exact, or a later one, is made."""
-        return bool(self._arena.report.ticket >= ticket)
+        return (self._arena.report.ticket - ticket) % 2**32 < 2**31  # tickets begin again
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
@@ -115,7 +119,7 @@ class DevicePlanner:
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""
-        report, ticket = self._arena.report, self._num_plans
+        report, ticket = self._arena.report, self._ticket
         if report.ticket != ticket:
             self._wait_for(ticket)
         plan.num_slots = report.num_slots
@@ -140,7 +144,7 @@ class DevicePlanner:
         """
         report = self._arena.report
         src = report.bad_src
-        if src < 0 or report.bad_ticket != self._num_plans:
+        if src < 0 or report.bad_ticket != self._ticket:
             return None
         report.bad_src = -1
         token, k, bad_id = report.bad_token, report.bad_k, report.bad_id

@@ -188,6 +188,7 @@ class RepeatedDispatch(Repeated):
         rows = range(first, first + len(request.payloads))
         outputs = range(rows.stop, rows.stop + len(rows))
         moved = [Field("rows", value, entry=payload) for payload, value in enumerate(rows)]
+        moved.append(Field("topk_idx", ids))  # for rows that are pushed while the plan is made
         fields = [plan_fields(shape, memory, ids, weights), moved + scatter_fields(shape, memory, outputs, num)]
         launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
         together = [launches] if num_slots is not None else [launches[:1], launches[1:]]

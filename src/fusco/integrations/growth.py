@@ -10,10 +10,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fusco.api.collective import REFUSALS
 from fusco.api.communicator import Communicator
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import Settings
-from fusco.core.errors import ClosedError, FuscoError, MismatchError, RejectedInputError, SharedMemoryError
+from fusco.core.errors import (
+    ClosedError,
+    FuscoError,
+    MismatchError,
+    RejectedInputError,
+    RowOverflowError,
+    SharedMemoryError,
+)
 
 _Result = TypeVar("_Result")
 
@@ -82,13 +90,21 @@ class GrowingCommunicator:
         try:
             return self._run(call)
         except Exception as error:
-            if not _is_rejection(error) or not self._grow(need, device):
+            if not self._is_rejection(error, device) or not self._grow(need, device):
                 raise
         return self._run(call)
 
     def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
         assert self._capacity is not None
         return call(self._communicators[-1], self._capacity)
+
+    def _is_rejection(self, error: Exception, device: torch.device) -> bool:
+        """Return whether a call was cancelled on all ranks together: after other errors a rank would wait for them."""
+        if isinstance(error, RowOverflowError):
+            return device.type == "cuda"  # of an earlier call; on the CPU of this one, which is complete
+        if isinstance(error, FuscoError):
+            return isinstance(error, (RejectedInputError, MismatchError, SharedMemoryError))
+        return isinstance(error, REFUSALS) and not self._communicators[-1].is_broken
 
     @property
     def is_closed(self) -> bool:
@@ -126,13 +142,6 @@ class GrowingCommunicator:
         )
         self._capacity = capacity  # only now: the next call tries again if there is no room for it
         return True
-
-
-def _is_rejection(error: Exception) -> bool:
-    """Return whether an error was raised before anything was sent, on all ranks together."""
-    if isinstance(error, FuscoError):
-        return isinstance(error, (RejectedInputError, MismatchError, SharedMemoryError))
-    return isinstance(error, (TypeError, ValueError, RuntimeError))
 
 
 def _leave(communicators: list[Any]) -> None:

@@ -205,6 +205,8 @@ class HybridEPBuffer:
             return comm, padded, sent
 
         comm, ids, sent = self._comms.run(self._need(payloads, ids), hidden.device, dispatch)
+        if self._num_topk:  # other ranks may have seen tokens with more experts
+            self._num_topk = max(self._num_topk, ids.shape[1])
         counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
         if lost is not None:
             has_overflow = has_overflow | (lost > 0)
@@ -344,13 +346,13 @@ class HybridEPBuffer:
             raise ValueError(f"num_of_experts={of_all_ranks}, but the buffer has {self._num_experts}")
 
     def _indices(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Return a map as indices; the first call, and every call on the CPU, counts the experts of tokens first."""
+        """Return a map as indices. Calls on the CPU, and the first with any, count the experts of tokens first."""
         if routing_map.shape[1] != self._num_experts:
             raise ValueError(f"routing_map has {routing_map.shape[1]} experts, but the buffer has {self._num_experts}")
         if not self._num_topk or not routing_map.is_cuda:
-            num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 1
-            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts), 1)
-        return map_to_indices(routing_map, self._num_topk)
+            num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 0
+            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts))
+        return map_to_indices(routing_map, max(self._num_topk, 1))
 
     def _count_lost(self, routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor | None:
         """Return how many experts of a map the indices lack, int64 (1,); ``None`` on the CPU, where they lack none.

@@ -22,6 +22,7 @@ from simulated_kernels import NodeWords, SimulatedKernel
 
 from fusco import (
     Capacity,
+    ClosedError,
     MismatchError,
     PeerFailureError,
     RejectedInputError,
@@ -559,3 +560,54 @@ def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
 
     with mock.patch.object(torch.Tensor, "new_empty", without_memory):
         Node().run(program)
+
+
+def test_tickets_wrap_around(repeats):
+    def program(comm, other, _library):
+        for each in (comm, other):
+            each._engine._shuffle._planner._ticket = 2**32 - 4
+        for step in range(6):
+            assert same(pair(comm, step), pair(other, step)), step
+
+    Node().run(program)
+    assert repeats()[0] > 0
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_communicator_may_be_closed_by_a_signal_handler_while_it_waits(is_repeated):
+    def program(comm, _other, _library):
+        for step in range(4 if is_repeated else 1):
+            pair(comm, step)
+        if comm.rank:
+            over.wait(LIMIT_S)
+            return
+        polls = iter(range(3))
+        comm._session._watchdog.add_poll(lambda: next(polls, -1) == 2 and comm.abort() is not None)
+        try:
+            with pytest.raises(ClosedError, match="it is closed"):
+                pair(comm, 4)
+        finally:
+            over.set()
+
+    over = threading.Event()
+    Node().run(program)
+
+
+def test_a_call_that_is_interrupted_after_it_was_announced_ends_the_communicator():
+    def program(comm, _other, _library):
+        for step in range(4):
+            pair(comm, step)
+        x, ids, weights = inputs(comm.rank, 4)
+        if comm.rank:  # its record is another one, so rank 0 does not repeat its call any more
+            with pytest.raises(ValueError, match="the routing 8 tokens"):
+                comm.dispatch(x[:7], ids, weights)
+            return
+        validator = comm._validator
+        comm._validator = mock.Mock(validate_dispatch=mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            comm.dispatch(x, ids, weights)
+        comm._validator = validator
+        with pytest.raises(ClosedError, match="failed in dispatch: KeyboardInterrupt"):
+            comm.dispatch(x, ids, weights)
+
+    Node().run(program)

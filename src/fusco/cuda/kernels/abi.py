@@ -19,6 +19,15 @@ WARP_SIZE = 32
 ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 
 
+def ticket_after(ticket: int) -> int:
+    """Return the number of the next launch that the host waits for: 32 bits, and never 0, which waits for none.
+
+    >>> ticket_after(0), ticket_after(2**32 - 1)
+    (1, 1)
+    """
+    return ticket % (2**32 - 1) + 1
+
+
 class Payload(NamedTuple):
     """Rows to move, as bytes: their address on this rank, the bytes of a row, and address and rows of the output."""
 

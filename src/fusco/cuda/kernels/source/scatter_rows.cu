@@ -2,7 +2,8 @@
 // written to its slots there.
 //
 // A row crosses each link at most once, and is read from this rank's memory once. One warp per row, or per part of a row.
-// Twin: fusco.reference.scatter_rows.
+// Of few rows, each warp pushes a first one while the plan is made, to the ranks that this rank's routing names, and writes
+// it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
 // entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL.
@@ -17,12 +18,16 @@ struct ScatterArgs {
     const u32* token_to_ranks;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
+    const u8* topk_idx;          // of this rank
+    const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
     i64 num_slots;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'
+    i32 id_bytes;     // of topk_idx: 4 or 8 if the kernel ahead is the plan and rows are pushed early, else 0
+    i32 num_experts;
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
 
@@ -110,6 +115,17 @@ __device__ __forceinline__ Targets targets_of(const ScatterArgs& args, i32 src, 
     return targets;
 }
 
+// Peers that want a row, by this rank's routing: the plan marks the same.
+__device__ __forceinline__ u32 peers_that_want(const ScatterArgs& args, i32 token) {
+    const i64 pair = static_cast<i64>(token) * NUM_TOPK + lane_index();
+    i64 id = -1;
+    if (lane_index() < NUM_TOPK)
+        id = args.id_bytes == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
+                                : reinterpret_cast<const i32*>(args.topk_idx)[pair];
+    const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
+    return __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0) & ~(1u << args.comm.rank);
+}
+
 // Experts' blocks are padded to the alignment; padding is zero.
 template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterArgs& args, i64 begin, i64 end) {
     if constexpr (P < NUM_PAYLOADS) {
@@ -132,28 +148,43 @@ template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterA
     }
 }
 
+// Wait for what this kernel reads of the one ahead, and return whether that has broken off: its results are not made then.
+__device__ __forceinline__ u32 wait_for_plan(const Comm& comm) {
+    wait_for_prerequisites();
+    return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN);
+}
+
 // Return false in warps that have given up.
 __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 epoch) {
-    constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
-    __shared__ i32 first_item;
+    __shared__ i32 first_send;
+    __shared__ i32 first_receive;
     const Comm& comm = args.comm;
-    const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
-    if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
-        first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
+    const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
+    const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
+    const Beginning beginning(args.num_senders, num_sends, num_receives);
+    beginning.take_all(comm, first_send, first_receive);
     const bool has_arrived = has_network_arrived(comm, epoch);
     if (!__syncthreads_and(block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]) && has_arrived)) return false;
 
-    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
-    const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
-    const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
+    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * NUM_WARPS;
     // -1: none is taken. A warp never waits long for a row while there may be one to send, so there is no circular wait
     // between ranks.
-    i32 send = sends_first ? first_item + warp : -1, receive = sends_first ? -1 : first_item + warp;
+    i32 send = beginning.send_of(warp, first_send), receive = beginning.receive_of(warp, first_receive);
+    const bool sends_first = send >= 0;
     bool may_send = true;
+    bool is_planned = args.id_bytes == 0, is_pushed = false;
+    u32 is_plan_broken = 0;  // looked at when all rows are moved: the load takes as long as a row
     while (true) {
         if (send >= 0 && send < num_sends) {
-            const i32 next = sends_first ? take(comm, NEXT_SEND, num_sends) : -1, token = send / args.parts, part = send % args.parts;
-            const Targets targets = targets_of(args, comm.rank, token);
+            const i32 token = send / args.parts, part = send % args.parts;
+            Targets targets = {};
+            i32 next = num_sends;
+            if (is_planned) {
+                if (!sends_first) next = -1;
+                else if (beginning.has_more_sends) next = take(comm, NEXT_SEND, num_sends);
+                targets = targets_of(args, comm.rank, token);
+                if (is_pushed) targets.peers = 0;
+            } else if (NUM_RANKS > 1) targets.peers = peers_that_want(args, token);
             if (targets.filled | targets.peers) {
                 copy_payloads<true>(args, comm.rank, token, part, targets);
                 __syncwarp();
@@ -161,12 +192,16 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
                     if (targets.peers >> peer & 1)
                         store_release_system(row_flag(comm, peer, comm.rank, token, part), epoch);
             }
-            send = for_all_lanes(next);
+            is_pushed = !is_planned;
+            if (is_pushed) is_plan_broken = wait_for_plan(comm), is_planned = true;
+            else send = for_all_lanes(next);
             continue;
         }
+        if (!is_planned) is_plan_broken = wait_for_plan(comm), is_planned = true;
         may_send &= send < 0;
-        if (receive < 0) receive = for_all_lanes(take(comm, NEXT_RECEIVE, num_receives));
-        if (receive >= num_receives && !may_send) break;
+        if (receive < 0)
+            receive = beginning.has_more_receives ? for_all_lanes(take(comm, NEXT_RECEIVE, num_receives)) : num_receives;
+        if (receive >= num_receives && !(may_send && beginning.has_more_sends)) break;
         bool is_here = receive < num_receives;
         if (is_here) {
             const auto [token, src, part] = item_of(comm, receive, max(1, NUM_RANKS - 1), args.parts, num_warps);
@@ -179,13 +214,14 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
                 is_here = arrival == Arrival::ALL_HERE;
             }
             if (is_here) {
-                const i32 next = take(comm, NEXT_RECEIVE, num_receives);
+                const i32 next = beginning.has_more_receives ? take(comm, NEXT_RECEIVE, num_receives) : num_receives;
                 if (targets.filled) copy_payloads<false>(args, src, token, part, targets);
                 receive = for_all_lanes(next);
             }
         }
         if (!is_here) send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
     }
+    if (is_plan_broken) return false;
     clear_padding(args);
     return true;
 }
@@ -193,9 +229,13 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
     scatter_rows(const __grid_constant__ ScatterArgs args) {
     const Comm& comm = args.comm;
-    wait_for_prerequisites();  // before the state is read: the kernel ahead may be another scatter, of a slice
+    // Behind the plan of the same dispatch, a warp waits for it when it has pushed a row. Behind any other kernel it waits
+    // before the state is read: that may be another scatter, of a slice, or make the rows.
+    if (args.id_bytes == 0) wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
-    const Exit exit = block_exits(comm.state + NUM_DONE, send_and_receive(args, epoch));
+    const bool is_complete = send_and_receive(args, epoch);
+    wait_for_prerequisites();  // in warps that have given up before: kernels behind this one rely on the plan's end
+    const Exit exit = block_exits(comm.state + NUM_DONE, is_complete);
     if (exit == Exit::BROKEN) return poison_slots(args);
     if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);
