@@ -105,7 +105,7 @@ class DevicePlanner:
 
     def is_reported(self, ticket: int) -> bool:
         """Return whether a plan whose size is exact, or a later one, is made."""
-        return (self._arena.report.ticket - ticket) % 2**32 < 2**31  # tickets begin again
+        return bool((self._arena.report.ticket - ticket) % 2**32 < 2**31)  # tickets begin again
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
