@@ -66,7 +66,7 @@ docs:
 
 # The tests of the plugin for NCCL, compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
 # addresses that are not random.
-PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin.py
+PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin*.py
 sanitize: setup
 	PLUGIN_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
 	env LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(PLUGIN_TESTS)

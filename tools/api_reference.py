@@ -87,6 +87,21 @@ def exports(package: str) -> dict[str, str]:
     return {a.name: str(i.module) for i in imports for a in i.names if a.asname == a.name and i.module != "fusco"}
 
 
+def with_inherited(source: str) -> str:
+    """Return the text of a module whose classes have the members of their base, if that is imported and not public."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    imported = {a.name: i.module for i in tree.body if isinstance(i, ast.ImportFrom) for a in i.names}
+    for node in reversed([node for node in tree.body if isinstance(node, ast.ClassDef)]):
+        base = ast.unparse(node.bases[0]) if node.bases else ""
+        module = imported.get(base) or ""
+        if module.startswith("fusco.") and base not in exports("fusco"):
+            text = source_of(module)
+            (found,) = (each for each in ast.parse(text).body if isinstance(each, ast.ClassDef) and each.name == base)
+            lines[node.end_lineno : node.end_lineno] = text.splitlines()[found.body[0].end_lineno : found.end_lineno]
+            lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"({base})", "")
+    return "\n".join(lines)
+
+
 def entries(name: str, source: str) -> Iterator[Entry]:
     """Yield the entry of a module's name and, for a class, of each of its public methods."""
     lines = source.splitlines()
@@ -167,7 +182,7 @@ def page() -> str:
         for topic, names_of_topic in topics.items():
             parts.append(f"### {topic}")
             for name in names_of_topic.split():
-                for entry in entries(name, source_of(found[name])):
+                for entry in entries(name, with_inherited(source_of(found[name]))):
                     parts.append(f"#### `{entry.name}`\n\n```python\n{entry.code}\n```")
                     parts.append(markdown(entry.doc))
     return "\n\n".join(part for part in parts if part) + "\n"

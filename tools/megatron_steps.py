@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,8 @@ import fusco
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.prefill.gate import relative_error
 from fusco.bench.stopwatch import Stopwatch
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
 
 BACKENDS = {
@@ -36,7 +39,10 @@ BACKENDS = {
 }
 _LOSS_LIMIT = 0.02  # nats, of any step: weights are rounded to 8 bits in each
 _NORM_LIMIT = 0.01  # of the gradients of a rank's experts in the first step, relative
-_OUTPUT_LIMIT = 0.03  # of what all layers of the first step add to a token, relative to its norm
+# Of what the first layer of the first step adds to a token, relative to its norm. In later layers a rounding may change
+# which experts a token has, and with them its sum by a quarter.
+_OUTPUT_LIMIT = 0.03
+_LEARNING_RATE = 2e-4  # the loss falls over a dozen steps
 _NUM_WARM_UPS = 3
 _VOCAB = 512
 
@@ -104,7 +110,7 @@ def train(group: dist.ProcessGroup, device: str, shape: Shape) -> dict[str, dict
 
 
 def _steps(model: nn.Sequential, clock: Clock, group: dist.ProcessGroup, device: str, shape: Shape) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     shared = [each for each in model.parameters() if getattr(each, "allreduce", True)]
     own = [each for each in model.parameters() if not getattr(each, "allreduce", True)]
     losses, layer_ms, step_ms, norm, added = [], [], [], 0.0, torch.empty(0)
@@ -114,13 +120,15 @@ def _steps(model: nn.Sequential, clock: Clock, group: dist.ProcessGroup, device:
         dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
         start = clock.watch.mark()
         rows = model[0](ids)
-        for layer in list(model)[1:-1]:
-            rows = rows + layer(nn.functional.rms_norm(rows, rows.shape[-1:]))[0]
+        for index, layer in enumerate(list(model)[1:-1]):
+            more = layer(nn.functional.rms_norm(rows, rows.shape[-1:]))[0]
+            if step == index == 0:
+                added = more.detach().flatten(0, 1).float().cpu()
+            rows = rows + more
         logits = model[-1](nn.functional.rms_norm(rows, rows.shape[-1:]))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), (7 * ids.flatten() + 3) % _VOCAB)
         loss.backward()  # type: ignore[no-untyped-call]
         if step == 0:
-            added = (rows - model[0](ids)).detach().flatten(0, 1).float().cpu()
             norm = float(torch.stack([each.grad.float().norm() for each in own if each.grad is not None]).norm())
         for each in shared:
             if each.grad is not None:
@@ -224,7 +232,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     shape = Shape() if chosen.device == "cuda" else SMALL
-    with LocalWorld(2, chosen.device) as world:
+    # NCCL refuses ranks of one host that share a GPU.
+    has_shared = chosen.device == "cuda" and torch.cuda.device_count() < 2
+    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    with LocalWorld(2, chosen.device, environment=hosts) as world:
         ranks = world.run(train, 2, chosen.device, shape)
     losses = {backend: ranks[0][backend]["losses"] for backend in BACKENDS}
     apart = max(abs(one - other) for one, other in zip(*losses.values(), strict=True))
@@ -257,7 +268,8 @@ def main() -> int:
     sys.stdout.write(
         f"losses of {shape.steps} steps: {losses['alltoall'][0]:.4f} to {losses['alltoall'][-1]:.4f}, at most "
         f"{apart:.5f} nats apart (limit {_LOSS_LIMIT})\nin the first step, losses' gradients of experts "
-        f"{norms_apart:.2%} apart (limit {_NORM_LIMIT:.0%}), outputs {outputs_apart:.2%} ({_OUTPUT_LIMIT:.0%})\n"
+        f"{norms_apart:.2%} apart (limit {_NORM_LIMIT:.0%}), outputs of the first layer {outputs_apart:.2%} "
+        f"({_OUTPUT_LIMIT:.0%})\n"
     )
     for what in ("layer_ms", "step_ms"):
         times = [ms[backend][what] for backend in BACKENDS]

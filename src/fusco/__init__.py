@@ -65,40 +65,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_NAME_TO_MODULE = {
-    "Communicator": "api.communicator",
-    "all_to_all": "api.functional",
-    "Dispatched": "api.handle",
-    "Handle": "api.handle",
-    "memory_size_hint": "api.memory_size",
-    "Capacity": "core.config",
-    "MemorySize": "core.memory_size",
-    "Settings": "core.config",
-    "ClosedError": "core.errors",
-    "CompileError": "core.errors",
-    "FuscoError": "core.errors",
-    "LaunchError": "core.errors",
-    "MismatchError": "core.errors",
-    "OutputMemoryError": "core.errors",
-    "PeerFailureError": "core.errors",
-    "RejectedInputError": "core.errors",
-    "SharedMemoryError": "core.errors",
-    "RowOverflowError": "core.errors",
-    "ThreadError": "core.errors",
-    "TransportError": "core.errors",
-    "Groups": "core.groups",
-    "Lanes": "core.lanes",
-    "Runs": "core.lanes",
-    "Launch": "core.config",
-    "StaticRows": "core.config",
-    "ExpertPlacement": "core.placement",
-    "Segments": "core.segments",
-    "Timeline": "core.timeline",
-    "Topology": "core.topology",
-    "BALANCERS": "planner.balancer",
-    "Balancer": "planner.balancer",
-    "Traffic": "planner.traffic",
+_MODULE_TO_NAMES = {
+    "api.communicator": "Communicator",
+    "api.functional": "all_to_all",
+    "api.handle": "Dispatched Handle",
+    "api.memory_size": "memory_size_hint",
+    "core.config": "Capacity Settings Launch StaticRows",
+    "core.memory_size": "MemorySize",
+    "core.errors": "ClosedError CompileError FuscoError LaunchError MismatchError OutputMemoryError PeerFailureError "
+    "RejectedInputError SharedMemoryError RowOverflowError ThreadError TransportError",
+    "core.groups": "Groups",
+    "core.lanes": "Lanes Runs",
+    "core.placement": "ExpertPlacement",
+    "core.segments": "Segments",
+    "core.timeline": "Timeline",
+    "core.topology": "Topology",
+    "planner.balancer": "BALANCERS Balancer",
+    "planner.traffic": "Traffic",
 }
+_NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names.split()}
 
 _MODULES = ("fsdp", "offload", "rails", "schedule")  # public as modules, loaded when first used like the names above
 

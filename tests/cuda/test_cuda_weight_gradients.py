@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.api.weight_gradients import weight_gradients
+from fusco.api.autograd import weight_gradients
 from fusco.reference.weight_gradients import weight_gradients as reference
 from generator import random_of
 

@@ -11,7 +11,7 @@ from limited_world import limited_world
 from on_device import DeviceWorld, use_network_only
 from rank_setup import no_op
 
-from fusco.core.shared_gpus import may_share_gpus
+from fusco.core.environment import may_share_gpus
 from fusco.ranks.local_world import PRELOADED, LocalWorld
 
 # Not searched for doctests if their imports are missing; their tests are skipped with a message.

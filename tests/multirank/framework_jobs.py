@@ -22,6 +22,9 @@ NUM_EXPERTS, NUM_TOPK, HIDDEN, INNER = 8, 2, 64, 96
 class _NoStream:
     """A CUDA stream for code that makes one unasked."""
 
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
     def __getattr__(self, name: str) -> object:
         return lambda *_, **__: None
 
@@ -37,7 +40,7 @@ def frameworks_on(device: str):
     with contextlib.ExitStack() as stack:
         replaced = {
             "current_device": lambda: torch.device("cpu"),
-            "Stream": lambda *_, **__: _NoStream(),
+            "Stream": _NoStream,
             "current_stream": lambda *_: _NoStream(),
             "stream": lambda _: contextlib.nullcontext(),
             "synchronize": lambda *_: None,
@@ -85,6 +88,25 @@ def dense_layer(x: torch.Tensor, router: torch.Tensor, experts: Experts) -> torc
         rows = torch.nn.functional.gelu(x[token] @ first.T) @ second.T
         out = out.index_add(0, token, rows * weights[token, k][:, None])
     return out
+
+
+def sums_of_experts(
+    rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor, experts: Experts
+) -> torch.Tensor:
+    """The weighted sum of a rank's experts, in the rows' dtype, for each row; ids of other experts are negative."""
+    sums = torch.zeros(rows.shape)
+    for expert, (up, down) in enumerate(experts):
+        row, k = (local_ids == expert).nonzero(as_tuple=True)
+        y = torch.nn.functional.gelu(rows[row] @ up.to(rows.dtype).T) @ down.to(rows.dtype).T
+        sums.index_add_(0, row, y.float() * weights[row, k][:, None])
+    return sums.to(rows.dtype)
+
+
+def bf16_error(out: torch.Tensor, x: torch.Tensor, router: torch.Tensor) -> float:
+    """The error of a layer's output of bfloat16 rows, of the same weights, relative to its largest value."""
+    experts = [tuple(each.bfloat16().float() for each in pair) for pair in expert_weights()]
+    assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)
+    return relative([out], [dense_layer(x.float(), router, experts)])[0] if len(x) else 0.0
 
 
 def dense_step(group: dist.ProcessGroup, step: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fusco
-from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+from fusco.core.environment import SHARE_GPUS, may_share_gpus
 from fusco.ranks.local_world import LocalWorld
 
 

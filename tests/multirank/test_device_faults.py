@@ -9,7 +9,7 @@ from device_fault_jobs import replay_until_failure, run_until_failure
 from fault_jobs import TIMEOUT_S, Fault, die, stop
 
 import fusco
-from fusco.core.shared_gpus import may_share_gpus
+from fusco.core.environment import may_share_gpus
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 
 import framework_jobs as jobs
 import pytest
+import sglang_jobs
 import torch
-from on_device import skip_without_gpus, use_network_only
+import vllm_jobs
+from on_device import skip_without_gpus
 
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 from fusco.ranks.failures import RankFailedError
 from fusco.ranks.local_world import LocalWorld
 
@@ -30,9 +35,10 @@ def pair(world_of):
     device = world_of.removesuffix("-nodes")
     if device == "cuda":
         skip_without_gpus(2)
-    with LocalWorld(2, device) as world:
-        if device == "cuda" and torch.cuda.device_count() < 2:
-            world.run(use_network_only, 2)  # NCCL, which frameworks use, refuses ranks of one host that share a GPU
+    # NCCL, which frameworks use, refuses ranks of one host that share a GPU.
+    has_shared = device == "cuda" and torch.cuda.device_count() < 2
+    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    with LocalWorld(2, device, environment=hosts) as world:
         yield world, device
 
 
@@ -71,6 +77,25 @@ def test_torchtitans_rows_are_the_same_bits(pair):
         assert torch.equal(counts, our_counts)
         for first, second in zip(rest, ours, strict=True):
             torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+@needs("vllm")
+@pytest.mark.cpu_only
+def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_fuscos(pair):
+    for errors in pair[0].run(vllm_jobs.kernels, 2):
+        if isinstance(errors, str):
+            pytest.skip(f"vLLM cannot be imported: {errors}")
+        assert list(errors) == ["DeepEPHTPrepareAndFinalize", "FuscoPrepareAndFinalize"]
+        assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
+
+
+@needs("sglang")
+@pytest.mark.cpu_only
+def test_sglangs_dispatcher_equals_a_dense_layer(pair):
+    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2):
+        if isinstance(errors, str):
+            pytest.skip(f"SGLang cannot be imported: {errors}")
+        assert max(errors) < BOUND["cpu", BF16], errors
 
 
 @needs("megatron")

@@ -63,7 +63,7 @@ def run_collective(
                 known = request.known
                 fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
                 counts = session.agree(fingerprint, pending.counts, request.handle)
-            call.profile.planning_s += perf_counter() - begin
+            call.profile.planning_s += perf_counter() - begin - call.profile.staging_s
             if pending is not None:
                 try:
                     result = pending.run(counts)

@@ -47,8 +47,8 @@ class CommunicatorConfig:
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
 
-    def check(self, world_size: int) -> CheckedConfig:
-        """Validate the arguments; raises as ``Communicator`` does."""
+    def validator(self, rank: int, world_size: int) -> Validator:
+        """Validate the arguments, and return what validates those of verbs; raises as ``Communicator`` does."""
         if why_not := why_nothing_moves_here():
             raise TypeError(f"Communicator {why_not}")
         if not (self.balancer is None or callable(self.balancer)):
@@ -65,11 +65,18 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
-        return CheckedConfig(placement, capacity, device, self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        return Validator(
+            rank=rank,
+            placement=placement,
+            balancer=checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]]),
+            capacity=capacity,
+            wire_dtype=self.settings.wire_dtype,
+            device=device,
+        )
 
-    def fields(self, checked: CheckedConfig) -> Fields:
+    def fields(self, validator: Validator) -> Fields:
         """Return the values that must be equal on all ranks."""
-        placement, device = checked.placement, checked.device
+        placement, device = validator.placement, validator.device
         return {
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
@@ -78,20 +85,10 @@ class CommunicatorConfig:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_bytes_per_token": self.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
-            "balancer": describe_balancer(checked.balancer),
+            "balancer": describe_balancer(self.balancer or validator.balancer),
             "device": device.type,
             **({"num_rails": len(configured_rails())} if device.type == "cpu" else {}),
         }
-
-
-@dataclass(frozen=True)
-class CheckedConfig:
-    """Valid configuration of a communicator."""
-
-    placement: ExpertPlacement
-    capacity: Capacity
-    device: torch.device
-    balancer: Balancer
 
 
 @dataclass(frozen=True)
@@ -136,30 +133,23 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
 
 
 def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:
-    settings = config.settings
-    checked, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
+    validator, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:
-        checked = config.check(store_gather.world_size)
-        device = DeviceIdentity.of(checked.device)
+        validator = config.validator(store_gather.rank, store_gather.world_size)
+        device = DeviceIdentity.of(validator.device)
     except REFUSALS as error:
-        checked, rejection = None, error
-    fields = config.fields(checked) if checked else {}
+        validator, rejection = None, error
+    fields = config.fields(validator) if validator else {}
     fingerprint = CollectiveFingerprint("Communicator", fields, str(rejection or ""))
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
         raise rejection
-    assert checked is not None
+    assert validator is not None
     check_devices(peer_info)
     topology = Topology.from_hosts(peer_info.hosts, config.ranks_per_node)
-    validator = Validator(
-        rank=store_gather.rank,
-        placement=checked.placement,
-        balancer=checked_balancer(checked.balancer),
-        capacity=checked.capacity,
-        wire_dtype=settings.wire_dtype,
-        device=checked.device,
+    return connect_parts(
+        store_gather, EngineConfig(topology, validator.capacity, config.settings), peer_info, validator
     )
-    return connect_parts(store_gather, EngineConfig(topology, checked.capacity, settings), peer_info, validator)
 
 
 def connect_parts(

@@ -31,21 +31,16 @@ class GroupCommunicators:
         group = check_process_group(group)
         communicators = self._by_group.setdefault(group, {})
         if device not in communicators:
-            made = _of_least_capacity(group, device)
+            made = communicators[device] = Communicator(
+                group,
+                num_experts=dist.get_world_size(group),
+                num_topk=1,
+                max_tokens_per_rank=1,
+                max_bytes_per_token=1,
+                device=device,
+            )
             weakref.finalize(group, made.abort)
-            communicators[device] = made
         return communicators[device]
-
-
-def _of_least_capacity(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    return Communicator(
-        group,
-        num_experts=dist.get_world_size(group),
-        num_topk=1,
-        max_tokens_per_rank=1,
-        max_bytes_per_token=1,
-        device=device,
-    )
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.

@@ -23,8 +23,9 @@ class Repeats:
     methods return ``None``, and ``run_collective`` must follow with the same input.
     """
 
-    def __init__(self, session: Session, validator: Validator) -> None:
-        self._session, self._validator = session, validator
+    def __init__(self, session: Session, validator: Validator, *, is_enabled: bool) -> None:
+        """``is_enabled`` is false for an engine that prepares nothing."""
+        self._session, self._validator, self._is_enabled = session, validator, is_enabled
 
     def dispatch(
         self,
@@ -33,7 +34,9 @@ class Repeats:
         topk_weights: torch.Tensor | None,
         *options: Any,
     ) -> DispatchOutput[Any] | None:
-        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` are those of ``DispatchOptions``."""
+        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` as of ``validate_dispatch``."""
+        if not self._is_enabled:
+            return None
         alignment, with_weights, static, launch = options
         known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None or (repeated := known.repeated) is None:
@@ -63,6 +66,8 @@ class Repeats:
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Any
     ) -> torch.Tensor | None:
         """Return what ``Engine.prepare_combine`` does when it is run."""
+        if not self._is_enabled:
+            return None
         try:
             known = self._validator.known_combine(y, handle, weights)
         except (TypeError, ValueError):

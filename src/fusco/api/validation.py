@@ -38,16 +38,6 @@ _DEFAULT_LAUNCH = Launch()
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
 
-@dataclass(frozen=True)
-class DispatchOptions:
-    """Options of a dispatch; see ``Communicator.dispatch``."""
-
-    expert_alignment: int = 1
-    with_weights: bool = False
-    static: StaticRows | None = None
-    launch: Launch | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Validator:
     """Validates arguments of one rank's communicator. All methods raise ``TypeError`` or ``ValueError`` with values.
@@ -73,16 +63,18 @@ class Validator:
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        options: DispatchOptions,
+        alignment: int = 1,
+        with_weights: bool = False,  # noqa: FBT001, FBT002  passed by position
+        static: StaticRows | None = None,
+        launch: Launch | None = None,
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
-        alignment, static, launch = options.expert_alignment, options.static, options.launch
         if static is not None or self._is_capturing:
             self.require_static(static)
-        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, options.with_weights)
+        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None:
             self.require_alignment(alignment)
-            if options.with_weights and topk_weights is None:
+            if with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
         routing = Routing(topk_idx, topk_weights)
         if known is None:
@@ -100,14 +92,14 @@ class Validator:
             placement=self.placement,
             balancer=self.balancer,
             expert_alignment=alignment,
-            with_weights=options.with_weights,
+            with_weights=with_weights,
             static=static,
             launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
             known=known,
         )
         if known is None:
             tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, options.with_weights)
+            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights)
             self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
         return request
 
@@ -239,7 +231,7 @@ class Validator:
         self.require_not_capturing(verb)
         if not isinstance(segments, Segments):
             raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
-        self._segments("the base of segments", segments)
+        self._tensor("the base of segments", segments.memory)
         if not isinstance(rank, int):
             raise TypeError(f"a rank must be an integer, got {rank!r}")
         if rank == self.rank or not 0 <= rank < self.placement.world_size:
@@ -348,7 +340,7 @@ class Validator:
                 raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
-            self._segments(f"the base of segments for rank {rank}", segments)
+            self._tensor(f"the base of segments for rank {rank}", segments.memory)
         outside = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
         if outside:
             raise ValueError(f"shuffle names rank(s) {outside} outside a group of {self.placement.world_size}")
@@ -392,9 +384,6 @@ class Validator:
             raise TypeError(f"{name} {why_not}")
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
-
-    def _segments(self, name: str, segments: Segments) -> None:
-        self._tensor(name, segments.memory)  # of the base when the segments were made; it may have changed since
 
     def _row_bytes(self, num_bytes: int) -> None:
         if num_bytes < 1:

@@ -9,18 +9,18 @@ from statistics import median
 import numpy as np
 
 from fusco.bench.alltoall import ExchangeResult
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.links import LinkPeaks
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.schedule.cost import CPU_LINKS, CUDA_LINKS, schedule_for
-from fusco.schedule.schedule import Schedule, ScheduleMode
+from fusco.schedule.schedule import ScheduleMode
 from fusco.schedule.stages import IntArray, lower_bound_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord:
+class ExchangeRecord(Measurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -61,9 +61,6 @@ class ExchangeRecord:
     slice_bytes: int | None
     ring_depth: int
     device: str
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
     errors: list[str]
 
 
@@ -91,7 +88,7 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     node = np.array(run.topology.rank_to_node)
     internode = np.where(node[:, None] != node, run.rank_bytes, 0)
     peak_gbs = median(peaks.internode.best_gbs for peaks in links)
-    rate_gbs, bound = run.rank_gbs or peak_gbs, _lane_bound(schedule)
+    rate_gbs, bound = run.rank_gbs or peak_gbs, -(-lower_bound_bytes(schedule.stages.node_bytes()) // ranks_per_node)
     errors = [error for rank in ranks for error in rank.errors]
 
     def profile_ms(of: Callable[[CallProfile], float]) -> float:
@@ -126,16 +123,9 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
         device=run.device,
-        versions=versions(),
         hardware=hardware(run.device),
-        commit=commit(),
         errors=errors,
     )
-
-
-def _lane_bound(schedule: Schedule) -> int:
-    """Return the busiest node's bytes, shared by its ranks."""
-    return -(-lower_bound_bytes(schedule.stages.node_bytes()) // schedule.topology.ranks_per_node)
 
 
 def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 import numpy.typing as npt
 
 from fusco.bench.explain import balance_of
-from fusco.bench.names import Loads
+from fusco.bench.names import Loads, Prefill
+from fusco.bench.prompts import prompts_of_ranks
 from fusco.bench.traffic import Trace
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
@@ -21,7 +21,6 @@ from fusco.planner.traffic import Traffic
 
 _BIMODAL = 0.2
 _ROWS_AT_FULL_LOAD = 1 << 20  # fine enough that rounding to whole rows does not show
-_PROMPTS = "azure_llm_2023_conv.npz"
 _NUM_EXPERTS, _NUM_LAYERS = 128, 48  # of Qwen3-30B-A3B, whose routing comes with fusco
 _MAX_TOKENS = 8192
 
@@ -62,8 +61,10 @@ def compare_balancers(
     records = []
     for shape in shapes:
         topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])
-        draw = _bimodal if loads == "bimodal" else _prefills
-        traffics = draw(topology, num_draws, seed, loads)
+        if loads == "bimodal":
+            traffics = _bimodal(topology, num_draws, seed)
+        else:
+            traffics = _prefills(topology, num_draws, seed, loads)
         before = _measure("send-and-receive", traffics)[:, 2]
         for name in BALANCERS:
             measured = _measure(name, traffics)
@@ -89,26 +90,23 @@ def _measure(name: str, traffics: Sequence[Traffic]) -> npt.NDArray[np.float64]:
     return np.array(measured)
 
 
-def _bimodal(topology: Topology, num_draws: int, seed: int, _: Loads) -> list[Traffic]:
+def _bimodal(topology: Topology, num_draws: int, seed: int) -> list[Traffic]:
     draws = np.random.default_rng(seed).beta(_BIMODAL, _BIMODAL, (num_draws, topology.world_size))
     rows = np.rint(draws * _ROWS_AT_FULL_LOAD).astype(np.int64)
     return [Traffic.from_counts(topology, np.repeat(of[:, None], topology.num_nodes, 1).tolist()) for of in rows]
 
 
-def _prefills(topology: Topology, num_draws: int, seed: int, loads: Loads) -> list[Traffic]:
+def _prefills(topology: Topology, num_draws: int, seed: int, loads: Prefill) -> list[Traffic]:
     """Return the traffic of prefill batches: prompts of the Azure trace as they arrive, a layer of Qwen3."""
     placement = ExpertPlacement.contiguous(_NUM_EXPERTS, topology.world_size)
     nodes = np.array(topology.rank_to_node)[np.array(placement.expert_to_rank)]
     layers = [_rows_before(nodes[Trace.load(None, None, i).topk_idx], topology.num_nodes) for i in range(_NUM_LAYERS)]
-    with resources.as_file(resources.files("fusco.data") / _PROMPTS) as path, np.load(path) as trace:
-        lengths = np.minimum(trace["context_tokens"].astype(np.int64), _MAX_TOKENS).tolist()
-    random, next_one, traffics = np.random.default_rng(seed), 0, []
+    prompts = prompts_of_ranks(loads, _MAX_TOKENS, num_draws * topology.world_size)
+    random, traffics = np.random.default_rng(seed), []
     for draw in range(num_draws):
         counts, before = [], layers[draw % _NUM_LAYERS]
-        for _ in range(topology.world_size):
-            num_tokens, next_one = lengths[next_one % len(lengths)], next_one + 1
-            while loads == "ragged" and num_tokens + lengths[next_one % len(lengths)] <= _MAX_TOKENS:
-                num_tokens, next_one = num_tokens + lengths[next_one % len(lengths)], next_one + 1
+        for rank in range(topology.world_size):
+            num_tokens = sum(prompts[draw * topology.world_size + rank])
             first = int(random.integers(len(before) - 1))
             whole, rest = divmod(first + num_tokens, len(before) - 1)
             counts.append((whole * before[-1] + before[rest] - before[first]).tolist())

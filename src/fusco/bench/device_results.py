@@ -67,11 +67,11 @@ class InternodeRecord(InternodeBytesRecord):
 
 def summarize_device(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]]) -> list[DeviceRecord]:
     """Return one record for each variant within a node, from all ranks' results."""
-    records = []
-    for i, workload in enumerate(run.workloads):
-        of_ranks = [results[i] for results in ranks]
-        records += [_within_node(variant, workload, run, of_ranks) for variant in of_ranks[0].times]
-    return records
+    return [
+        _within_node(variant, workload, run, of_ranks)
+        for workload, *of_ranks in zip(run.workloads, *ranks, strict=True)
+        for variant in of_ranks[0].times
+    ]
 
 
 def summarize_internode(
@@ -79,9 +79,8 @@ def summarize_internode(
 ) -> list[InternodeRecord]:
     """Return one record for each variant between nodes, from all ranks' results."""
     records = []
-    for i, workload in enumerate(run.workloads):
+    for workload, *of_ranks in zip(run.workloads, *ranks, strict=True):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-        of_ranks = [results[i] for results in ranks]
         records += [_between_nodes(variant, workload, run, of_ranks, bound, emulation) for variant in run.variants]
     return records
 
@@ -126,6 +125,7 @@ def _between_nodes(
     )
     described = describe_internode_bytes(variant, workload, run, _errors(variant, ranks), (rows_sent[0], rows_sent[1]))
     internode = ranks[0].peaks.internode
+    peaks = {name: round(value, 3) for name, value in asdict(internode).items()}
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     times: dict[str, Any] = _slowest_times(variant, ranks)
     is_fusco = any(profile.num_sms for profile in profiles[0])
@@ -140,13 +140,9 @@ def _between_nodes(
         dispatch_over_bound=round(times["dispatch_ms"] / bound_ms, 3) if bound_ms else None,
         combine_over_bound=round(times["combine_ms"] / bound_ms, 3) if bound_ms else None,
         num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_fusco else {},
-        peaks={"local_gbs": ranks[0].peaks.local_gbs, **_rounded(asdict(internode))},
+        peaks={"local_gbs": ranks[0].peaks.local_gbs, **peaks},
         emulation=emulation,
     )
-
-
-def _rounded(peaks: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in peaks.items()}
 
 
 def _errors(variant: str, ranks: Sequence[DeviceResult]) -> list[str]:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
-from fusco.bench.device_links import DevicePeaks, measure_device_links
+from fusco.bench.links import DevicePeaks, measure_device_links
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput, expected_rows
 from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload
 from fusco.bench.variants import PEERS, Shuffle, ShuffleFactory, recorded_variant
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, expected_rows, verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
-from fusco.core.timeline import Span, Timeline
+from fusco.core.timeline import Span
 from fusco.ranks.progress import ProgressReporter
 
 _FP8 = "fusco-fp8"
@@ -62,13 +60,6 @@ class DeviceResult:
     # maximum number of multiprocessors that fusco's dispatch and combine took
     num_sms: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
-
-
-class TimelineRecorder(Protocol):
-    """A communicator whose timeline can be recorded."""
-
-    def record_timeline(self) -> AbstractContextManager[Timeline]:
-        """Record the work on this rank's device inside the ``with`` block."""
 
 
 def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
@@ -154,7 +145,7 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
     parts = {
         "dispatch_ms": shuffle.dispatch,
         "combine_ms": lambda: shuffle.combine(rows, handle),
-        "total_ms": lambda: shuffle.combine(*_without_counts(shuffle.dispatch())),
+        "total_ms": shuffle.both,
     }
     times = DeviceTimes()
     for name, work in parts.items():
@@ -163,10 +154,6 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
             if name == "total_ms":
                 times.loop_ms, times.idle_ms = timer.loop_times_ms(call), timer.idle_times_ms(call, num_iterations)
     return times
-
-
-def _without_counts(sent: tuple[torch.Tensor, Any, Any]) -> tuple[torch.Tensor, Any]:
-    return sent[0], sent[2]
 
 
 @contextmanager
@@ -215,7 +202,7 @@ def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that a cycle drops the ones before; there is only one
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            timer.times_ms(lambda: shuffle.combine(*_without_counts(shuffle.dispatch())), 10)
+            timer.times_ms(shuffle.both, 10)
         events = recorded.events() or []
     durations: dict[str, list[float]] = {}
     for event in events:
@@ -226,10 +213,10 @@ def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> 
 
 def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:
     """Record one dispatch and combine that all ranks' devices begin together."""
-    with cast("TimelineRecorder", comm).record_timeline() as timeline:
+    with comm.record_timeline() as timeline:
         timer.align()
         timeline.begin()
-        shuffle.combine(*_without_counts(shuffle.dispatch()))
+        shuffle.both()
         torch.cuda.synchronize()
     return timeline.spans()
 

@@ -1,10 +1,11 @@
-"""Environment of a measurement: versions, hardware, commit."""
+"""Environment of a measurement, which every record has: versions, hardware, commit."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,12 +24,13 @@ def versions(*more: str) -> dict[str, str]:
 def hardware(device: str = "cpu") -> dict[str, str | int | float]:
     """Return the processor, the cores usable by this process and the memory; for ``"cuda"`` also the GPU."""
     page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = torch.cuda.get_device_name(0) if device == "cuda" and torch.cuda.is_available() else "unknown"
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(page_bytes / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
-        **({"gpu": _gpu_name()} if device == "cuda" else {}),
+        **({"gpu": gpu} if device == "cuda" else {}),
     }
 
 
@@ -39,6 +41,15 @@ def commit() -> str:
     A repository that encloses an installation, such as one with a virtual environment in it, is not fusco's.
     """
     return describe_commit(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Fields of every record: see ``versions``, ``hardware`` and ``commit``."""
+
+    versions: dict[str, str] = field(default_factory=versions)
+    hardware: dict[str, str | int | float] = field(default_factory=hardware)
+    commit: str = field(default_factory=commit)
 
 
 def describe_commit(package: Path) -> str:
@@ -67,10 +78,6 @@ def _git(folder: Path, *arguments: str) -> str:
         timeout=5,
     )
     return done.stdout.strip()
-
-
-def _gpu_name() -> str:
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "unknown"
 
 
 def _cpu_name() -> str:

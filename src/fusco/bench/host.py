@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.validation import Validator
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.null_device import NullLibrary, null_communicator, null_device
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
@@ -78,7 +78,7 @@ class HostRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRecord(HostRun):
+class HostRecord(HostRun, Measurement):
     """Times of one variant on the slowest rank, in us a pair, and of each step of a dispatch and a combine."""
 
     variant: str
@@ -86,9 +86,6 @@ class HostRecord(HostRun):
     dispatch_us: float
     combine_us: float
     step_us: dict[str, float]
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
 
 
 @dataclass(frozen=True)
@@ -235,9 +232,7 @@ def records_of(run: HostRun, ranks: list[list[HostTimes]]) -> list[HostRecord]:
             dispatch_us=round(times.dispatch_us, 1),
             combine_us=round(times.combine_us, 1),
             step_us={step: round(us, 1) for step, us in times.step_us.items()},
-            versions=versions(),
-            hardware=hardware("cuda" if run.device == "cuda" else "cpu"),
-            commit=commit(),
+            hardware=hardware(run.device),
         )
         for times in slowest
     ]

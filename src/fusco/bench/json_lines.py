@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance  # exists for type checkers only
 
 
-def write_json_lines(records: Sequence[DataclassInstance], path: Path, *, appends: bool = False) -> None:
-    """Write records (dataclasses), one JSON object a line, replacing or appending to the file; to stdout for ``-``."""
+def write_json_lines(records: Sequence[DataclassInstance], path: Path | None, *, appends: bool = False) -> None:
+    """Write records (dataclasses), one JSON object a line, replacing or appending to the file.
+
+    ``-`` means stdout; without a path nothing is written.
+    """
+    if path is None:
+        return
     if path == STDOUT:
         sys.stdout.writelines(json.dumps(asdict(record)) + "\n" for record in records)
         sys.stdout.flush()  # processes take turns

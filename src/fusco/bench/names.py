@@ -19,7 +19,11 @@ class Pattern(str, Enum):
     ZIPF = "zipf"
     ONE_RANK = "one-rank"
     ONE_EXPERT = "one-expert"
+    ONE_PROMPT = "one-prompt"
+    RAGGED = "ragged"
 
+
+REPLAYED = (Pattern.TRACE, Pattern.ONE_PROMPT, Pattern.RAGGED)  # routing of a trace; the last two are prefills
 
 # Off-diagonal entries of a matrix: all equal; uniformly distributed from 1 to the largest; the k-th largest one
 # proportional to k ** -skew, in random places.
@@ -27,6 +31,7 @@ MatrixKind = Literal["uniform", "random", "zipf"]
 # Bytes that ranks send each other in an all-to-all: as in a ``MatrixKind``, or tokens of captured routing, one copy for
 # each expert, as in an all-to-all of a MoE layer.
 ExchangeMatrix = Literal["uniform", "random", "zipf", "trace"]
-# Tokens of each rank in a draw of ``fusco bench balancers``: Beta(0.2, 0.2) of the same number; a prompt of the Azure
-# trace, at most 8192 tokens; as many prompts as fit into 8192 tokens.
+# Tokens of each rank in a prefill: a prompt of the Azure trace, or as many prompts as fit.
+Prefill = Literal["one-prompt", "ragged"]
+# Tokens of each rank in a draw of ``fusco bench balancers``: Beta(0.2, 0.2) of the same number, or those of a prefill.
 Loads = Literal["bimodal", "one-prompt", "ragged"]

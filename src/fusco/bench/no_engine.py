@@ -105,7 +105,8 @@ class NoEngineShuffle:
             fanout = self._plan_fanout(held[:, :num_topk], blocks.num_received)
             # A row's source follows its routing: the receiver sorts by it, into the order that is specified.
             described = torch.cat([held, self._sources(blocks, len(x), held.device)[:, None]], dim=1)
-            arrived = self._exchange(described.index_select(0, fanout.copy_to_row), fanout)
+            copies = described.index_select(0, fanout.copy_to_row)
+            arrived = self._all_to_all(copies, fanout.send_counts, fanout.receive_counts)
             by_source = arrived[:, -1].argsort(stable=True)
             distribution, weights = self._distribute(arrived[by_source], num_topk)
             slot_to_arrived = torch.empty_like(distribution.pair_to_slot)
@@ -119,7 +120,7 @@ class NoEngineShuffle:
         with self.profile.spend("rearranging"):
             copies = self._select_held(received, x, fanout)
         with self.profile.spend("wire"):
-            rows = self._exchange(copies, fanout)
+            rows = self._all_to_all(copies, fanout.send_counts, fanout.receive_counts)
         with self.profile.spend("rearranging"):
             expert_major = rows.index_select(0, slot_to_arrived)
         handle = NoEngineHandle(
@@ -141,7 +142,7 @@ class NoEngineShuffle:
             terms = _widened(y.index_select(0, handle.pair_to_slot)).mul_(handle.pair_weights[:, None])
             part_of_rank = _sum_rows(handle.num_arrived, handle.pair_to_arrived, terms).to(y.dtype)
         with self.profile.spend("wire"):
-            copies = self._exchange_back(part_of_rank, fanout)
+            copies = self._all_to_all(part_of_rank, fanout.receive_counts, fanout.send_counts)
         with self.profile.spend("rearranging"):
             num_held = blocks.num_received + handle.num_tokens
             part_of_node = _sum_rows(num_held, fanout.copy_to_row, _widened(copies))
@@ -205,7 +206,7 @@ class NoEngineShuffle:
 
     def _distribute(self, routing: torch.Tensor, num_topk: int) -> tuple[ExpertDistribution, torch.Tensor]:
         """Return the slots and weights of the rows that arrived, which are in order of source and token."""
-        ids, weights = routing[:, :num_topk], _weights_of(routing, num_topk)
+        ids, weights = routing[:, :num_topk], routing[:, num_topk : 2 * num_topk].contiguous().view(torch.float32)
         node_routing = NodeRouting(ids, weights, (0, len(ids)))
         return distribute(node_routing, self._placement, self._rank), weights
 
@@ -222,12 +223,6 @@ class NoEngineShuffle:
 
     def _exchange_blocks(self, blocks: InternodeBlocks, to_send: torch.Tensor, received: torch.Tensor) -> None:
         exchange_messages(self._group, _split(blocks.sends, to_send), _split(blocks.receives, received))
-
-    def _exchange(self, copies: torch.Tensor, fanout: Fanout) -> torch.Tensor:
-        return self._all_to_all(copies, fanout.send_counts, fanout.receive_counts)
-
-    def _exchange_back(self, parts: torch.Tensor, fanout: Fanout) -> torch.Tensor:
-        return self._all_to_all(parts, fanout.receive_counts, fanout.send_counts)
 
     def _all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
         if len(self._node_ranks) == 1:
@@ -247,10 +242,6 @@ def _split(blocks: Sequence[tuple[int, int]], rows: torch.Tensor) -> list[tuple[
 def _pack_routing(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     """Return the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk), as they travel."""
     return torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
-
-
-def _weights_of(routing: torch.Tensor, num_topk: int) -> torch.Tensor:
-    return routing[:, num_topk : 2 * num_topk].contiguous().view(torch.float32)
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:

@@ -156,25 +156,20 @@ class _NullDeviceValidator(Validator):
     """Validator for CUDA that takes the tensors of the CPU that play those of a device."""
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        _on_cpu(self)._tensor(name, tensor)  # noqa: SLF001  of this class
-
-
-@lru_cache(maxsize=1)
-def _on_cpu(validator: Validator) -> Validator:
-    return Validator(
-        rank=validator.rank,
-        placement=validator.placement,
-        balancer=validator.balancer,
-        capacity=validator.capacity,
-        wire_dtype=None,
-        device=_CPU,
-    )
+        pass
 
 
 @contextmanager
 def null_device() -> Iterator[None]:
     """Replace what the CUDA backend takes from ``torch.cuda`` inside."""
     stream = _Stream()
+
+    def allocate(num_bytes: int, _: torch.device) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
+
+    def share(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _name: str) -> Any:
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * len(ranks), get_buffer=lambda *_: memory)
+
     with ExitStack() as stack:
         for name, replacement in (
             ("Stream", lambda *_, **__: _Stream()),
@@ -188,23 +183,11 @@ def null_device() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", _raw_stream_of))
-        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", _allocate))
-        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", _map))
+        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", lambda _: 1))  # noqa: PT008  mocks are slow
+        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", allocate))
+        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", share))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", _NullNccl))
         yield
-
-
-def _raw_stream_of(_device_index: int) -> int:
-    return _Stream.cuda_stream
-
-
-def _allocate(num_bytes: int, _device: torch.device) -> torch.Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
-
-
-def _map(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _name: str) -> Any:
-    return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * len(ranks), get_buffer=lambda *_: memory)
 
 
 def null_communicator(

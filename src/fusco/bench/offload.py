@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from fusco.bench import environment
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.offload_peer import Owner
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
@@ -38,7 +38,7 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class OffloadRecord:
+class OffloadRecord(Measurement):
     """One row of a table."""
 
     benchmark: str  # its name
@@ -47,9 +47,7 @@ class OffloadRecord:
     num_bytes: int  # bytes of a copy
     chunk_bytes: int  # bytes of what one launch copies; 0: all of it
     results: dict[str, float]  # measured values by name, with units. GB/s are 1e9 bytes.
-    versions: dict[str, str] = field(default_factory=environment.versions)
-    hardware: dict[str, str | int | float] = field(default_factory=lambda: environment.hardware("cuda"))
-    commit: str = field(default_factory=environment.commit)
+    hardware: dict[str, str | int | float] = field(default_factory=lambda: hardware("cuda"), kw_only=True)
 
 
 Show = Callable[[OffloadRecord], None]

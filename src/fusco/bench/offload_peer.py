@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fusco.core.errors import FuscoError
@@ -62,9 +61,7 @@ class Owner:
     def __enter__(self) -> Owner:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._here.close()
         self._process.join(10.0)
         if self._process.is_alive():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,29 @@ class BufferHandle:
     weights: torch.Tensor  # float32 (num_received, num_topk)
 
 
-class BufferShuffle:
+class PeerShuffle:
+    """A buffer of DeepEP's, which the end of a ``with`` block releases on all ranks; not after an error on one."""
+
+    _buffer: Any
+
+    def __enter__(self: _Peer) -> _Peer:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._buffer.destroy()
+
+
+_Peer = TypeVar("_Peer", bound=PeerShuffle)
+
+
+class BufferShuffle(PeerShuffle):
     """DeepEP's normal kernels within a node (``Buffer``), with a permutation to expert-major order and back."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, num_sms: int | None) -> None:
         deep_ep = importlib.import_module("deep_ep")
         deep_ep.Buffer.set_num_sms(max(2, (num_sms or _NUM_SMS) // 2 * 2))  # it takes even numbers
-        self._buffer = deep_ep.Buffer(group, _NVLINK_BUFFER_BYTES, 0)
+        self._buffer = deep_ep.Buffer(group, _NVLINK_BUFFER_BYTES, 0, explicitly_destroy=True)
         self._num_experts, self._num_local = num_experts, num_experts // group.size()
         self._id_dtype = _id_dtype(deep_ep)
 
@@ -69,7 +85,7 @@ class BufferShuffle:
         return out
 
 
-class ElasticBufferShuffle:
+class ElasticBufferShuffle(PeerShuffle):
     """DeepEP's ``ElasticBuffer`` with expanded rows: by expert, those of an expert in order of arrival."""
 
     def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
@@ -79,6 +95,7 @@ class ElasticBufferShuffle:
             num_max_tokens_per_rank=workload.tokens,
             hidden=workload.hidden,
             num_topk=workload.num_topk,
+            explicitly_destroy=True,
         )
         self._num_experts, self._num_sms = workload.placement.num_experts, num_sms or _NUM_SMS
         self._id_dtype = _id_dtype(deep_ep)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fusco.bench.environment import commit, hardware, versions
+import numpy as np
+
+from fusco.bench.environment import Measurement, hardware
 from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
@@ -16,14 +18,20 @@ from fusco.bench.variants import DEDUPLICATED, balancer_of, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantRecord:
-    """Fields of every line: the variant, the workload, the versions. ``trace_repeats`` is 0 without a trace."""
+class VariantRecord(Measurement):
+    """Fields of every line: the variant, the workload, the environment. ``trace_repeats`` is 0 without a trace.
+
+    Several records have the same traffic if it is of batches of a prefill: ``batch`` is their number. Their ``tokens``
+    are the most of a rank, ``all_tokens`` those of all ranks.
+    """
 
     variant: str
     traffic: str
     nodes: int
     ranks_per_node: int
+    batch: int
     tokens: int
+    all_tokens: int
     hidden: int
     num_experts: int
     num_topk: int
@@ -33,9 +41,6 @@ class VariantRecord:
     num_iterations: int
     trace: str
     trace_repeats: float
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
     errors: list[str]
 
 
@@ -88,12 +93,38 @@ class ShuffleRecord(InternodeBytesRecord):
     copy_peak_gbs: float
 
 
+@dataclass(frozen=True)
+class Gain:
+    """How much longer a variant takes than the first one, in the same batches: of the time and of the busiest rank."""
+
+    variant: str
+    median: float
+    p99: float
+    rows_median: float
+    rows_p99: float
+
+
+def gains_of(records: Sequence[ShuffleRecord]) -> list[Gain]:
+    """Return the gain over each other variant; ``records`` have the same variants in each batch."""
+    times: dict[str, list[float]] = {}
+    rows: dict[str, list[float]] = {}
+    for record in records:
+        times.setdefault(record.variant, []).append(record.total_ms)
+        rows.setdefault(record.variant, []).append(record.busiest_rank_bytes)
+    first, *others = times
+    gains = []
+    for name in others:
+        ratios = [np.divide(of[name], of[first]) for of in (times, rows)]
+        figures = [float(figure) for ratio in ratios for figure in (np.median(ratio), np.quantile(ratio, 0.99))]
+        gains.append(Gain(name, *figures))
+    return gains
+
+
 def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[ShuffleRecord]:
     """Return one record for each workload and variant, from all ranks' results."""
     records = []
-    for i, workload in enumerate(run.workloads):
+    for workload, *of_ranks in zip(run.workloads, *ranks, strict=True):
         bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-        of_ranks = [results[i] for results in ranks]
         records += [_summarize_variant(variant, workload, run, of_ranks, bound) for variant in run.variants]
     return records
 
@@ -105,7 +136,9 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
         "traffic": workload.pattern.value,
         "nodes": workload.topology.num_nodes,
         "ranks_per_node": workload.topology.ranks_per_node,
+        "batch": workload.batch.number if workload.batch else 0,
         "tokens": workload.tokens,
+        "all_tokens": sum(map(workload.num_tokens, range(workload.topology.world_size))),
         "hidden": workload.hidden,
         "num_experts": workload.placement.num_experts,
         "num_topk": workload.num_topk,
@@ -115,9 +148,7 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
         "num_iterations": run.num_iterations,
         "trace": workload.trace.name if workload.trace else "",
         "trace_repeats": round(workload.num_repeats, 3),
-        "versions": versions(),
         "hardware": hardware(run.device),
-        "commit": commit(),
         "errors": errors,
     }
 

@@ -1,4 +1,4 @@
-"""Number and length of each mode's stages, and the time it takes to find them."""
+"""Schedules of matrices in every mode: number and length of stages, modelled times, the time it takes to find them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement
 from fusco.bench.matrices import make_matrix
-from fusco.schedule import Stages, decompose, lower_bound_bytes, spread_out, warm_up
+from fusco.schedule import Links, Stages, choose_mode, decompose, lower_bound_bytes, spread_out, stages_us, warm_up
 from fusco.schedule.stages import IntArray
 
 # FAST's published C++ (github.com/MangoBoost/FAST), its decomposition alone, in us by number of nodes: measured on a
@@ -29,7 +29,7 @@ _MODES: dict[str, Callable[[IntArray], Stages]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleRecord:
+class ScheduleRecord(Measurement):
     """One mode at one number of nodes.
 
     Over all draws: median and maximum number of stages; mean and maximum length over lower bound; median time in us,
@@ -46,9 +46,6 @@ class ScheduleRecord:
     largest_ratio: float
     microseconds: float
     fast_us: float | None
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
 
 
 def num_steps(num_nodes: Sequence[int]) -> int:
@@ -96,9 +93,6 @@ def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRe
         largest_ratio=round(max(ratios), 4),
         microseconds=round(float(np.median(microseconds)), 2),
         fast_us=FAST_US.get(num_nodes),
-        versions=versions(),
-        hardware=hardware(),
-        commit=commit(),
     )
 
 
@@ -108,3 +102,58 @@ def _verified_ratio(mode: str, matrix: IntArray, stages: Stages) -> float:
     if not np.array_equal(stages.node_bytes(), matrix) or not bound <= total <= longest:
         raise RuntimeError(f"mode {mode!r} schedules {len(matrix)} nodes wrongly: {total} bytes of stages for {bound}")
     return total / bound if bound else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeRecord:
+    """The schedule of a matrix in one mode. Bytes are those of a node; ``ratio`` is length over lower bound.
+
+    ``modelled_us`` is the time of the stages by the links given; ``dst_node``, ``num_bytes`` and ``duration_bytes`` are
+    those of ``Stages``.
+    """
+
+    matrix: str
+    num_nodes: int
+    ranks_per_node: int
+    latency_us: float
+    internode_gbs: float
+    mode: str
+    is_chosen: bool
+    lower_bound_bytes: int
+    total_bytes: int
+    ratio: float
+    num_stages: int
+    modelled_us: float
+    dst_node: list[list[int]]
+    num_bytes: list[list[int]]
+    duration_bytes: list[int]
+
+
+def compare_modes(matrix: IntArray, name: str, ranks_per_node: int, links: Links) -> list[ModeRecord]:
+    """Return a record for every mode; the one that ``choose_mode`` chooses is marked.
+
+    Stages are as they are executed: those of ``decompose`` in ascending order of length.
+    """
+    bound, chosen = lower_bound_bytes(matrix), choose_mode(matrix, ranks_per_node, links)
+    mode_to_stages = {mode: schedule(matrix) for mode, schedule in _MODES.items()}
+    mode_to_stages |= {mode: mode_to_stages[mode].shortest_first() for mode in ("exact", "few")}
+    return [
+        ModeRecord(
+            matrix=name,
+            num_nodes=len(matrix),
+            ranks_per_node=ranks_per_node,
+            latency_us=links.latency_us,
+            internode_gbs=links.internode_gbs,
+            mode=mode,
+            is_chosen=mode == chosen,
+            lower_bound_bytes=bound,
+            total_bytes=stages.total_bytes,
+            ratio=round(stages.total_bytes / bound, 6) if bound else 1.0,
+            num_stages=stages.num_stages,
+            modelled_us=round(stages_us(stages, ranks_per_node, links), 3),
+            dst_node=stages.dst_node.tolist(),
+            num_bytes=stages.num_bytes.tolist(),
+            duration_bytes=stages.duration_bytes.tolist(),
+        )
+        for mode, stages in mode_to_stages.items()
+    ]

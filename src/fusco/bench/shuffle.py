@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput
+from fusco.bench.traffic import Workload
 from fusco.bench.variants import Shuffle, ShuffleFactory
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 
@@ -52,10 +52,11 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
             for name, shuffle in variants.items():
                 result.errors[name] = verify(shuffle, workload, world, rank)
                 progress.advance()
-            for iteration in range(_NUM_WARM_UPS + run.num_iterations):
+            num_warm_ups = _num_warm_ups(workload)
+            for iteration in range(num_warm_ups + run.num_iterations):
                 for name, shuffle in variants.items():
                     measured = _measure(shuffle, group)
-                    if iteration >= _NUM_WARM_UPS:
+                    if iteration >= num_warm_ups:
                         result.iterations.setdefault(name, []).append(measured)
                 progress.advance()
             results.append(result)
@@ -64,7 +65,12 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
 
 def num_steps(run: ShuffleRun) -> int:
     """Return how many steps ``run_rank`` reports: one for verifying each variant, one for each iteration."""
-    return len(run.workloads) * (len(run.variants) + _NUM_WARM_UPS + run.num_iterations)
+    return sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
+
+
+def _num_warm_ups(workload: Workload) -> int:
+    """Return the iterations that are not timed: one in later batches of a prefill."""
+    return 1 if workload.batch and workload.batch.number else _NUM_WARM_UPS
 
 
 def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:

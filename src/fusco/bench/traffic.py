@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from fusco.bench.arrays import load_arrays
-from fusco.bench.names import Pattern
+from fusco.bench.names import REPLAYED, Pattern
+from fusco.bench.prompts import Batch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.routing import Routing
@@ -90,6 +91,8 @@ def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
 class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
+    With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
+
     Raises:
         ValueError: if pattern and shapes do not fit together.
     """
@@ -103,6 +106,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     trace: Trace | None = None
+    batch: Batch | None = None
 
     def __post_init__(self) -> None:
         experts = self.placement.num_experts
@@ -112,9 +116,11 @@ class Workload:
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
             raise ValueError(f"{self.num_topk} experts per token do not fit on one rank, of {experts} in total")
-        if self.pattern is Pattern.TRACE:
+        if self.pattern in REPLAYED:
             if self.trace is None:
-                raise ValueError("trace traffic needs a trace")
+                raise ValueError(f"{self.pattern.value} traffic needs a trace")
+            if (self.batch is None) != (self.pattern is Pattern.TRACE):
+                raise ValueError(f"{self.pattern.value} traffic {'with' if self.batch else 'without'} a batch")
             self.trace.check(experts, self.num_topk)
 
     def _check_nodes(self) -> None:
@@ -139,27 +145,34 @@ class Workload:
     @property
     def num_repeats(self) -> float:
         """Number of passes over the trace that all ranks' tokens take; 0 without a trace."""
-        return self.tokens * self.topology.world_size / len(self.trace.topk_idx) if self.trace else 0.0
+        num_tokens = sum(map(self.num_tokens, range(self.topology.world_size)))
+        return num_tokens / len(self.trace.topk_idx) if self.trace else 0.0
+
+    def num_tokens(self, rank: int) -> int:
+        """Return the rank's number of tokens."""
+        return self.batch.num_tokens[rank] if self.batch else self.tokens
 
     def rows(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return the rank's rows (tokens, hidden), drawn on the device; values differ between devices."""
         generator = self._generator(rank, 0, device)
-        shape = (self.tokens, self.hidden)
+        shape = (self.num_tokens(rank), self.hidden)
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(self.dtype)
 
     def routing(self, rank: int) -> Routing:
         """Return the rank's expert ids, int64, and weights, float32, which sum to one for each token."""
         generator = self._generator(rank, 1)
         topk_idx = self._ids(rank, generator)
-        weights = _uniform((self.tokens, self.num_topk), generator).softmax(dim=1)
+        weights = _uniform((self.num_tokens(rank), self.num_topk), generator).softmax(dim=1)
         return Routing(topk_idx, weights)
 
     def _generator(self, rank: int, stream: int, device: torch.device | str = "cpu") -> torch.Generator:
         return torch.Generator(device).manual_seed((self.seed * 65537 + rank) * 2 + stream)
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
-        if self.trace is not None and self.pattern is Pattern.TRACE:
-            wanted = np.arange(rank * self.tokens, (rank + 1) * self.tokens)
+        if self.trace is not None:
+            wanted = np.arange(self.num_tokens(rank)) + (
+                self.batch.first_token[rank] if self.batch else rank * self.tokens
+            )
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
         num_experts = self.placement.num_experts
         if self.pattern is Pattern.ONE_EXPERT:

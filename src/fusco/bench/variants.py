@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fusco.core.profile import CallProfile
 
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
     from fusco.api.communicator import Communicator
     from fusco.bench.shuffle_run import ShuffleRun
-    from fusco.bench.specification import WorldInput
     from fusco.bench.traffic import Workload
+    from fusco.bench.verification import WorldInput
     from fusco.core.config import StaticRows
     from fusco.planner.routing import Routing
 
     Sent = tuple[torch.Tensor, Any, Any]  # expert-major rows, rows of each local expert, what combine needs
 
+_Kept = TypeVar("_Kept")
+
 # How often a sum is rounded if parts of it travel from each node, and if they travel from each rank before.
 _PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
+_WITHOUT_LANES = "send-and-receive"  # a balancer by which every rank sends its rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Shuffle:
     is_graph: bool = False
     num_roundings: int = _PARTS_OF_NODES
     is_ordered: bool = True
+
+    def both(self) -> torch.Tensor:
+        """Dispatch, then combine."""
+        rows, _, handle = self.dispatch()
+        return self.combine(rows, handle)
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class ShuffleFactory(ExitStack):
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
         self._communicators: dict[tuple[str, int], Communicator] = {}
+        self._kept: dict[str, Any] = {}
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -109,6 +118,13 @@ class ShuffleFactory(ExitStack):
             )
             self._communicators[key] = self.enter_context(comm)
         return self._communicators[key]
+
+    def keep(self, variant: str, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
+        """Return what ``make`` makes for this variant's first workload; it serves those that follow, too."""
+        if variant not in self._kept:
+            self._kept[variant] = self.enter_context(make())
+        kept: _Kept = self._kept[variant]
+        return kept
 
     def by_communicator(
         self,
@@ -167,14 +183,17 @@ def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import BufferShuffle
 
-    shuffle = BufferShuffle(factory.group, rank.workload.placement.num_experts, factory.run.num_sms)
+    num_experts, num_sms = rank.workload.placement.num_experts, factory.run.num_sms
+    shuffle = factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms))
     return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
 
 
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     from fusco.bench.peers import ElasticBufferShuffle
 
-    shuffle = ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    shuffle = factory.keep(
+        "deep_ep_v2", lambda: ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    )
     # A product with a weight is rounded before parts of a sum are.
     return Shuffle(
         lambda: shuffle.dispatch(rank.x, rank.routing),
@@ -201,16 +220,8 @@ def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
 
 
-def _no_lanes(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator(_WITHOUT_LANES), rank.x, rank.routing)
-
-
-def _no_balancer(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator("static"), rank.x, rank.routing)
-
-
-def _fusco(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    return factory.by_communicator(factory.communicator(), rank.x, rank.routing)
+def _fusco(factory: ShuffleFactory, rank: RankInput, balancer: str | None = None) -> Shuffle:
+    return factory.by_communicator(factory.communicator(balancer), rank.x, rank.routing)
 
 
 def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
@@ -251,8 +262,13 @@ VARIANTS = {
         "a copy of a token for each rank that needs it, through fusco; copies are made untimed, summed timed",
         _no_planner,
     ),
-    "no-lanes": Variant("as fusco, every rank sends its rows itself, by the balancer send-and-receive", _no_lanes),
-    "no-balancer": Variant("as fusco, ranks of the same local rank forward for each other", _no_balancer),
+    "no-lanes": Variant(
+        "as fusco, every rank sends its rows itself, by the balancer send-and-receive",
+        partial(_fusco, balancer=_WITHOUT_LANES),
+    ),
+    "no-balancer": Variant(
+        "as fusco, ranks of the same local rank forward for each other", partial(_fusco, balancer="static")
+    ),
 }
 
 # FUSCO section 5.4, Table 3: what is left without the engine, the planner, lanes, the balancer.
@@ -261,7 +277,6 @@ ABLATION = ("no-engine", "no-planner", "no-lanes", "no-balancer")
 PEERS = ("deep_ep", "deep_ep_v2")
 # One copy of a token for each node that needs it, and no more.
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
-_WITHOUT_LANES = "send-and-receive"
 
 
 def has_fixed_messages(variant: str, device: str) -> bool:

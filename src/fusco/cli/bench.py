@@ -68,5 +68,4 @@ def balancers(
             end_section=is_last,
         )
     new_console(json).print(table)
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)

@@ -11,10 +11,9 @@ from rich.console import Console
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.origin import describe_origin
-from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeResult
     from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
     from fusco.bench.links import LinkPeaks
-    from fusco.core.placement import ExpertPlacement
 
 
 def alltoall(
@@ -69,6 +67,7 @@ def alltoall(
     from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
+    from fusco.core.placement import ExpertPlacement
     from fusco.core.topology import Topology
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
@@ -82,10 +81,12 @@ def alltoall(
     kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
     workload = None
     if "trace" in kinds:
+        # Consecutive experts, as evenly as the number of ranks allows.
+        owners = [expert * topology.world_size // num_experts for expert in range(num_experts)]
         workload = Workload(
             pattern=Pattern.TRACE,
             topology=topology,
-            placement=_spread_experts(num_experts, topology.world_size),
+            placement=ExpertPlacement.explicit(owners, topology.world_size),
             tokens=tokens,
             hidden=1,
             num_topk=num_topk,
@@ -121,17 +122,9 @@ def alltoall(
         for i, run in enumerate(runs)
     ]
     _print(records, console)
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
-
-
-def _spread_experts(num_experts: int, world_size: int) -> ExpertPlacement:
-    """Return a placement of consecutive experts, as even as the number of ranks allows."""
-    from fusco.core.placement import ExpertPlacement
-
-    return ExpertPlacement.explicit([expert * world_size // num_experts for expert in range(num_experts)], world_size)
 
 
 def _run(
@@ -140,7 +133,6 @@ def _run(
     from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.ranks.emulation import emulated_network
-    from fusco.ranks.memory_check import check_room
     from fusco.schedule import warm_up
 
     run, num_ranks = runs[0], runs[0].topology.world_size

@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console, run_on_ranks
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from fusco.bench.host import HostRecord
@@ -79,10 +79,8 @@ def _table(records: list[HostRecord]) -> Table:
         f"host, us a pair: {one.num_tokens} tokens of {one.hidden} bf16, top-{one.num_topk} of {one.num_experts}, "
         f"device {one.device}"
     )
-    table = Table(title=title, title_justify="left", caption=describe_origin(one, 1), caption_justify="left")
-    table.add_column("")
-    for record in records:
-        table.add_column(f"{record.variant}\n{_ranks(record)}", justify="right")
+    columns = ("", *(f"{record.variant}\n{_ranks(record)}" for record in records))
+    table = new_table(title, columns, [describe_origin(one, 1)])
     for name in ("dispatch", "combine", "pair"):
         cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
         table.add_row(name, *cells, end_section=name == "pair")

@@ -9,9 +9,8 @@ import typer
 from rich.markup import escape
 
 from fusco.cli import options
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,8 +65,7 @@ def offload(
         )
         run(show, names, sizes, chunks, variants)
     show_records(records, console)
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
 
 
 def show_records(records: list[OffloadRecord], console: Console) -> None:

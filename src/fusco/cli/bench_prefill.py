@@ -15,9 +15,8 @@ from rich.console import Console
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.origin import describe_origin
-from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 from fusco.core.requirements import check_fsdp
 from fusco.ranks.emulation import emulated_network
@@ -79,10 +78,7 @@ def prefill(
 
     On GPUs: fusco bench prefill --device cuda --layers 24
     """
-    try:
-        check_fsdp("fusco bench prefill")
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    check_fsdp("fusco bench prefill")
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.prefill.records import SkippedRecord
     from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -150,7 +146,6 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
     from fusco.api.validation import check_cuda_core
     from fusco.bench.prefill.rank import num_steps, prefill_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.ranks.memory_check import check_room
 
     if job.device == "cuda":
         check_cuda_core()

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.bench_offload import offload
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def rails(
         list[str] | None,
         typer.Option(
             help="Benchmarks: bandwidth, contention, steps, incast, serving, all-to-all, embeddings, costs, change, "
-            "faults. Default: all, some minutes."
+            "flapping, killing. Default: all, some minutes."
         ),
     ] = None,
     policy: Annotated[
@@ -75,19 +75,15 @@ def rails(
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
 
 
 def _table(records: Sequence[RailsRecord]) -> Table:
     one = records[0]
     analogue = "" if one.analogue == "none" else f" (FuseLink, {one.analogue})"
     shape = f"{one.num_hosts} hosts, {one.num_rails} rails of {one.bits_per_s / 1e9:g} Gbit/s"
-    table = Table(title=f"{one.benchmark}{analogue}: {shape}", title_justify="left")
-    for name in ("case", "policy"):
-        table.add_column(name)
-    for name in one.results:
-        table.add_column(name, justify="right")
+    names = ("case", "policy")
+    table = new_table(f"{one.benchmark}{analogue}: {shape}", (*names, *one.results), left=names)
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or (records[i + 1].case != record.case and len({r.policy for r in records}) > 1)
         values = (

@@ -10,9 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.origin import describe_origin
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,8 +44,7 @@ def schedule(
 
         records = measure_schedules(sizes, draws, seed, show)
     console.print(_table(records))
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
 
 
 def _table(records: Sequence[ScheduleRecord]) -> Table:

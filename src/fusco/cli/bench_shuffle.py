@@ -14,7 +14,7 @@ from fusco.bench import names
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.running import choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def shuffle(
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     layer: options.Layer = None,
+    batches: options.Batches = 1,
     seed: options.Seed = 0,
     balancer: Annotated[
         options.BalancerName | None,
@@ -127,7 +128,10 @@ def shuffle(
         trace_key=trace_key,
         layer=layer,
         seed=seed,
+        batches=batches,
     ).workloads(patterns)
+    if batches > 1 and (device is Device.CUDA or len(workloads) == len(patterns)):
+        raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
     if num_sms is not None and device is not Device.CUDA:
         raise ValueError("--num-sms needs --device cuda")
     settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order)
@@ -156,8 +160,7 @@ def shuffle(
     for record in records:
         for error in record.errors:
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
-    if json:
-        write_json_lines(records, json)
+    write_json_lines(records, json)
     if timeline:
         _write_timelines(run, measured.ranks, timeline)
     if not all(record.is_right for record in records):
@@ -176,10 +179,9 @@ def _check_timeline(run: ShuffleRun) -> None:
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
-    from fusco.bench.specification import world_bytes
+    from fusco.bench.verification import world_bytes
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.ranks.memory_check import check_room
 
     num_ranks = run.topology.world_size
     check_room(

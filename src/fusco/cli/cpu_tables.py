@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,14 +49,37 @@ _MAX_COLUMNS = 3
 
 
 def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
-    """Print the variants of one workload, and notes on the run."""
+    """Print the variants of one workload, and notes on the run; of batches of a prefill the gains."""
     first = records[0]
+    if records[-1].batch:
+        console.print(_gains(records))
+        return
     title = (
         f"shuffle, {first.traffic} traffic: {first.nodes} nodes x {first.ranks_per_node} ranks, {first.tokens} tokens "
         f"a rank, hidden {first.hidden}, top-{first.num_topk} of {first.num_experts}, {first.dtype}, on {first.device}"
     )
     make = _with_row_each if len(records) > _MAX_COLUMNS else _with_column_each
     console.print(make(title, records, _notes(first)))
+
+
+def _gains(records: Sequence[ShuffleRecord]) -> Table:
+    from fusco.bench.results import gains_of
+
+    first, num_batches = records[0], records[-1].batch + 1
+    title = (
+        f"{first.traffic} prefills, {num_batches} batches: {first.nodes} nodes x {first.ranks_per_node} ranks, at most "
+        f"{first.tokens} tokens a rank, hidden {first.hidden}; gain of {first.variant}: a variant's time over its time"
+    )
+    table = new_table(
+        title,
+        ("", "median", "P99", "rows of the busiest rank: median", "P99"),
+        [describe_origin(first, first.nodes * first.ranks_per_node)],
+    )
+    for gain in gains_of(records):
+        figures = (gain.median, gain.p99, gain.rows_median, gain.rows_p99)
+        table.add_row(gain.variant, *(f"{figure:.3f}" for figure in figures))
+    table.add_row("verified", verified_cell(all(record.is_right for record in records)), "", "", "")
+    return table
 
 
 def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:

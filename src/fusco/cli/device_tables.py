@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table, verified_cell
+from fusco.cli.tables import describe_origin, new_table, verified_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,70 +19,65 @@ if TYPE_CHECKING:
 
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
     """Print a row for each variant within a node, and notes on the run."""
-    first = records[0]
-    columns = (
-        *("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
-        *("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak", "verified"),
-    )
-    table, baseline_ms = _table(first, f"{first.ranks_per_node} GPUs", columns, _notes(records)), _baseline_ms(records)
-    for record in records:
-        ratio = f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-"
-        table.add_row(
-            record.variant,
-            *(_number(time_ms, ".3f") for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
-            _number(record.loop_ms, ".3f"),
-            ratio,
-            _number(record.idle_ms, ".3f"),
+    columns = ("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak")
+    cells = [
+        (
             _number(record.dispatch_gbs, ".0f"),
             _number(record.dispatch_of_peak, ".0%"),
             _number(record.combine_gbs, ".0f"),
             _number(record.combine_of_peak, ".0%"),
-            verified_cell(record.verified),
         )
-    console.print(table)
+        for record in records
+    ]
+    console.print(_table(records, f"{records[0].ranks_per_node} GPUs", columns, cells, _notes(records)))
 
 
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
     """Print a row for each variant between nodes: times and bytes, compared with the network's peak in the same run."""
-    first = records[0]
-    columns = (
-        *("", "dispatch\nms", "combine\nms", "both\nms", "20 in\na row", "baseline\n/ it", "idle\nto idle"),
-        *("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms"),
-        *("dispatch\n/ that", "combine\n/ that", "verified"),
-    )
-    where = f"{first.nodes} nodes x {first.ranks_per_node} GPUs"
-    table, baseline_ms = _table(first, where, columns, _internode_notes(records)), _baseline_ms(records)
-    for record in records:
-        table.add_row(
-            record.variant,
-            *(f"{time_ms:.3f}" for time_ms in (record.dispatch_ms, record.combine_ms, record.total_ms)),
-            f"{record.loop_ms:.3f}",
-            f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms else "-",
-            f"{record.idle_ms:.3f}",
+    columns = ("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms", "dispatch\n/ that", "combine\n/ that")
+    cells = [
+        (
             f"{record.internode_row_bytes / 1e6:,.1f}",
             f"{record.internode_row_bytes_lower_bound / 1e6:,.1f}",
             f"{record.busiest_rank_bytes / 1e6:,.1f}",
             f"{record.bound_ms:.3f}",
             _number(record.dispatch_over_bound, ".2f"),
             _number(record.combine_over_bound, ".2f"),
+        )
+        for record in records
+    ]
+    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} GPUs"
+    console.print(_table(records, where, columns, cells, _internode_notes(records)))
+
+
+def _table(
+    records: Sequence[DeviceRecord | InternodeRecord],
+    where: str,
+    columns: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> Table:
+    """Return a table of the times of all variants, and of ``cells`` by the columns given."""
+    one = records[0]
+    title = (
+        f"shuffle, {one.traffic} traffic: {where}, {one.tokens} tokens a rank, hidden {one.hidden}, "
+        f"top-{one.num_topk} of {one.num_experts}, {one.dtype}"
+    )
+    times = ("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle")
+    table = new_table(title, (*times, *columns, "verified"), notes, left=times[:1])
+    table.columns[0].min_width = 14
+    baseline_ms = next((record.loop_ms for record in records if record.variant == "baseline"), None)
+    for record, more in zip(records, cells, strict=True):
+        times_ms = (record.dispatch_ms, record.combine_ms, record.total_ms, record.loop_ms)
+        table.add_row(
+            record.variant,
+            *(_number(time_ms, ".3f") for time_ms in times_ms),
+            f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-",
+            _number(record.idle_ms, ".3f"),
+            *more,
             verified_cell(record.is_right),
         )
-    console.print(table)
-
-
-def _table(record: VariantRecord, where: str, columns: Sequence[str], notes: Sequence[str]) -> Table:
-    """Return an empty table whose title describes the run, with a first column wide enough for variants."""
-    title = (
-        f"shuffle, {record.traffic} traffic: {where}, {record.tokens} tokens a rank, hidden {record.hidden}, "
-        f"top-{record.num_topk} of {record.num_experts}, {record.dtype}"
-    )
-    table = new_table(title, columns, notes, left=columns[:1])
-    table.columns[0].min_width = 14
     return table
-
-
-def _baseline_ms(records: Sequence[DeviceRecord] | Sequence[InternodeRecord]) -> float | None:
-    return next((record.loop_ms for record in records if record.variant == "baseline"), None)
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:

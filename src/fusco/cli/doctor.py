@@ -24,7 +24,6 @@ def doctor(json: options.JsonFile = None) -> None:
         # Escaped: a remedy may name an extra in brackets, which is not markup.
         table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
     new_console(json).print(table)
-    if json:
-        write_json_lines(findings, json)
+    write_json_lines(findings, json)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ from fusco.cli.schedule import schedule
 from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
-from fusco.core.requirements import check_torch
+from fusco.core.requirements import RequirementError, check_torch
 from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, error_text
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
@@ -74,10 +74,7 @@ def _fusco(
     ] = False,
 ) -> None:
     if context.invoked_subcommand != "doctor":  # doctor has a row for it
-        try:
-            check_torch()
-        except ImportError as error:
-            raise ValueError(str(error)) from error
+        check_torch()
 
 
 def run() -> None:
@@ -96,7 +93,7 @@ def run() -> None:
         if error.unexpected:
             _print_error("traceback", error.unexpected)
         sys.exit(1)
-    except (ValueError, OSError, OverflowError) as error:
+    except (ValueError, OSError, OverflowError, RequirementError) as error:
         _wait_for_first_rank()
         _print_error("error", str(error))
         sys.exit(2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +16,7 @@ from fusco.bench import names
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fusco.bench.prompts import Batch
     from fusco.bench.traffic import Workload
 
 
@@ -33,6 +35,8 @@ class Device(str, Enum):
     CPU = "cpu"
     CUDA = "cuda"
 
+
+_NUM_LAYERS = 48  # of the trace that comes with fusco
 
 RowDtype = Literal["bfloat16", "float16", "float32"]
 
@@ -99,7 +103,10 @@ TraceFile = Annotated[
     ),
 ]
 TraceKey = Annotated[str | None, typer.Option(help="Array of an npz trace.")]
-Layer = Annotated[int | None, typer.Option(min=0, help="Layer of the trace. Default: 0.")]
+Layer = Annotated[
+    int | None, typer.Option(min=0, help="Layer of the trace. Default: 0; with batches of a prefill all in turn.")
+]
+Batches = Annotated[int, typer.Option(min=1, help="Batches of a prefill (one-prompt, ragged), in order of arrival.")]
 Seed = Annotated[int, typer.Option(min=0, max=1 << 32, help="Seed of rows, weights and synthetic traffic.")]
 Balancer = Annotated[BalancerName, typer.Option(help="Balancer of the rows between nodes.")]
 JsonFile = Annotated[
@@ -151,19 +158,11 @@ class WorkloadOptions:
     trace_key: str | None
     layer: int | None
     seed: int
+    batches: int = 1
 
     def workloads(self, patterns: Sequence[names.Pattern]) -> tuple[Workload, ...]:
-        """Return a workload for each pattern; ``ValueError`` if options do not fit together."""
-        import torch
-
-        from fusco.bench.traffic import Trace, Workload
-        from fusco.core.placement import ExpertPlacement
-        from fusco.core.topology import Topology
-
-        replayed = None
-        if names.Pattern.TRACE in patterns:
-            replayed = Trace.load(self.trace, self.trace_key, self.layer or 0)
-        else:
+        """Return a workload for each pattern, and batch of a prefill; ``ValueError`` if options do not fit together."""
+        if not set(patterns) & set(names.REPLAYED):
             of_trace = {"trace": self.trace, "trace_key": self.trace_key, "layer": self.layer}
             check_no_trace("--traffic", [pattern.value for pattern in patterns], **of_trace)
         world_size = self.nodes * self.ranks_per_node
@@ -172,7 +171,21 @@ class WorkloadOptions:
                 f"{self.num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a "
                 f"multiple of {world_size}, such as {-(-self.num_experts // world_size) * world_size}"
             )
-        return tuple(
+        return tuple(chain.from_iterable(map(self._of_pattern, patterns)))
+
+    def _of_pattern(self, pattern: names.Pattern) -> list[Workload]:
+        import torch
+
+        from fusco.bench.prompts import draw_batches
+        from fusco.bench.traffic import Trace, Workload
+        from fusco.core.placement import ExpertPlacement
+        from fusco.core.topology import Topology
+
+        world_size, is_replayed = self.nodes * self.ranks_per_node, pattern in names.REPLAYED
+        batches: list[Any] = [None]
+        if pattern in (names.Pattern.ONE_PROMPT, names.Pattern.RAGGED):
+            batches = draw_batches(pattern.value, self.batches, self.tokens, world_size, self.seed)
+        return [
             Workload(
                 pattern=pattern,
                 topology=Topology.of_equal_nodes(world_size, self.ranks_per_node),
@@ -182,7 +195,14 @@ class WorkloadOptions:
                 num_topk=self.num_topk,
                 dtype=getattr(torch, self.dtype),
                 seed=self.seed,
-                trace=replayed if pattern is names.Pattern.TRACE else None,
+                trace=Trace.load(self.trace, self.trace_key, self._layer_of(batch)) if is_replayed else None,
+                batch=batch,
             )
-            for pattern in patterns
-        )
+            for batch in batches
+        ]
+
+    def _layer_of(self, batch: Batch | None) -> int:
+        """Return the layer to replay: by default the first, or in turn those of the trace that comes with fusco."""
+        if self.layer is not None or batch is None or self.trace is not None:
+            return self.layer or 0
+        return batch.number % _NUM_LAYERS

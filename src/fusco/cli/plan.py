@@ -53,8 +53,7 @@ def plan(
     ).workloads([traffic])
     record = explain(workload, balancer.value)
     _print(record, new_console(json))
-    if json:
-        write_json_lines([record], json)
+    write_json_lines([record], json)
 
 
 def _print(record: PlanRecord, console: Console) -> None:

@@ -48,8 +48,7 @@ def rails(
             while True:
                 time.sleep(interval)
                 uses = reader.read()
-                if json:
-                    write_json_lines(uses, json, appends=True)
+                write_json_lines(uses, json, appends=True)
                 if live is None:
                     console.print(_table(uses))
                     return

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusco.bench.names import STDOUT
-from fusco.core.shared_gpus import may_share_gpus
+from fusco.core.environment import may_share_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +80,24 @@ def choose_shape(
     if nodes * ranks_per_node > num_devices and not may_share_gpus():
         raise ValueError(f"{nodes * ranks_per_node} ranks need a GPU each, but torch finds {num_devices}")
     return nodes, ranks_per_node
+
+
+def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
+    """Raise ``ValueError`` if the ranks on this machine (all, or those that a launcher started here) need too much.
+
+    ``what`` names the memory, with the options that make it smaller; ``bytes_per_rank`` is a lower bound of it.
+    """
+    from fusco.core.memory_size import available_memory_bytes
+    from fusco.ranks.torchrun import launched
+
+    job = launched()
+    num_local = job.local_world_size if job else num_ranks
+    needed, free = bytes_per_rank * num_local, available_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"{what} need {needed:,} bytes on {num_local} rank{'s' if num_local > 1 else ''} of this machine, but "
+            f"{free:,} are free"
+        )
 
 
 def run_on_ranks(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
-from fusco.cli.gantt import NUM_LETTERS, draw_gantt, node_letter
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusco.bench.schedule_modes import ModeRecord
+    from fusco.bench.schedules import ModeRecord
     from fusco.schedule.stages import IntArray
 
 _MAX_ROWS = 24  # of a table; a screenful
@@ -56,7 +57,7 @@ def schedule(
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import load_matrix, make_matrix
-    from fusco.bench.schedule_modes import compare_modes
+    from fusco.bench.schedules import compare_modes
     from fusco.schedule import Links
 
     made = {"nodes": nodes, "matrix": matrix, "skew": skew, "largest": largest, "seed": seed}
@@ -78,15 +79,11 @@ def schedule(
     _print_matrix(node_bytes, name, console)
     if records[0].lower_bound_bytes:
         _print_modes(records, console)
-        _print_stages(next(record for record in records if _is_shown(record, mode)), console)
+        is_shown = [record.is_chosen if mode == "auto" else record.mode == mode for record in records]
+        _print_stages(records[is_shown.index(True)], console)
     else:
         console.print("nothing to send: no node has bytes for another")
-    if json:
-        write_json_lines(records, json)
-
-
-def _is_shown(record: ModeRecord, mode: ShownMode) -> bool:
-    return record.is_chosen if mode == "auto" else record.mode == mode
+    write_json_lines(records, json)
 
 
 def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
@@ -141,3 +138,61 @@ def _print_stages(record: ModeRecord, console: Console) -> None:
         console.print(line, no_wrap=True, highlight=False, overflow="crop")
     if record.num_nodes > _MAX_ROWS:
         console.print(f"... and {record.num_nodes - _MAX_ROWS} more nodes")
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+NUM_LETTERS = len(_LETTERS)
+_COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green", "bright_magenta")
+_IDLE = "·"
+
+
+def node_letter(node: int) -> str:
+    """Return one character for a node: digits, then letters, then ``#`` for all others.
+
+    >>> node_letter(3), node_letter(10), node_letter(99)
+    ('3', 'A', '#')
+    """
+    return _LETTERS[node] if node < NUM_LETTERS else "#"
+
+
+def draw_gantt(
+    dst_node: Sequence[Sequence[int]],
+    num_bytes: Sequence[Sequence[int]],
+    duration_bytes: Sequence[int],
+    width: int,
+    max_nodes: int | None = None,
+) -> list[Text]:
+    """Return a ruler with a mark at the start of each stage, then a line for each node, ``width`` characters wide.
+
+    With ``max_nodes``, only the first nodes have a line. The width of a stage is proportional to its length: the letter
+    of the receiver while the node sends, dots while it waits. Stages shorter than a character are not visible.
+
+    >>> for line in draw_gantt([[1, 0], [-1, 0]], [[6, 3], [0, 2]], [6, 2], width=8):
+    ...     print(line)
+       |     |
+    0  111111··
+    1  000···00
+    """
+    *begins, total = accumulate(duration_bytes, initial=0)
+
+    def column(size: int) -> int:
+        return (size * width + total // 2) // total if total else 0
+
+    ruler = [" "] * width
+    for begin in begins:
+        ruler[min(column(begin), width - 1)] = "|"
+    lines = [Text("   " + "".join(ruler).rstrip(), style="dim")]
+    for node in range(len(dst_node[0]) if dst_node else 0)[:max_nodes]:
+        line = Text(f"{node:<3}")
+        for stage, begin in enumerate(begins):
+            dst, size = dst_node[stage][node], num_bytes[stage][node]
+            first, end = column(begin), column(begin + duration_bytes[stage])
+            num_busy = column(begin + size) - first
+            if dst >= 0:
+                line.append(node_letter(dst) * num_busy, style=_COLORS[dst % len(_COLORS)])
+            line.append(_IDLE * (end - first - (num_busy if dst >= 0 else 0)), style="dim")
+        lines.append(line)
+    return lines

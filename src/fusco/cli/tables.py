@@ -9,6 +9,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fusco.bench.environment import Measurement
+
 
 def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, left: Sequence[str] = ("",)) -> Table:
     """Return a table without rows; columns are flushed right unless they are in ``left``, and notes are below it."""
@@ -21,3 +23,13 @@ def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, 
 def verified_cell(is_right: bool) -> str:
     """Return the cell that says whether a record is verified."""
     return "[green]yes[/]" if is_right else "[red]NO[/]"
+
+
+def describe_origin(record: Measurement, num_ranks: int, packages: tuple[str, ...] = ("torch",)) -> str:
+    """Describe the GPUs, one for each rank, or the processor; versions of packages; the commit."""
+    hardware = record.hardware
+    machine = (
+        f"{num_ranks} x {hardware['gpu']}" if "gpu" in hardware else f"{hardware['cpu']}, {hardware['num_cores']} cores"
+    )
+    source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
+    return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])

@@ -83,7 +83,7 @@ def train(
 
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
-    _check_packages()
+    check_fsdp("fusco train")  # before anything is imported that takes seconds
     from fusco.bench.json_lines import write_json_lines
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize
@@ -129,21 +129,12 @@ def train(
     if console.quiet:
         return
     records = summarize(job, runs)
-    if json:
-        write_json_lines(records, json, appends=True)
+    write_json_lines(records, json, appends=True)
     print_runs(job, records, console)
     if record_trace:
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
         console.print(how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_packages() -> None:
-    """Raise before anything is imported that takes seconds."""
-    try:
-        check_fsdp("fusco train")
-    except ImportError as error:
-        raise ValueError(str(error)) from error
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from fusco.cli.origin import describe_origin
-from fusco.cli.tables import new_table
+from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

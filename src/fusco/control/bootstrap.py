@@ -11,7 +11,7 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.store_gather import StoreGather
-from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+from fusco.core.environment import SHARE_GPUS, may_share_gpus
 
 # An address reserved for documentation (RFC 5737): the route to it is the default route.
 _DOCUMENTATION_ADDRESS = "192.0.2.1"

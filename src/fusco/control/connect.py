@@ -13,7 +13,7 @@ from fusco.control.bootstrap import PeerInfo
 from fusco.control.layout import SegmentSizes
 from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
-from fusco.control.status_server import StatusServer, StatusServerAddress
+from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import Mesh, TcpMesh
 from fusco.control.watchdog import Peer, Watchdog
@@ -72,13 +72,14 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
         mesh = connecting(
-            lambda: TcpMesh(store_gather, counterparts, listen_on, secret, watchdog.wait_until),
+            lambda: TcpMesh(store_gather, counterparts, listen_on, secret),
             "over TCP",
             tuple(peers),
             watchdog,
         )
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)
+        watchdog.add_sockets(mesh.awaited_sockets)
         watchdog.add_connections(mesh.descriptors)
         watchdog.end()
         return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())
@@ -113,13 +114,13 @@ def _start_status_server(
             error = f"cannot listen on {listen_on}: {reason_of(failure)}"
         except RuntimeError as failure:  # no thread could be started
             error = f"cannot listen on {listen_on}: {failure}"
-        address = asdict(status_server.address) if status_server else None
+        address = status_server.address if status_server else None
         found = store_gather.all_gather("status server", {"error": error, "address": address, "pid": os.getpid()})
         raise_if_any([entry["error"] for entry in found], TransportError)
         assert status_server is not None
         undo.pop_all()
     return status_server, {
-        rank: Peer(StatusServerAddress(**entry["address"]), entry["pid"], hosts[rank] == hosts[store_gather.rank])
+        rank: Peer(tuple(entry["address"]), entry["pid"], hosts[rank] == hosts[store_gather.rank])
         for rank, entry in enumerate(found)
         if rank != store_gather.rank
     }

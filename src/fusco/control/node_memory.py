@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fusco.control.atomics import load_acquire_at
+from fusco.control.counters import Counters, warm_up_counters
 from fusco.control.flags import Flags, warm_up_flags
 from fusco.control.layout import RECORD_HEADER_INTS, ControlLayout
 from fusco.control.shared_segment import SharedSegment
@@ -49,6 +50,7 @@ def _gather_counts(records: Any, own: int, num_counts: int, counts: Any) -> bool
 def warm_up_node_memory() -> None:
     """Compile what reads and writes flags and records, or read it from the disk cache."""
     warm_up_flags()
+    warm_up_counters()
     record = np.zeros(RECORD_HEADER_INTS, dtype=np.int64)
     records = np.array([record.ctypes.data], dtype=np.int64)
     _have_reached(records, 0, 0, 0)
@@ -121,6 +123,12 @@ class NodeMemory:
         """Return whether the flag of every rank of this node is at least ``value``, or becomes so in microseconds."""
         return bool(_have_reached(self._bases, 8 * flag, value, _SPINS))
 
+    def counters(self, flag: int, value: int) -> Counters:
+        """Return the flag of every rank of this node, as counters that should reach a value."""
+        counters = np.empty((len(self._bases), 2), np.int64)
+        counters[:, 0], counters[:, 1] = self._bases + 8 * flag, value
+        return counters
+
     def counts_of_equal_records(self, num_counts: int) -> tuple[tuple[int, ...], ...] | None:
         """Return the counts of all ranks, by rank; ``None`` if digest, handle or number of counts differ anywhere."""
         if not _gather_counts(self._record_addresses, self._own_record_address, num_counts, self._counts):
@@ -185,4 +193,4 @@ def wait_for_flag(
         ranks.pop(memory.rank, None)
         return Stall(phase, tuple(ranks), f"{expected} from each of {len(memory.flags)} ranks", f"none from {sources}")
 
-    watchdog.wait_until(is_ready, stall)
+    watchdog.wait_until(is_ready, stall, memory.counters(flag, value))

@@ -29,6 +29,8 @@ class Session:
     """Counts collectives and keeps all ranks in the same one. A failure inside a collective ends the session.
 
     ``sequence_number`` counts exchanges of records, the same on all ranks; a collective may have more than one.
+    ``has_published`` if ``repeat`` has published this rank's record, and so accepted its input, but could not do the
+    rest.
     """
 
     def __init__(self, rank: int, connections: Connections, access: Access, on_broken: Callable[[], None]) -> None:
@@ -37,7 +39,7 @@ class Session:
         self._memory, self._watchdog = connections.memory, connections.watchdog
         self._exchange = RecordExchange(connections.memory, connections.mesh, connections.watchdog)
         self.sequence_number, self._name = 0, ""
-        self._is_published = False  # the record of a collective that ``repeat`` has begun
+        self.has_published = False
         self.broken = ""
         self.profile = CallProfile()
 
@@ -76,8 +78,8 @@ class Session:
             self._exchange.wait_for_records(number)
             self._require_usable(operation)
             outcome = record.compare(number)
-        self._is_published = outcome != ALL_EQUAL
-        return not self._is_published
+        self.has_published = outcome != ALL_EQUAL
+        return not self.has_published
 
     def leave_repeated(self, planning_s: float, wire_s: float, num_sms: int) -> None:
         """Leave a collective in which ``repeat`` returned True, and complete its profile."""
@@ -85,17 +87,12 @@ class Session:
         profile.planning_s, profile.wire_s, profile.num_sms = planning_s, wire_s, num_sms
         self._watchdog.end()
 
-    @property
-    def has_published(self) -> bool:
-        """True if ``repeat`` has published this rank's record, and so accepted its input, but could not do the rest."""
-        return self._is_published
-
     def begin(self, operation: str) -> Call:
         """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
         if self.broken:
             self._require_usable(operation)
         try:
-            if not self._is_published:
+            if not self.has_published:
                 self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
                 self.profile = CallProfile(self._name)
             self._watchdog.check_device()
@@ -107,7 +104,7 @@ class Session:
     def leave(self, operation: str, error: BaseException | None = None) -> None:
         """Leave a collective that is complete, or in which an error was raised."""
         if error is None or isinstance(error, _RECOVERABLE):
-            self._is_published = False
+            self.has_published = False
             self._memory.write_done(self.sequence_number)
             self._watchdog.end()
         else:
@@ -115,7 +112,7 @@ class Session:
 
     def fail(self, operation: str, error: BaseException) -> None:
         """End the session because of an error; all other ranks are notified."""
-        self._is_published = False
+        self.has_published = False
         if isinstance(error, PeerFailureError):
             self.end(str(error))
             return
@@ -165,8 +162,8 @@ class Session:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
             RejectedInputError: if other ranks have a rejection and this one has none.
         """
-        if self._is_published:
-            self._is_published = False
+        if self.has_published:
+            self.has_published = False
             return self._exchange.counts_of_all(fingerprint, len(counts))
         of_ranks = self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
         if self.broken:  # closed meanwhile, by a signal handler

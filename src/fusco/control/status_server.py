@@ -12,11 +12,12 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from fusco.control.line_client import ask_all, is_local_failure
 from fusco.control.line_server import LineServer
 
+Address: TypeAlias = tuple[str, int]  # IPv4 address and port of a rank's status server
 _MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a line
 
 
@@ -58,14 +59,6 @@ class FailureReport:
     has_left: bool
 
 
-@dataclass(frozen=True)
-class StatusServerAddress:
-    """Address of a rank's status server."""
-
-    host: str
-    port: int
-
-
 class StatusServer:
     """Reports this rank's status to other ranks, and sends them questions and reports."""
 
@@ -76,7 +69,7 @@ class StatusServer:
         self.failure_report: FailureReport | None = None
         self.departures: dict[int, str] = {}  # ranks that have left, and why
         self._server = LineServer(host, self._answer_line)
-        self.address = StatusServerAddress(host, self._server.port)
+        self.address = (host, self._server.port)
 
     def note(self, collective: int, operation: str, phase: str) -> float:
         """Set this rank's status, and return the time; called at every change of phase, so it must be cheap."""
@@ -90,23 +83,17 @@ class StatusServer:
         collective, operation, phase, since = self._doing
         return Status(collective, operation, phase, time.monotonic() - since)
 
-    def ask(
-        self, addresses: Mapping[int, StatusServerAddress], timeout_s: float
-    ) -> dict[int, Status | NoAnswer | Unasked]:
+    def ask(self, addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Status | NoAnswer | Unasked]:
         """Ask ranks for their status, all at once, within ``timeout_s`` seconds."""
         outcomes = self._request(addresses, {"ask": "status"}, timeout_s)
         return {rank: _status_of(outcome, addresses[rank], timeout_s) for rank, outcome in outcomes.items()}
 
-    def report_failure(
-        self, addresses: Mapping[int, StatusServerAddress], failure_report: FailureReport, timeout_s: float
-    ) -> None:
+    def report_failure(self, addresses: Mapping[int, Address], failure_report: FailureReport, timeout_s: float) -> None:
         """Send a failure report to ranks, all at once; ranks that cannot be reached are skipped."""
         report = asdict(replace(failure_report, reason=failure_report.reason[:_MAX_REASON_CHARS]))
         self._request(addresses, {"failure": report}, timeout_s)
 
-    def report_departure(
-        self, addresses: Mapping[int, StatusServerAddress], rank: int, reason: str, timeout_s: float
-    ) -> None:
+    def report_departure(self, addresses: Mapping[int, Address], rank: int, reason: str, timeout_s: float) -> None:
         """Report that this rank, ``rank``, has left, to ranks all at once; ranks that cannot be reached are skipped."""
         self._request(addresses, {"departure": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
 
@@ -119,9 +106,7 @@ class StatusServer:
         if "failure" in request:
             report = request["failure"]
             if self.failure_report is None:
-                self.failure_report = FailureReport(
-                    tuple(report["peers"]), report["reason"], report["found_by"], report["has_left"]
-                )
+                self.failure_report = FailureReport(**{**report, "peers": tuple(report["peers"])})
             return {}
         if "departure" in request:
             self.departures.setdefault(int(request["departure"]["rank"]), str(request["departure"]["reason"]))
@@ -138,14 +123,13 @@ class StatusServer:
             return None  # not a request of a rank, despite the secret
 
     def _request(
-        self, addresses: Mapping[int, StatusServerAddress], request: dict[str, Any], timeout_s: float
+        self, addresses: Mapping[int, Address], request: dict[str, Any], timeout_s: float
     ) -> dict[int, bytes | OSError]:
         line = self._secret + b" " + json.dumps(request).encode() + b"\n"
-        at = [(address.host, address.port) for address in addresses.values()]
-        return dict(zip(addresses, ask_all(at, line, timeout_s), strict=True))
+        return dict(zip(addresses, ask_all(list(addresses.values()), line, timeout_s), strict=True))
 
 
-def _status_of(outcome: bytes | OSError, address: StatusServerAddress, timeout_s: float) -> Status | NoAnswer | Unasked:
+def _status_of(outcome: bytes | OSError, address: Address, timeout_s: float) -> Status | NoAnswer | Unasked:
     if isinstance(outcome, TimeoutError):
         return NoAnswer(f"does not answer within {timeout_s:.1f} s: stopped, hung or unreachable", has_left=False)
     if isinstance(outcome, OSError) and is_local_failure(outcome):
@@ -155,4 +139,4 @@ def _status_of(outcome: bytes | OSError, address: StatusServerAddress, timeout_s
             raise outcome
         return Status(**json.loads(outcome))
     except (OSError, ValueError, TypeError) as error:
-        return NoAnswer(f"is dead or has left ({address.host}:{address.port}: {error})", has_left=True)
+        return NoAnswer(f"is dead or has left ({address[0]}:{address[1]}: {error})", has_left=True)

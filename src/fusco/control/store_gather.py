@@ -7,12 +7,13 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fusco.control.threads import in_thread
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import PeerFailureError, Stall, TransportError
 
 _Result = TypeVar("_Result")
@@ -25,16 +26,6 @@ _SILENT_S = 1.0  # a store that has not answered for so long is what a rank wait
 _PARTING, _MAX_PARTING_S = 0.05, 1.0
 
 
-class Watcher(Protocol):
-    """The methods of ``Watchdog`` that an all-gather uses."""
-
-    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        """Wait for a condition; raise if a rank fails meanwhile."""
-
-    def query_all_ranks(self, stall: Stall, symptom: str) -> Any:
-        """Raise if a rank is dead or has left, or if another rank has reported a failure."""
-
-
 class StoreGather:
     """All-gathers of small JSON values among the ranks of a group; all ranks make them in the same order.
 
@@ -43,7 +34,7 @@ class StoreGather:
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
-        self._watcher: Watcher | None = None
+        self._watcher: Watchdog | None = None
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         self.store: Store = _get_default_store()
         of_group = PrefixStore(f"fusco/{ranks}", self.store)
@@ -62,7 +53,7 @@ class StoreGather:
         """The host that serves the process group's store, which every rank can reach; this host if there is none."""
         return str(getattr(_bare(self.store), "host", None) or socket.gethostname())
 
-    def watched_by(self, watcher: Watcher) -> None:
+    def watched_by(self, watcher: Watchdog) -> None:
         """From now on wait through a watchdog, and ask it which rank is at fault if the store fails."""
         self._watcher = watcher
 

@@ -10,9 +10,10 @@ import hmac
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
@@ -30,33 +31,25 @@ class TcpConnections:
 
     name = "TCP mesh"  # of the all-gather of addresses, and in errors
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect, together with all ranks.
 
         Args:
-            store_gather: the all-gather of the group.
+            store_gather: the all-gather of the group; its ``wait_until`` raises if a rank does not connect.
             peers: ranks that this rank exchanges messages with; either all ranks have some, or none has.
             listen_on: the address by which peers reach this rank.
             secret: known to ranks only; authenticates their connections.
-            wait_until: waits for a condition, and raises if a rank does not connect.
 
         Raises:
             OSError: if the network fails.
-            Exception: any that ``wait_until`` raises.
+            FuscoError: see ``StoreGather.wait_until``.
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
         self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
-            self._connect(store_gather, peers, listen_on, wait_until)
+            self._connect(store_gather, peers, listen_on)
 
     @property
     def descriptors(self) -> dict[int, int]:
@@ -70,13 +63,7 @@ class TcpConnections:
             _, connection = self._connections.popitem()
             connection.close()
 
-    def _connect(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def _connect(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
                 addresses = store_gather.all_gather(self.name, listener.getsockname()[:2])
@@ -96,7 +83,7 @@ class TcpConnections:
                     return Stall("connecting", missing, f"{len(peers)} connections", f"{len(peers) - len(missing)}")
 
                 connecting = in_thread(connect)
-                wait_until(connecting.done, stall)
+                store_gather.wait_until(connecting.done, stall)
                 connecting.result()
             for connection in self._connections.values():
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -200,18 +187,11 @@ class Mesh(Protocol):
 class TcpMesh(TcpConnections):
     """A ``Mesh`` of one connection to each peer."""
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
         self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
-        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        super().__init__(store_gather, peers, listen_on, secret)
 
     def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
         """See ``Mesh``."""
@@ -229,6 +209,13 @@ class TcpMesh(TcpConnections):
     def is_done(self) -> bool:
         """See ``Mesh``."""
         return not (self._sending or self._receiving)
+
+    def awaited_sockets(self) -> list[int]:
+        """Return the sockets that this round waits for, see ``Watchdog.add_sockets``."""
+        connections = self._connections
+        return [readable(connections[peer].fileno()) for peer in self._receiving] + [
+            writable(connections[peer].fileno()) for peer in self._sending
+        ]
 
     def close(self) -> None:
         """Close the connections and drop all references to the caller's memory."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
+
+# At the interpreter's exit a thread that returns from a call of PyTorch ends the process: it may not take the GIL any
+# more, and C++ then terminates ("terminate called without an active exception"). A thread whose call is given up ends
+# within this time. One whose call blocks does not return before the process has ended.
+_EXIT_LIMIT_S = 0.5
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -18,7 +24,15 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
         except Exception as error:  # noqa: BLE001  raised again by ``Future.result``
             future.set_exception(error)
 
-    threading.Thread(target=run, name="fusco-connect", daemon=True).start()
+    thread = threading.Thread(target=run, name="fusco-connect", daemon=True)
+    thread.start()
+
+    def at_exit() -> None:
+        if thread.is_alive():  # in a forked process it is not
+            wait([future], _EXIT_LIMIT_S)
+
+    atexit.register(at_exit)
+    future.add_done_callback(lambda _: atexit.unregister(at_exit))
     return future
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
-from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
+from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
 from fusco.core.errors import PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
@@ -39,7 +40,7 @@ _MAX_DEPARTURE_S = 0.5
 class Peer:
     """Another rank: the address of its status server, and its process if it is on this machine."""
 
-    address: StatusServerAddress
+    address: Address
     pid: int
     is_on_this_machine: bool
 
@@ -64,11 +65,12 @@ class Watchdog:
         self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
         self._network_probes: list[Callable[[], str]] = []
         self._polls: list[Callable[[], bool]] = []
+        self._sockets: list[Callable[[], list[int] | None]] = []
         self._device_probes: list[Callable[[], Stall | None]] = []
         self._liveness = Liveness({rank: peer.pid for rank, peer in peers.items() if peer.is_on_this_machine})
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s, self._counter_wait = _FIRST_PAUSE_S, CounterWait()
 
     def add_network_probe(self, failure: Callable[[], str]) -> None:
         """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
@@ -85,13 +87,28 @@ class Watchdog:
         """Add a check of a device: ``stall`` returns the wait that timed out, ``None`` while the device works."""
         self._device_probes.append(stall)
 
-    def add_poll(self, poll: Callable[[], bool]) -> None:
-        """Add what progresses messages in every wait: ``poll`` never blocks, and returns whether any bytes moved."""
+    def add_poll(self, poll: Callable[[], bool], sockets: Callable[[], list[int] | None] = lambda: None) -> None:
+        """Add what progresses messages in every wait: ``poll`` never blocks, and returns whether any bytes moved.
+
+        For ``sockets`` see ``add_sockets``.
+        """
         self._polls.append(poll)
+        self.add_sockets(sockets)
+
+    def add_sockets(self, sockets: Callable[[], list[int] | None]) -> None:
+        """Add sockets that may end a wait for counters.
+
+        ``sockets`` returns those that messages under way wait for, by ``readable`` and ``writable``; ``None`` if they
+        are unknown, so that every wait must poll.
+        """
+        self._sockets.append(sockets)
 
     def poll(self) -> bool:
         """Progress messages without blocking; return whether any bytes moved."""
-        return sum(poll() for poll in self._polls) > 0
+        has_moved = False
+        for poll in self._polls:
+            has_moved |= poll()
+        return has_moved
 
     def check_device(self) -> None:
         """Raise ``PeerFailureError`` if a wait of the device has timed out."""
@@ -115,7 +132,7 @@ class Watchdog:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
         self._collective, self._operation = collective, operation
         self._since_progress = self._status_server.note(collective, operation, "start")
-        self._pause_s = _FIRST_PAUSE_S
+        self._restart_pauses()
 
     def end(self) -> None:
         """Note that the collective has ended on this rank."""
@@ -124,22 +141,41 @@ class Watchdog:
     def progress(self) -> None:
         """Note that the wait has made progress, which restarts the limit."""
         self._since_progress = time.monotonic()
-        self._pause_s = _FIRST_PAUSE_S
+        self._restart_pauses()
 
-    def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        """Wait for a condition; ``stall`` describes the wait and is called between pauses only."""
+    def _restart_pauses(self) -> None:
+        self._pause_s = _FIRST_PAUSE_S
+        self._counter_wait.restart()
+
+    def wait_until(
+        self, is_ready: Callable[[], bool], stall: Callable[[], Stall], counters: Counters | None = None
+    ) -> None:
+        """Wait for a condition.
+
+        Args:
+            is_ready: whether it holds.
+            stall: describes the wait; called between pauses only.
+            counters: if given, all of them have their values when the condition holds, or what ``add_sockets`` named
+                has something to do.
+        """
         self.progress()
         while not is_ready():
-            self.pause(stall)
+            self.pause(stall, counters)
         self.progress()
 
-    def pause(self, stall: Callable[[], Stall]) -> None:
-        """Sleep shortly for want of progress, or raise ``PeerFailureError`` once none can be expected."""
+    def pause(self, stall: Callable[[], Stall], counters: Counters | None = None, *, is_any: bool = False) -> None:
+        """Sleep shortly for want of progress, or raise ``PeerFailureError`` once none can be expected.
+
+        With ``counters`` no longer than until they have their values, or with ``is_any`` until one of them has.
+        """
         if self.poll():
             self.progress()
             return
         now = time.monotonic()
-        if now - self._since_progress < self._spin_s:
+        if counters is not None and (sockets := self._awaited_sockets()) is not None:
+            wait = self._counter_wait
+            (wait.spin if now - self._since_progress < self._spin_s else wait.sleep)(counters, sockets, is_any=is_any)
+        elif now - self._since_progress < self._spin_s:
             os.sched_yield()  # time.sleep(0) takes 53 us since Python 3.11 (CPython issue 125997), this one 0.3
         else:
             time.sleep(self._pause_s)
@@ -228,6 +264,14 @@ class Watchdog:
         """Stop watching processes and connections."""
         self._liveness.close()
 
+    def _awaited_sockets(self) -> list[int] | None:
+        found: list[int] = []
+        for sockets in self._sockets:
+            if (more := sockets()) is None:
+                return None
+            found += more
+        return found
+
     def _network_failure(self) -> str:
         return next((failure for probe in self._network_probes if (failure := probe())), "")
 
@@ -284,7 +328,7 @@ class Watchdog:
         # Also to the ranks at fault: a late or stopped rank should learn why the others have left when it continues.
         self._status_server.report_failure(self._living(), failure_report, _REPORTING * self._timeout_s)
 
-    def _living(self) -> dict[int, StatusServerAddress]:
+    def _living(self) -> dict[int, Address]:
         return {rank: peer.address for rank, peer in self._peers.items() if not self._liveness.is_dead(rank)}
 
     def _failure(self, stall: Stall, failure_report: FailureReport) -> PeerFailureError:

@@ -26,9 +26,13 @@ _TIMEOUT_S = 120.0
 def load_c_library(source: Path) -> ctypes.CDLL:
     """Return a C source as a library of this process, whose functions release the interpreter's lock.
 
-    Raises ``CompileError`` as ``compile_c``.
+    Raises ``CompileError`` as ``compile_c``, and if the system does not load the library.
     """
-    return ctypes.CDLL(str(compile_c(source.stem, [source])))
+    path = compile_c(source.stem, [source])
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # such as a cache on a file system that is mounted noexec
+        raise CompileError(f"{path} was compiled but cannot be loaded: {error}; set FUSCO_CACHE_DIR") from error
 
 
 def compile_c(name: str, sources: Sequence[Path], flags: Sequence[str] = (), folder: CacheFolder | None = None) -> Path:

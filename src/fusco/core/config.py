@@ -27,9 +27,9 @@ class Settings:
             ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
             the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated, at twice the bytes.
-        slice_order: the order of destination nodes. ``"in-turn"``: a rank sends one slice to each other node in turn.
-            ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only (FAST); for
-            skewed routing on networks that slow down when several nodes send to one.
+        slice_order: the order of destination nodes. ``"in-turn"``: a rank sends to all nodes, and ends with all
+            together. ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only
+            (FAST); for skewed routing on networks that slow down when several nodes send to one.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.

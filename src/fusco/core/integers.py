@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
+MAX_INT32 = 2**31 - 1
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.compiled import compiled
 from fusco.core.groups import Groups
 from fusco.core.topology import Topology
 
@@ -37,7 +38,8 @@ class Runs(NamedTuple):
 
     def select(self, index: npt.NDArray[np.bool_] | IntArray) -> Runs:
         """Return some of the runs, by mask or by index."""
-        return Runs(*(column[index] for column in self))
+        index = index.nonzero()[0] if index.dtype == np.bool_ else index
+        return Runs(*(column.take(index) for column in self))
 
     def offsets_by(self, rank: IntArray) -> IntArray:
         """Return the rows of earlier runs with the same entry in ``rank``: places in the memory of that rank.
@@ -50,17 +52,23 @@ class Runs(NamedTuple):
 
 
 def sums_before(values: IntArray, key: IntArray) -> IntArray:
-    """Return for each entry the sum of the earlier values with the same key.
+    """Return for each entry the sum of the earlier values with the same key, which is not negative.
 
     >>> sums_before(np.array([5, 2, 4]), np.array([0, 1, 0])).tolist()
     [0, 0, 5]
     """
-    order = np.argsort(key, kind="stable")
-    before, sorted_key = np.cumsum(values[order]) - values[order], key[order]
-    starts = np.searchsorted(sorted_key, sorted_key)
-    result = np.empty_like(before)
-    result[order] = before - before[starts] if len(starts) else before
-    return result
+    before: IntArray = _sums_before(np.ascontiguousarray(values), np.ascontiguousarray(key))
+    return before
+
+
+@compiled(nogil=True)
+def _sums_before(values: Any, key: Any) -> Any:
+    before = np.empty(len(values), np.int64)
+    sums = np.zeros(key.max() + 1 if len(key) else 0, np.int64)
+    for i in range(len(values)):
+        before[i] = sums[key[i]]
+        sums[key[i]] += values[i]
+    return before
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,15 +11,19 @@ LEAST_VERSIONS = {"torch": "2.7", "numba": "0.61", "numpy": "1.26"}  # as in pyp
 LEAST_OF_FSDP = {"torch": "2.11", "transformers": "5.9"}
 
 
+class RequirementError(ImportError):
+    """A package that fusco needs is missing or too old."""
+
+
 @lru_cache(maxsize=1)
 def check_torch() -> None:
-    """Raise ``ImportError`` if the installed torch is too old for fusco, without importing it."""
+    """Raise ``RequirementError`` if the installed torch is too old for fusco, without importing it."""
     if installed("torch"):  # else its import raises; torch may be installed without metadata
         _check("fusco", {"torch": LEAST_VERSIONS["torch"]})
 
 
 def check_fsdp(user: str, packages: tuple[str, ...] = ("torch", "transformers")) -> None:
-    """Raise ``ImportError`` if one of these packages is missing or too old for ``user``, without importing any."""
+    """Raise ``RequirementError`` if one of these packages is missing or too old for ``user``, without importing any."""
     _check(user, {name: LEAST_OF_FSDP[name] for name in packages})
 
 
@@ -29,7 +33,7 @@ def _check(user: str, least: Mapping[str, str]) -> None:
         needs = " and ".join(f"{name} {least[name]} or newer" for name in lacking)
         found = ", ".join(f"{name} {installed(name) or 'not at all'}" for name in lacking)
         remedy = " ".join(f"'{name}>={least[name]}'" for name in lacking)
-        raise ImportError(f"{user} needs {needs}; installed is {found}: pip install {remedy}")
+        raise RequirementError(f"{user} needs {needs}; installed is {found}: pip install {remedy}")
 
 
 def installed(package: str) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from fusco.control.counters import Counters, no_counters
 from fusco.core.errors import Stall
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype
@@ -49,6 +51,14 @@ class ReturningRun(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class MissingSums(NamedTuple):
+    """Sums of another node that are not there yet: the ranks to wait for, chunks needed, and what announces them."""
+
+    ranks: tuple[int, ...]
+    num_chunks: int
+    counters: Counters
+
+
 def as_rows(memory: torch.Tensor, num_rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """View the first bytes of ``memory`` as a matrix."""
     return memory[: num_rows * hidden * dtype.itemsize].view(dtype).view(num_rows, hidden)
@@ -71,6 +81,19 @@ class ProducePartialSums:
     def is_done(self) -> bool:
         """True if everything is produced."""
         return not self._num_left
+
+    def awaited(self) -> Counters:
+        """Return the counts of messages that consumers took, of which one announces a free slot."""
+        if not self._num_left:
+            return no_counters()
+        memory, rings = self._memory, self._memory.rings_out
+        produced_flag = memory.layout.control.produced_flag
+        waiting = [
+            (rings.addresses[consumer, 1], memory.own.load(produced_flag(consumer)) - rings.depth + 1)
+            for consumer, (first, end) in enumerate(self._chunks.local_to_chunks.tolist())
+            if first < end and consumer != memory.local
+        ]
+        return np.array(waiting, np.int64)
 
     def stall(self) -> Stall:
         """Describe the wait for consumers to free slots."""
@@ -104,7 +127,7 @@ class FoldSums:
         first, end = chunks.local_to_chunks[memory.local]
         self._chunks = [RowChunk(*chunk) for chunk in chunks.bounds[first:end].tolist()]
         self._returning = self._returning_runs()
-        self._missing: tuple[tuple[int, ...], int] | None = None  # ranks whose sums were not there, and how many
+        self._missing: MissingSums | None = None
         self._num_done = 0
         self._next_local = 0  # local rank whose partial sums the current chunk adds next
         self._is_waiting = False  # for those
@@ -130,6 +153,16 @@ class FoldSums:
         """True if every held row is summed and every forwarded one has been sent."""
         return self._num_done == len(self._chunks) and self._send_ring.is_drained
 
+    def awaited(self) -> Counters:
+        """Return the counter that announces the next sums of this node, or those of another."""
+        memory = self._memory
+        if self._num_done == len(self._chunks):
+            return no_counters()
+        if (producer := self._next_local) < len(memory.ranks):
+            num_taken = memory.own.load(memory.layout.control.consumed_flag(producer))
+            return np.array([(memory.rings_in.addresses[producer, 0], num_taken + 1)])
+        return self._missing.counters if self._missing else no_counters()
+
     def stall(self) -> Stall:
         """Describe the wait for partial sums of a rank of the node, for rows of another node, or for the network."""
         expected = f"chunk {self._num_done + 1} of {len(self._chunks)}"
@@ -139,7 +172,7 @@ class FoldSums:
             producer = self._memory.ranks[self._next_local]
             return Stall("adding partial sums", (producer,), f"partial sums for {expected}", "none")
         if self._chunks[self._num_done].dst == self._plan.rank:
-            ranks, num_chunks = self._missing or ((), 0)
+            ranks, num_chunks, _ = self._missing or ((), 0, None)
             return Stall("adding sums of other nodes", ranks, f"{num_chunks} chunks of them for {expected}", "fewer")
         return Stall("sending sums", self._remote_sources(), f"room to send {expected}", "all slots on the network")
 
@@ -173,13 +206,15 @@ class FoldSums:
         plan, memory = self._plan, self._memory
         first_row = plan.routing.src_to_first_row[plan.rank]
         tokens = torch.tensor([chunk.first - first_row, chunk.end - first_row], device="cpu")
-        found = []
+        found, self._missing = [], None
         for run in self._returning:
             first, end = torch.searchsorted(run.tokens, tokens).tolist()
             if first < end:
                 num_needed = run.num_chunks_before - (-end // self._rows_per_chunk)
-                if memory.flags[run.carrier].load(run.flag) < memory.layout.tag(self._call.sequence_number, num_needed):
-                    self._missing = (run.ranks, num_needed)
+                value = memory.layout.tag(self._call.sequence_number, num_needed)
+                if memory.flags[run.carrier].load(run.flag) < value:
+                    counters = np.array([(memory.addresses[run.carrier] + 8 * run.flag, value)])
+                    self._missing = MissingSums(run.ranks, num_needed, counters)
                     return False
                 found.append((run, first, end))
         for run, first, end in found:

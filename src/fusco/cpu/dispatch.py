@@ -8,27 +8,28 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from fusco.control.counters import Counters
 from fusco.core.errors import Stall
+from fusco.core.lanes import IntArray
 from fusco.core.profile import Call, CallProfile
 from fusco.cpu.channel import SendRing
-from fusco.cpu.kernels.copy_segments import copy_segments
+from fusco.cpu.kernels.gather_rows import gather_rows
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
 from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
-from fusco.planner.sending import SendingStage, order_of_slices
+from fusco.planner.sending import SendingStage, in_proportion, order_of_slices
 
 
 class Outgoing(NamedTuple):
-    """Slice to send: the rank that receives it, the local rank in whose pool its rows are, and their offsets there."""
+    """Slice to send: the rank that receives it, the local rank in whose pool its rows are, and which rows."""
 
     forwarder: int
     owner: int
-    offsets: torch.Tensor
+    rows: IntArray
 
 
 class SendRows:
@@ -39,39 +40,33 @@ class SendRows:
 
     def __init__(self, plan: CpuPlan, memory: CpuMemory, ring: SendRing, row_bytes: int, call: Call) -> None:
         self._memory, self._ring, self._row_bytes, self._call = memory, ring, row_bytes, call
-        rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        num_nodes, pool_offset = plan.topology.num_nodes, memory.layout.pool_offset(0)
+        rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
+        num_nodes = plan.topology.num_nodes
         # The next node first, so that nodes do not all send to the same one.
         per_node: dict[int, list[Outgoing]] = {(plan.node + step) % num_nodes: [] for step in range(1, num_nodes)}
         for src, node, first, end, _, forwarder in zip(*(c.tolist() for c in plan.rank_lanes.carried), strict=True):
-            offsets = pool_offset + plan.src_to_forwarding[src].node_to_tokens[node][first:end] * row_bytes
-            owner = plan.topology.rank_to_local[src]
-            per_node[node] += [Outgoing(forwarder, owner, piece) for piece in torch.split(offsets, rows_per_slice)]
-        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_turn(per_node)
-        self._slot_offsets = torch.arange(rows_per_slice, device="cpu") * row_bytes
-        self._sizes = torch.full((rows_per_slice,), row_bytes, device="cpu")
+            tokens, owner = plan.src_to_forwarding[src].node_to_tokens[node].numpy(), plan.topology.rank_to_local[src]
+            per_node[node] += [
+                Outgoing(forwarder, owner, tokens[i : min(i + rows_per_slice, end)])
+                for i in range(first, end, rows_per_slice)
+            ]
+        self._todo = _staged(per_node, plan.sending_stages) if plan.sending_stages else _in_proportion(per_node)
         self._num_sent = 0
 
     def step(self) -> bool:
-        """Gather and send one slice if a slot is free, and its rows are there."""
+        """Gather and send one slice if a slot is free."""
         slot = self._ring.slot()
         if slot is None or self._num_sent == len(self._todo):
             return False
-        forwarder, owner, offsets = self._todo[self._num_sent]
-        if not self._is_there(owner):
-            return False
-        n = len(offsets)
-        copy_segments(self._memory.bytes[owner], offsets, slot, self._slot_offsets[:n], self._sizes[:n])
-        self._ring.commit(n * self._row_bytes, forwarder)
-        self._call.profile.internode_row_bytes += n * self._row_bytes
+        forwarder, owner, rows = self._todo[self._num_sent]
+        num_bytes, profile = len(rows) * self._row_bytes, self._call.profile
+        gather_rows(int(self._memory.pools[owner]), rows, self._row_bytes, slot)
+        self._ring.commit(num_bytes, forwarder)
+        profile.internode_row_bytes += num_bytes
         if owner != self._memory.local:
-            self._call.profile.lane_row_bytes += n * self._row_bytes
+            profile.lane_row_bytes += num_bytes
         self._num_sent += 1
         return True
-
-    def _is_there(self, owner: int) -> bool:
-        """Return whether a local rank has copied its rows into its pool."""
-        return self._memory.flags[owner].load(self._memory.layout.rows_flag) >= self._call.sequence_number
 
     @property
     def is_done(self) -> bool:
@@ -80,8 +75,6 @@ class SendRows:
 
     def stall(self) -> Stall:
         """Describe the wait for forwarders to take slices."""
-        if self._num_sent < len(self._todo) and not self._is_there(owner := self._todo[self._num_sent].owner):
-            return Stall("carrying rows", (self._memory.ranks[owner],), "its rows in its pool", "none")
         forwarders = tuple(dict.fromkeys(forwarder for forwarder, _, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 
@@ -151,8 +144,8 @@ class ScatterRows:
             for output, size, end in zip(outputs, sizes, accumulate(sizes), strict=True)
         ]
         self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
-        self._rows_per_slice = memory.layout.rows_per_slot(row_bytes)
-        self._rows, self._ranks = self._source_rows(collective)
+        self._rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
+        self._rows = self._source_rows(collective)
         self._num_done = np.zeros(len(self._rows), np.int64)
         self._num_left = len(self._rows)
 
@@ -177,44 +170,50 @@ class ScatterRows:
         """True if every slot is filled."""
         return not self._num_left
 
+    def awaited(self) -> Counters:
+        """Return the flags of which one announces more rows."""
+        sources = SourceRows(*self._rows.T)
+        left = np.flatnonzero(self._num_done < sources.num_rows)
+        next_step = self._num_done[left] // sources.rows_per_step[left] + 1
+        return np.stack((sources.flag[left], sources.before[left] + next_step), axis=1)
+
     def stall(self) -> Stall:
         """Describe the wait for rows in the pools of this node."""
         num_left = self._rows[:, SourceRows._fields.index("num_rows")] - self._num_done
-        ranks = dict.fromkeys(self._ranks[num_left > 0].ravel().tolist())
+        runs, own = self._plan.rank_lanes.incoming, np.array(self._memory.ranks)
+        waited_for = np.stack([np.append(own, column) for column in (runs.src, runs.carrier, runs.forwarder)], axis=1)
+        ranks = dict.fromkeys(waited_for[num_left > 0].ravel().tolist())
         ranks.pop(self._memory.rank, None)
         seen, expected = int(self._num_done[num_left > 0].sum()), int(num_left.sum())
         return Stall("scattering rows", tuple(ranks), f"{seen + expected} rows in the pools of this node", f"{seen}")
 
-    def _source_rows(self, collective: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return a ``SourceRows`` for each rank of the node and each run from others, and the ranks to wait for.
+    def _source_rows(self, collective: int) -> IntArray:
+        """Return a ``SourceRows`` for each rank of the node and each run from others.
 
         Rows of this node are first, as they do not wait for the network.
         """
         plan, memory, rows_per_slice = self._plan, self._memory, self._rows_per_slice
         runs, first_row = plan.rank_lanes.incoming, np.array(plan.routing.src_to_first_row)
         ranks, holder = np.array(memory.ranks), memory.locals[runs.forwarder]
-        num_rows = first_row[ranks + 1] - first_row[ranks]
-        own = SourceRows(
-            flag=memory.rows_flags,
-            before=np.full(len(ranks), collective - 1),
-            rows_per_step=num_rows,
-            pool=memory.pools,
-            first_row=first_row[ranks],
-            num_rows=num_rows,
-            is_of_peer=ranks != memory.rank,
-        )
+        num_rows, num_own = first_row[ranks + 1] - first_row[ranks], len(ranks)
+        table = np.empty((num_own + len(holder), len(SourceRows._fields)), np.int64)
+        own = SourceRows(*table[:num_own].T)
+        own.flag[:] = memory.rows_flags
+        own.before[:] = collective - 1
+        own.rows_per_step[:] = own.num_rows[:] = num_rows
+        own.pool[:] = memory.pools
+        own.first_row[:] = first_row[ranks]
+        own.is_of_peer[:] = ranks != memory.rank
         chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)
-        of_runs = SourceRows(
-            flag=memory.arrival_flags[holder, runs.carrier],
-            before=memory.layout.tag(collective, 0) + chunks,
-            rows_per_step=np.full(len(holder), rows_per_slice),
-            pool=memory.crossing_pools[holder] + runs.offsets_by(runs.forwarder) * self._row_bytes,
-            first_row=first_row[runs.src] + runs.first,
-            num_rows=runs.num_rows,
-            is_of_peer=holder != memory.local,
-        )
-        waited_for = np.concatenate((np.stack([ranks] * 3), np.stack([runs.src, runs.carrier, runs.forwarder])), axis=1)
-        return np.concatenate((np.stack(own), np.stack(of_runs)), axis=1).T.copy(), waited_for.T
+        of_runs = SourceRows(*table[num_own:].T)
+        of_runs.flag[:] = memory.arrival_flags[holder, runs.carrier]
+        of_runs.before[:] = memory.layout.tag(collective, 0) + chunks
+        of_runs.rows_per_step[:] = rows_per_slice
+        of_runs.pool[:] = memory.crossing_pools[holder] + runs.offsets_by(runs.forwarder) * self._row_bytes
+        of_runs.first_row[:] = first_row[runs.src] + runs.first
+        of_runs.num_rows[:] = runs.num_rows
+        of_runs.is_of_peer[:] = holder != memory.local
+        return table
 
 
 def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
@@ -223,10 +222,10 @@ def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], No
     return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
-def _in_turn(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
-    """Interleave the slices: one for each node, then the next for each."""
-    longest = max(map(len, per_node.values()), default=0)
-    return [slices[i] for i in range(longest) for slices in per_node.values() if i < len(slices)]
+def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
+    """Sort the slices so that all forwarders get their last ones together."""
+    slices = list(itertools.chain(*per_node.values()))
+    return [slices[i] for i in in_proportion(np.array([each.forwarder for each in slices], np.int64))]
 
 
 def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
+from fusco.control.counters import Counters
 from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
+from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call
-from fusco.core.rail_names import rail_names
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
@@ -107,6 +108,8 @@ class CpuEngine:
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
         published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
+        self._routing_exchange.publish(request.routing)
+        self._stage(request.payloads, call)
 
         def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
@@ -120,6 +123,7 @@ class CpuEngine:
         return Pending(published.pack(), run)
 
     def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
+        self._stage(request.payloads, call)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, call))
 
     def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
@@ -148,15 +152,18 @@ class CpuEngine:
             sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
         )
 
+    def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
+        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later."""
+        sizes, num_tokens = list(map(row_bytes, payloads)), len(payloads[0])
+        with call.profile.spend("staging"):
+            rows = self._memory.own_rows((num_tokens, sum(sizes)))
+            for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
+                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
+
     def _move_rows(self, plan: CpuPlan, payloads: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
         sizes = list(map(row_bytes, payloads))
-        bytes_per_token, num_tokens = sum(sizes), len(payloads[0])
-        with call.profile.spend("staging"):
-            rows = memory.own_rows((num_tokens, bytes_per_token))
-            for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
-                rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
-            memory.own.store(self._layout.rows_flag, call.sequence_number)
+        bytes_per_token = sum(sizes)
         with call.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
             outputs = [
@@ -168,12 +175,15 @@ class CpuEngine:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
             received = plan.rank_lanes.received
+            rows_per_slice = plan.rows_per_slice(self._layout.rows_per_slot(bytes_per_token))
+            scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile)
             self._run(
                 [
                     SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
-                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, bytes_per_token, call),
-                    ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile),
-                ]
+                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, rows_per_slice, call),
+                    scatter,
+                ],
+                scatter.awaited,
             )
         return outputs
 
@@ -183,10 +193,10 @@ class CpuEngine:
         with call.profile.spend("wire"):
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
             wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
-            rows_per_chunk = self._layout.rows_per_slot(terms.sum_bytes)
-            chunks = cut_chunks(plan.held_rows, len(self._memory.ranks), rows_per_chunk)
+            rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
+            chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
             carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
-            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, terms.sum_bytes, call)
+            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
@@ -200,7 +210,8 @@ class CpuEngine:
                 rows_per_chunk=rows_per_chunk,
                 call=call,
             )
-            self._run([ProducePartialSums(self._memory, terms, chunks), fold, returned])
+            produce = ProducePartialSums(self._memory, terms, chunks)
+            self._run([produce, fold, returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -279,9 +290,9 @@ class CpuEngine:
         self._resources.close()
         self._recycler.close()
 
-    def _run(self, tasks: Sequence[Task]) -> None:
+    def _run(self, tasks: Sequence[Task], awaited: Callable[[], Counters] | None = None) -> None:
         """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
-        run_tasks(tasks, self._watchdog)
+        run_tasks(tasks, self._watchdog, awaited)
         transport = self._transport
         if transport.unflushed_peers:
             self._watchdog.wait_until(
@@ -293,11 +304,10 @@ class CpuEngine:
         return SendRing(self._transport, self._send_slots)
 
     def _receive_rows(
-        self, peer: IntArray, num_rows: IntArray, row_bytes: int, slot_row_bytes: int, call: Call
+        self, peer: IntArray, num_rows: IntArray, row_bytes: int, rows_per_slice: int, call: Call
     ) -> ReceiveRows:
-        rows_per_slice, number = self._layout.rows_per_slot(slot_row_bytes), call.sequence_number
         runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
-        return ReceiveRows(self._memory, self._transport, number, runs, row_bytes, rows_per_slice)
+        return ReceiveRows(self._memory, self._transport, call.sequence_number, runs, row_bytes, rows_per_slice)
 
     def _streams(self) -> CpuSegmentChannels:
         return CpuSegmentChannels(self._memory, self._transport, self._private)
@@ -318,16 +328,15 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
     has_rails = bool(peers and rail_names())
 
     def connect() -> Transport:
-        secret, wait_until = connections.secret, watchdog.wait_until
         if has_rails:
             neighbours = topology.node_to_ranks[local_node]
-            return RailTransport(store_gather, peers, neighbours, configured_rails, secret, wait_until)
-        return TcpTransport(store_gather, peers, connections.listen_on, secret, wait_until)
+            return RailTransport(store_gather, peers, neighbours, configured_rails, connections.secret)
+        return TcpTransport(store_gather, peers, connections.listen_on, connections.secret)
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
     watchdog.add_network_probe(lambda: transport.failure)
     if peers:
-        watchdog.add_poll(transport.poll)
+        watchdog.add_poll(transport.poll, transport.awaited_sockets)
     watchdog.end()
     return transport

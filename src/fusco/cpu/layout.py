@@ -34,7 +34,7 @@ class CpuLayout:
     @cached_property
     def control(self) -> ControlLayout:
         """Layout of flags and records."""
-        return ControlLayout(self.topology, num_data_flags=1 + self.topology.num_nodes + self.topology.world_size)
+        return ControlLayout(self.topology, num_data_flags=self.topology.num_nodes + self.topology.world_size)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -45,18 +45,13 @@ class CpuLayout:
         """Return the rows per slice: as many as fit into a slot. Sender and receiver cut by it."""
         return self.slot_bytes // row_bytes
 
-    @property
-    def rows_flag(self) -> int:
-        """Flag: number of the last collective whose local rows are in the pool."""
-        return self.control.data_flag(0)
-
     def routing_flag(self, node: int) -> int:
         """Flag: number of the last collective for which the routing of the counterpart on ``node`` has arrived."""
-        return self.control.data_flag(1 + node)
+        return self.control.data_flag(node)
 
     def arrival_flag(self, rank: int) -> int:
         """Flag: number of slices that arrived from ``rank``, tagged with the collective (see ``tag``)."""
-        return self.control.data_flag(1 + self.topology.num_nodes + rank)
+        return self.control.data_flag(self.topology.num_nodes + rank)
 
     @staticmethod
     def tag(collective: int, count: int) -> int:
@@ -65,26 +60,36 @@ class CpuLayout:
 
     # Sections.
 
-    @property
+    @cached_property
     def _ids_region_bytes(self) -> int:
         return align(4 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
 
-    @property
+    @cached_property
     def _weights_region_bytes(self) -> int:
         return align(8 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
 
+    @cached_property
+    def _pool_part_bytes(self) -> int:
+        return align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
+
+    @cached_property
+    def _starts(self) -> tuple[int, int, int]:
+        """Offsets of ids, weights and pool."""
+        num_nodes, ids = self.topology.num_nodes, self.control.num_bytes
+        weights = ids + num_nodes * self._ids_region_bytes
+        return ids, weights, weights + num_nodes * self._weights_region_bytes
+
     def ids_offset(self, region: int) -> int:
         """Offset of expert ids, int32 (num_tokens, num_topk)."""
-        return self.control.num_bytes + region * self._ids_region_bytes
+        return self._starts[0] + region * self._ids_region_bytes
 
     def weights_offset(self, region: int) -> int:
         """Offset of weights, at most eight bytes each, (num_tokens, num_topk)."""
-        return self.ids_offset(self.topology.num_nodes) + region * self._weights_region_bytes
+        return self._starts[1] + region * self._weights_region_bytes
 
     def pool_offset(self, num_before: int) -> int:
         """Offset in the pool: 0 of this rank's packed rows, 1 of rows that cross between nodes, then of its end."""
-        part_bytes = align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
-        return self.weights_offset(self.topology.num_nodes) + num_before * part_bytes
+        return self._starts[2] + num_before * self._pool_part_bytes
 
     @property
     def max_crossing_rows(self) -> int:

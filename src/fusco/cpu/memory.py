@@ -22,10 +22,11 @@ class CpuMemory:
         self.addresses = [memory.data_ptr() for memory in self.bytes]
         topology = layout.topology
         self.nodes, self.locals = np.array(topology.rank_to_node), np.array(topology.rank_to_local)  # by rank
-        # By local rank: addresses of its rows, of rows that cross between nodes, and of flags that announce them.
+        # By local rank: addresses of its rows, of rows that cross between nodes, and of the flags that announce these.
+        # A rank's rows and routing are there when its record is.
         self.pools = np.array([base + layout.pool_offset(0) for base in self.addresses])
         self.crossing_pools = np.array([base + layout.pool_offset(1) for base in self.addresses])
-        self.rows_flags = np.array([base + 8 * layout.rows_flag for base in self.addresses])
+        self.rows_flags = np.array([base + 8 * layout.control.record_flag(self.node) for base in self.addresses])
         arrival_flags = [layout.arrival_flag(rank) for rank in range(topology.world_size)]
         self.arrival_flags = np.array([[base + 8 * flag for flag in arrival_flags] for base in self.addresses])
         # Addresses of the ids and weights of each rank's tokens on this node: its counterpart here receives them.

@@ -17,12 +17,25 @@ from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import SendingStage
 
+# Messages of the busiest rank, and most of them in the memory of one. With 13 MB for each rank and 62.5 MB/s, slices of
+# 1 MiB took 1.27 of the bound for a dispatch, of 256 KiB 1.18 (docs/performance/network.md).
+_SLICES_PER_RANK, _MAX_SLICES_PER_SLOT = 32, 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class CpuPlan(DispatchPlan):
     """See ``DispatchPlan``; ``pairs`` has its distribution, and more."""
 
     pairs: PlannedPairs
+
+    def rows_per_slice(self, rows_per_slot: int) -> int:
+        """Return the rows of a message between nodes: those of a ring slot, or fewer so that the busiest rank has many.
+
+        All flows of a rank end together, but for a slice of each (``in_proportion``).
+        """
+        busiest = max(self.lanes.sent_rows.max(), self.lanes.received_rows.max())
+        least = rows_per_slot // _MAX_SLICES_PER_SLOT
+        return max(1, least, min(int(busiest) // _SLICES_PER_RANK, rows_per_slot))
 
     @cached_property
     def src_to_forwarding(self) -> dict[int, NodeForwarding]:
@@ -45,15 +58,13 @@ class CpuPlan(DispatchPlan):
         """
         topology, runs = self.topology, self.rank_lanes.incoming
         first_row, ranks = np.array(self.routing.src_to_first_row), np.array(topology.node_to_ranks[self.node])
-        locals_ = np.array(topology.rank_to_local)
-        incoming = (
-            locals_[runs.forwarder],
-            runs.carrier,
-            first_row[runs.src] + runs.first,
-            first_row[runs.src] + runs.end,
-        )
-        own = (locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1])
-        held = np.concatenate((np.stack(incoming, axis=1), np.stack(own, axis=1)))
+        locals_, num_runs = np.array(topology.rank_to_local), len(runs.src)
+        held = np.empty((num_runs + len(ranks), 4), np.int64)
+        incoming, own = held[:num_runs], held[num_runs:]
+        incoming[:, 0], incoming[:, 1] = locals_[runs.forwarder], runs.carrier
+        incoming[:, 2] = first_row[runs.src] + runs.first
+        incoming[:, 3] = incoming[:, 2] + runs.num_rows
+        own[:, 0], own[:, 1], own[:, 2], own[:, 3] = locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1]
         return held[np.argsort(held[:, 0], kind="stable")]
 
 

@@ -38,21 +38,19 @@ class RailTransport:
         neighbours: Sequence[int],
         find_rails: Callable[[int], Sequence[Rail]],
         secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
     ) -> None:
         """Connect, together with all ranks.
 
         Args:
-            store_gather: the all-gather of the group.
+            store_gather: the all-gather of the group; its ``wait_until`` raises if a rank does not connect.
             peers: the ranks of other nodes.
             neighbours: the ranks of this node, with this rank.
             find_rails: returns the rails of this host for a number of workers.
             secret: known to ranks only; names the channels.
-            wait_until: waits for a condition, and raises if a rank does not connect.
 
         Raises:
             TransportError: on all ranks, if one cannot listen on its rails.
-            Exception: any that ``wait_until`` raises.
+            FuscoError: see ``StoreGather.wait_until``.
         """
         self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
@@ -73,9 +71,8 @@ class RailTransport:
                 error = str(problem)
             found = store_gather.all_gather("rails", {"error": error, "address": address})
             raise_if_any([entry["error"] for entry in found], TransportError)
-            self._connect(
-                {peer: Address.from_bytes(found[peer]["address"].encode()) for peer in peers}, secret, wait_until
-            )
+            addresses = {peer: Address.from_bytes(found[peer]["address"].encode()) for peer in peers}
+            self._connect(addresses, secret, store_gather)
         except BaseException:
             self.close()
             raise
@@ -105,6 +102,9 @@ class RailTransport:
         has_moved, self._last_seen = seen != self._last_seen, seen
         return has_moved
 
+    def awaited_sockets(self) -> None:
+        """Unknown: chunks of a message may take any rail."""
+
     @property
     def unflushed_peers(self) -> tuple[int, ...]:
         return tuple(peer for peer, channel in self._channels.items() if channel.owes_credits)
@@ -115,12 +115,7 @@ class RailTransport:
             self._endpoint.close()
             self._endpoint = None
 
-    def _connect(
-        self,
-        addresses: Mapping[int, Address],
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def _connect(self, addresses: Mapping[int, Address], secret: str, store_gather: StoreGather) -> None:
         """Dial the lower ranks, and wait for the higher ones: until all rails are connected, or enough of them."""
         endpoint, names, since = self._endpoint, {}, 0.0
         assert endpoint
@@ -144,7 +139,7 @@ class RailTransport:
             missing = tuple(peer for peer in names if peer not in self._channels)
             return Stall("connecting rails", missing, "a rail to each", f"{len(self._channels)} of {len(names)}")
 
-        wait_until(are_connected, stall)
+        store_gather.wait_until(are_connected, stall)
 
     def _finisher(
         self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None

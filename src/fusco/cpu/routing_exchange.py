@@ -47,6 +47,13 @@ class RoutingExchange:
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._remote_nodes = self._topology.remote_nodes(memory.rank)
 
+    def publish(self, routing: Routing) -> None:
+        """Copy this rank's routing to where its node reads it. This rank's record, which follows, announces it."""
+        memory, shape = self._memory, (routing.num_tokens, routing.num_topk)
+        memory.ids(memory.local, memory.node, *shape).copy_(routing.topk_idx)
+        if (weights := routing.topk_weights) is not None:
+            memory.weights(memory.local, memory.node, shape, weights.dtype).copy_(weights.detach())
+
     def exchange(
         self,
         collective: int,
@@ -55,7 +62,7 @@ class RoutingExchange:
         num_tokens_to_node: Sequence[Sequence[int]],
         profile: CallProfile,
     ) -> NodeRouting:
-        """Publish routing, and return the routing of every token that this node needs.
+        """Return the routing of every token that this node needs; all ranks have published theirs.
 
         Args:
             collective: number of the collective.
@@ -67,13 +74,6 @@ class RoutingExchange:
         memory = self._memory
         num_topk = routing.num_topk
         weights_dtype = None if routing.topk_weights is None else routing.topk_weights.dtype
-        memory.ids(memory.local, memory.node, routing.num_tokens, num_topk).copy_(routing.topk_idx)
-        if weights_dtype:
-            assert routing.topk_weights is not None
-            shape = (routing.num_tokens, num_topk)
-            memory.weights(memory.local, memory.node, shape, weights_dtype).copy_(routing.topk_weights.detach())
-        memory.own.store(self._layout.routing_flag(memory.node), collective)
-
         tickets: list[Ticket] = []
         for node in self._remote_nodes:
             tickets += self._receive_routing(collective, node, num_tokens_to_node, num_topk, weights_dtype)
@@ -83,7 +83,7 @@ class RoutingExchange:
         num_sent = sum(forwarding.num_tokens_to_node[node] for node in self._remote_nodes)
         profile.internode_metadata_bytes += num_sent * row_bytes
 
-        for node in range(self._topology.num_nodes):
+        for node in self._remote_nodes:
             flag = self._layout.routing_flag(node)
             phase = f"routing of node {node}"
             wait_for_flag(

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpConnections
-from fusco.core.errors import Stall
 from fusco.core.rows import as_bytes
 from fusco.cpu.transport import Ticket
+
+# Bytes of a connection that the kernel takes before it can send them. What it has taken it sends at once: with whole
+# buffers of megabytes, connections would share a NIC as TCP's windows happen to be, and not in the order of sending.
+_MAX_UNSENT_BYTES = 128 << 10
 
 
 @dataclass
@@ -44,29 +48,27 @@ class TcpTransport(TcpConnections):
 
     name = "TCP transport"
 
-    def __init__(
-        self,
-        store_gather: StoreGather,
-        peers: Sequence[int],
-        listen_on: str,
-        secret: str,
-        wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+        self._num_sending = self._num_receiving = 0  # messages in these queues
         self._epoll: select.epoll | None = None
-        super().__init__(store_gather, peers, listen_on, secret, wait_until)
+        super().__init__(store_gather, peers, listen_on, secret)
         if peers:
             self._epoll = select.epoll()
-        self._fd_to_peer = {connection.fileno(): peer for peer, connection in self._connections.items()}
+        self._peer_to_fd = self.descriptors
+        self._fd_to_peer = {fd: peer for peer, fd in self._peer_to_fd.items()}
         for fd in self._fd_to_peer:
             assert self._epoll
             self._epoll.register(fd, select.EPOLLIN)
+        for connection in self._connections.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
     def send(self, message: torch.Tensor, dst: int) -> Ticket:
         ticket, queue = Ticket(), self._sending[dst]
         queue.append(_Message(as_bytes(message).numpy().data, ticket))
+        self._num_sending += 1
         if len(queue) == 1:
             self._push(dst)
         return ticket
@@ -74,15 +76,25 @@ class TcpTransport(TcpConnections):
     def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
         ticket = Ticket()
         self._receiving[src].append(_Message(as_bytes(message).numpy().data, ticket, on_done))
+        self._num_receiving += 1
         return ticket
 
     def poll(self) -> bool:
         """Take at most one message from each rank; else as ``Transport.poll``."""
-        moved = [self._push(peer) for peer, queue in self._sending.items() if queue]
-        if any(self._receiving.values()):
+        has_moved = False
+        if self._num_sending:
+            for peer, queue in self._sending.items():
+                has_moved |= bool(queue) and self._push(peer)
+        if self._num_receiving:
             assert self._epoll
-            moved += [self._pull(self._fd_to_peer[fd]) for fd, _ in self._epoll.poll(0)]
-        return any(moved)
+            for fd, _ in self._epoll.poll(0):
+                has_moved |= self._pull(self._fd_to_peer[fd])
+        return has_moved
+
+    def awaited_sockets(self) -> list[int]:
+        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        sockets = [readable(self._peer_to_fd[peer]) for peer, queue in self._receiving.items() if queue]
+        return sockets + [writable(self._peer_to_fd[peer]) for peer, queue in self._sending.items() if queue]
 
     @property
     def unflushed_peers(self) -> tuple[int, ...]:
@@ -91,6 +103,7 @@ class TcpTransport(TcpConnections):
 
     def close(self) -> None:
         self._sending, self._receiving = {}, {}
+        self._num_sending = self._num_receiving = 0
         if self._epoll:
             self._epoll.close()
         super().close()
@@ -108,6 +121,7 @@ class TcpTransport(TcpConnections):
             has_moved = True
             if queue[0].advance(num_bytes):
                 queue.popleft()
+                self._num_sending -= 1
         return has_moved
 
     def _pull(self, peer: int) -> bool:
@@ -126,5 +140,6 @@ class TcpTransport(TcpConnections):
             has_moved = True
             if queue[0].advance(num_bytes):
                 queue.popleft()
+                self._num_receiving -= 1
                 break
         return has_moved

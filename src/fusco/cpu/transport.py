@@ -37,6 +37,9 @@ class Transport(Protocol):
     def poll(self) -> bool:
         """Send and receive without blocking; return whether any bytes moved."""
 
+    def awaited_sockets(self) -> list[int] | None:
+        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+
     @property
     def unflushed_peers(self) -> tuple[int, ...]:
         """Peers that wait for something that this rank has not sent yet, although all its messages are done."""

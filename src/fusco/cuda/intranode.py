@@ -15,8 +15,9 @@ from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Planning, PublishedRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.tuning import pushes_early
 from fusco.engine.base import (
     CombineRequest,
     DispatchOutput,
@@ -85,17 +86,20 @@ class IntranodeShuffle:
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
 
-        def launch_plan() -> None:
-            transfer.launched.append(planner.launch(plan, request, published, transfer.stream))
+        is_early = pushes_early(plan.first_row[-1])
 
-        planned = perf_counter()
+        def launch_plan() -> None:
+            launched = planner.launch(plan, request, published, transfer.stream, is_followed_early=is_early)
+            transfer.launched.append(launched)
+
+        planning, planned = Planning(launch_plan, published[0][0] if is_early else None), perf_counter()
         profile.planning_s += planned - begin
         rows = None
         if request.static:
-            rows = own_rows.scatter(plan, plan, transfer, launch_plan=launch_plan)
+            rows = own_rows.scatter(plan, plan, transfer, planning=planning)
         elif (bound := affordable_bound_of(plan, request, transfer.row_bytes)) is not None:
             with suppress(torch.cuda.OutOfMemoryError):  # then nothing has been launched; there may be room for fewer
-                rows = own_rows.scatter(plan, plan, transfer, bound, launch_plan)
+                rows = own_rows.scatter(plan, plan, transfer, bound, planning)
         if rows is None:
             launch_plan()
         profile.wire_s += perf_counter() - planned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
-from fusco.cuda.kernels.scatter_rows import scatter_rows
+from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
 from fusco.cuda.output_bound import affordable_bound
 from fusco.engine.base import DispatchRequest
 
@@ -70,6 +70,18 @@ class Transfer:
         self.row_bytes = tuple(map(row_bytes, self.payloads))
 
 
+class Planning(NamedTuple):
+    """Plan of rows that is launched right before they are scattered.
+
+    Attributes:
+        launch: launches it.
+        topk_idx: the routing of this rank if rows are pushed while the plan is made; see ``OwnRouting``.
+    """
+
+    launch: Callable[[], object]
+    topk_idx: torch.Tensor | None
+
+
 class OwnRows:
     """Scatters rows within the node."""
 
@@ -83,12 +95,12 @@ class OwnRows:
         held: Rows,
         transfer: Transfer,
         num_slots: int | None = None,
-        launch_plan: Callable[[], object] | None = None,
+        planning: Planning | None = None,
     ) -> list[torch.Tensor]:
         """Return the outputs, filled with the tokens of this node's ranks.
 
-        They have ``num_slots`` rows, by default those of the plan. If the plan is not launched yet, ``launch_plan``
-        launches it. It is called as late as possible, since the device should not be idle between the two.
+        They have ``num_slots`` rows, by default those of the plan. If the plan is not launched yet, ``planning``
+        launches it, as late as possible: the device should not be idle between the two.
         """
         if num_slots is None:
             num_slots = plan.num_slots
@@ -97,19 +109,29 @@ class OwnRows:
             Payload(payload.data_ptr(), size, output.data_ptr(), num_slots)
             for payload, size, output in zip(transfer.payloads, transfer.row_bytes, outputs, strict=True)
         ]
-        if launch_plan:
-            launch_plan()
-        self.scatter_held("own rows", plan, held, moved, transfer)
+        if planning:
+            planning.launch()
+        self.scatter_held("own rows", plan, held, moved, transfer, planning.topk_idx if planning else None)
         return outputs
 
     def scatter_held(
-        self, what: str, plan: DevicePlan, held: Rows, payloads: Sequence[Payload], transfer: Transfer
+        self,
+        what: str,
+        plan: DevicePlan,
+        held: Rows,
+        payloads: Sequence[Payload],
+        transfer: Transfer,
+        topk_idx: torch.Tensor | None = None,
     ) -> None:
-        """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward."""
+        """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward.
+
+        ``topk_idx`` is their routing if they are pushed while their plan, the launch before this one, is made.
+        """
         context, received = self._context, self._received(held.first_row, transfer.row_bytes)
-        launch = partial(scatter_rows, clears_padding=what == "own rows", num_sms=transfer.launch.num_sms)
-        arguments = (context.launcher(transfer.stream), plan, held, payloads, received)
-        launched = context.timeline.timed("scatter", what, transfer.stream, launch, *arguments)
+        routing = None if topk_idx is None else OwnRouting(topk_idx, context.tables.expert_to_rank)
+        terms = ScatterTerms(what == "own rows", transfer.launch.num_sms, routing)
+        arguments = (context.launcher(transfer.stream), plan, held, payloads, received, terms)
+        launched = context.timeline.timed("scatter", what, transfer.stream, scatter_rows, *arguments)
         transfer.launched.append(launched)
         transfer.call.profile.count_sms(launched.grid)
 

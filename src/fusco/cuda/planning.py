@@ -90,8 +90,10 @@ class DevicePlanner:
         request: DispatchRequest,
         routing: Sequence[tuple[Memory, Memory | None]],
         stream: torch.cuda.Stream,
+        *,
+        is_followed_early: bool = False,
     ) -> PreparedLaunch:
-        """Make a plan on the device; see ``make_plan``."""
+        """Make a plan on the device; see ``make_plan`` and ``PlanTerms``."""
         number, static = self.next_ticket(), request.static
         published = [
             PublishedRouting(source, ids, of_source)
@@ -102,6 +104,7 @@ class DevicePlanner:
             static.num_rows if static else _NO_LIMIT,
             static is not None and static.on_overflow == "raise",
             request.launch.num_sms,
+            is_followed_early,
         )
         context = self._context
         arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)

@@ -180,7 +180,7 @@ class RepeatedDispatch(_Repeated):
         memory, num, ids, weights, first = range(1, 6)
         rows = range(first, first + len(request.payloads))
         outputs = range(rows.stop, rows.stop + len(rows))
-        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num)]
+        fields = [plan_fields(shape, memory, ids, weights), scatter_fields(shape, memory, rows, outputs, num, ids)]
         launches, report = list(zip(launched, fields, strict=True)), calls.context.arena.report_address
         together = [launches] if num_slots is not None else [launches[:1], launches[1:]]
         self._launches = [RepeatedLaunches(each, outputs.stop, plan.stream, report) for each in together]

@@ -38,8 +38,10 @@ FSDP_SMS = 32
 
 # --- Blocks ---
 
-# 4c3fc1a; source not recorded. 128 tokens on each of 2 H200 (e6123cf): 9.8 us with two blocks, 10.8 with one.
+# 4c3fc1a; source not recorded.
 PLAN_THREADS, PLAN_PAIRS_PER_BLOCK = 512, 1024
+# Without a barrier of blocks, by one block that keeps all experts in registers.
+SMALL_PLAN_THREADS, SMALL_PLAN_PAIRS = 1024, 2048
 PLAN_FORWARDING_THREADS = 1024  # one block per node; source not recorded
 GATHER_THREADS = 512  # source not recorded
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
@@ -59,6 +61,17 @@ ROWS_FOR_ALL_WARPS = 12_000
 _SMALL, _MIDDLE = 1024, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, and 2048
 
 
+def plan_shape(num_pairs: int) -> tuple[int, int]:
+    """Return the threads of a block of ``plan``, and the blocks, for so many pairs of a node.
+
+    >>> plan_shape(2048), plan_shape(16_384)
+    ((1024, 1), (512, 16))
+    """
+    if num_pairs <= SMALL_PLAN_PAIRS:
+        return SMALL_PLAN_THREADS, 1
+    return PLAN_THREADS, -(-num_pairs // PLAN_PAIRS_PER_BLOCK)
+
+
 def parts_of_row(num_rows: int, max_parts: int) -> int:
     """Return how many warps share a row, so that every warp has several shares and all end at about the same time.
 
@@ -68,6 +81,17 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
     (4, 2, 1)
     """
     return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
+
+
+def pushes_early(num_rows: int) -> bool:
+    """Return whether ranks push rows while they make the plan of a dispatch within a node.
+
+    All multiprocessors of a launch are then taken while it waits for ranks. Of many rows it is a small part.
+
+    >>> pushes_early(256), pushes_early(16_384)
+    (True, False)
+    """
+    return num_rows <= _MIDDLE
 
 
 def scatter_threads(num_sms: int) -> int:
@@ -95,16 +119,18 @@ def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
     return max(1, max_parts if num_rows <= _SMALL else by_vectors)
 
 
-def scatter_senders(num_sms: int) -> int:
-    """Return the blocks of ``scatter_rows`` that move this rank's rows before others'.
+def scatter_senders(rounds: float, num_sms: int) -> int:
+    """Return the blocks of ``scatter_rows`` in which warps begin with this rank's rows; ``rounds`` is items per warp.
 
-    Stores to peers are as fast as the link; the other blocks have the local memory for themselves. 8192 tokens wide
-    with 50, 66, 80, 99, 132 of 132: 0.420, 0.394, 0.386, 0.403, 0.45 ms; with 12, 16, 20, 24, 32 of 32: 0.658, 0.642,
-    0.632, 0.628, 0.632.
+    All of them if each warp has one item at most. Else not all: stores to peers are as fast as the link, and the other
+    blocks have the local memory for themselves. 8192 tokens wide with 50, 66, 80, 99, 132 of 132: 0.420, 0.394, 0.386,
+    0.403, 0.45 ms; with 12, 16, 20, 24, 32 of 32: 0.658, 0.642, 0.632, 0.628, 0.632.
 
-    >>> scatter_senders(132), scatter_senders(32), scatter_senders(1)
-    (79, 24, 1)
+    >>> scatter_senders(0.5, 132), scatter_senders(31.0, 132), scatter_senders(64.0, 32), scatter_senders(64.0, 1)
+    (132, 79, 24, 1)
     """
+    if rounds <= 1:
+        return num_sms
     return max(1, num_sms * 3 // 4 if num_sms <= FEW_SMS else num_sms * 3 // 5)
 
 
@@ -141,16 +167,18 @@ def sum_parts(num_parts: int, num_pieces: int, max_parts: int, num_sms: int) -> 
     return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(max_parts, num_pieces))
 
 
-def combine_senders(num_rows: int, num_sms: int) -> int:
-    """Return the blocks of ``combine_rows`` that send before they sum; see ``scatter_senders``.
+def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:
+    """Return the blocks of ``combine_rows`` in which warps begin to send; see ``scatter_senders``.
 
     8192 tokens wide with 40, 48, 56, 66, 80 of 132: 0.415, 0.393, 0.392, 0.397, 0.406 ms; with 12, 16, 20, 24, 32 of
     32: 0.740, 0.696, 0.696, 0.696, 0.720. 1024 tokens wide with 44, 88, 132: 0.081, 0.075, 0.081; 128 tokens with 66,
     110, 132: 0.026, 0.025, 0.025.
 
-    >>> combine_senders(16_384, 132), combine_senders(16_384, 32), combine_senders(2048, 132)
+    >>> combine_senders(60.0, 16_384, 132), combine_senders(60.0, 16_384, 32), combine_senders(8.0, 2048, 132)
     (52, 20, 88)
     """
+    if rounds <= 1:
+        return num_sms
     if num_rows <= _SMALL:
         return max(1, num_sms * 5 // 6)
     if num_rows <= _MIDDLE:

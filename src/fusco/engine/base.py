@@ -92,6 +92,7 @@ class KnownCall:
     repeated: Any = field(default=None, init=False)
 
 
+@dataclass(kw_only=True)
 class Request:
     """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly.
 
@@ -100,7 +101,7 @@ class Request:
         handle: number of the collective that made the handle, equal on all ranks; 0 without one.
     """
 
-    known: KnownCall | None = None
+    known: KnownCall | None = field(default=None, repr=False, compare=False)
     handle: int = 0
 
     @property
@@ -134,7 +135,6 @@ class DispatchRequest(Request):
     with_weights: bool = False
     static: StaticRows | None
     launch: Launch
-    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
@@ -179,9 +179,7 @@ class RedispatchRequest(Request, Generic[PlanT]):
 
     payloads: Sequence[torch.Tensor]
     plan: PlanT
-    handle: int
     launch: Launch
-    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:
@@ -202,9 +200,7 @@ class CombineRequest(Request, Generic[PlanT]):
     rows: torch.Tensor
     plan: PlanT
     topk_weights: torch.Tensor | None
-    handle: int
     launch: Launch
-    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_weighted(self) -> bool:
@@ -231,8 +227,6 @@ class CombineAllRequest(Request, Generic[PlanT]):
     """Several unweighted combines along one handle, agreed on once."""
 
     parts: Sequence[CombineRequest[PlanT]]
-    handle: int
-    known: KnownCall | None = field(default=None, repr=False, compare=False)
 
     @property
     def fields(self) -> Fields:

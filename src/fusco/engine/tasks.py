@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from fusco.control.counters import Counters
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 
@@ -24,8 +25,11 @@ class Task(Protocol):
         """Describe what the task waits for, after ``step`` returned ``False``."""
 
 
-def run_tasks(tasks: Iterable[Task], watchdog: Watchdog) -> None:
-    """Advance tasks in turn until all are done; while none can, wait with the watchdog's timeout."""
+def run_tasks(tasks: Iterable[Task], watchdog: Watchdog, awaited: Callable[[], Counters] | None = None) -> None:
+    """Advance tasks in turn until all are done; while none can, wait with the watchdog's timeout.
+
+    ``awaited`` returns counters of which one has its value as soon as a task can advance, unless a socket is ready.
+    """
     watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
     while pending:
@@ -34,7 +38,7 @@ def run_tasks(tasks: Iterable[Task], watchdog: Watchdog) -> None:
         if any(moved):
             watchdog.progress()
         elif pending:
-            watchdog.pause(functools.partial(_stall_of, pending))
+            watchdog.pause(functools.partial(_stall_of, pending), awaited() if awaited else None, is_any=True)
 
 
 def _stall_of(tasks: list[Task]) -> Stall:

@@ -67,7 +67,7 @@ class FuscoDispatcher:
         self._ranks_per_node, self._settings = ranks_per_node, settings
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
         self._open, self._is_closed = ExitStack(), False
-        self._key = ops.register_source(self)
+        self._key = ops.register(self)
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int

@@ -76,14 +76,12 @@ def _one_by_one(
 
 
 def _obstacle(rows: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return why ``torch.nn.functional.grouped_mm`` (2.10 and newer) does not support these; empty if it does.
+    """Return why ``torch.nn.functional.grouped_mm`` does not support these; empty if it does.
 
     The CPU supports other dtypes than bfloat16, too, but compilers have no fake for them (PyTorch 2.13).
     """
     has_bfloat16_only = rows.is_cuda or torch.compiler.is_compiling()
     dtypes = (torch.bfloat16,) if has_bfloat16_only else (torch.bfloat16, torch.float16, torch.float32)
-    if not hasattr(F, "grouped_mm"):
-        return f"PyTorch {torch.__version__} has none"
     if rows.dtype not in dtypes:
         return f"they are {rows.dtype}, and not {' or '.join(map(str, dtypes))}"
     odd = [width for width in weight.shape[1:] if width * rows.itemsize % 16]

@@ -8,7 +8,7 @@ autograd, or a checkpoint keeps the ticket or a view of it. A copy of a ticket o
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,25 +17,10 @@ import torch
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle, without_weights
-from fusco.core.config import Launch, StaticRows
+from fusco.core.config import Launch
 
-
-class CommunicatorSource(Protocol):
-    """Creates communicators on first use."""
-
-    @property
-    def launch(self) -> Launch:
-        """The launch options of all calls."""
-        ...
-
-    @property
-    def static(self) -> StaticRows | None:
-        """The number of rows of every dispatch, if it is fixed."""
-        ...
-
-    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
-        """Return the communicator for such rows."""
-        ...
+if TYPE_CHECKING:
+    from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
 
 
 class _Held:
@@ -59,14 +44,14 @@ class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
 # Module state: torch's operators are global and take tensors and numbers only, so dispatchers and handles are found by
 # number. The weak references keep nothing alive.
 _numbers = count()
-_key_to_source: WeakValueDictionary[int, CommunicatorSource] = WeakValueDictionary()
+_key_to_dispatcher: WeakValueDictionary[int, FuscoDispatcher] = WeakValueDictionary()
 _key_to_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
-def register_source(source: CommunicatorSource) -> int:
-    """Register a source while it lives, and return the key by which operators find it."""
+def register(dispatcher: FuscoDispatcher) -> int:
+    """Register a dispatcher while it lives, and return the key by which operators find it."""
     key = next(_numbers)
-    _key_to_source[key] = source
+    _key_to_dispatcher[key] = dispatcher
     return key
 
 
@@ -82,7 +67,7 @@ def dispatch(
     topk_weights: torch.Tensor,
     num_experts: int,
     num_local_experts: int,
-    source: int,
+    dispatcher: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Send tokens to their experts.
 
@@ -92,12 +77,12 @@ def dispatch(
         topk_weights: (num_tokens, num_topk), for ``combine``, through which its gradients flow.
         num_experts: of all ranks.
         num_local_experts: of this rank.
-        source: from ``register_source``.
+        dispatcher: from ``register``.
 
     Returns:
         Expert-major rows (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
     """
-    maker = _key_to_source[source]
+    maker = _key_to_dispatcher[dispatcher]
     comm = maker.communicator(num_experts, topk_idx.shape[1], x)
     with torch.no_grad():
         sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), static=maker.static, launch=maker.launch)
@@ -153,7 +138,7 @@ def _held_by(ticket: torch.Tensor) -> _Held:
 
 
 def _fake_dispatch(
-    x: torch.Tensor, topk_idx: object, topk_weights: object, num_experts: object, num_local_experts: int, source: object
+    x: torch.Tensor, topk_idx: object, topk_weights: object, num_experts: object, num_local_experts: int, _: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows = torch.library.get_ctx().new_dynamic_size()  # depends on the routing of all ranks
     ticket = torch.empty(1, dtype=torch.int64, device="cpu")

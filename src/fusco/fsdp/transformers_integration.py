@@ -66,23 +66,20 @@ def registered_with_transformers(
     make_dispatcher = dispatcher or partial(
         FuscoDispatcher, max_tokens_per_rank=max_tokens_per_rank, settings=settings, launch=launch, static=static
     )
-    with ExitStack() as opened:
+    opened = ExitStack()
 
-        def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer | SlicedLayer:
-            if ep_mesh not in dispatchers:
-                dispatchers[ep_mesh] = _opened(opened, make_dispatcher(ep_mesh.get_group()))
-            (found,) = find_experts(experts)
-            formulas.check(found)
-            # transformers has distributed the experts already; num_experts is that of this rank.
-            num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
-            layer = ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
-            return SlicedLayer(layer, tp_mesh) if tp_mesh.size() > 1 else layer
+    def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer | SlicedLayer:
+        if ep_mesh not in dispatchers:
+            dispatchers[ep_mesh] = _opened(opened, make_dispatcher(ep_mesh.get_group()))
+        (found,) = find_experts(experts)
+        formulas.check(found)
+        # transformers has distributed the experts already; num_experts is that of this rank.
+        num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
+        layer = ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
+        return SlicedLayer(layer, tp_mesh) if tp_mesh.size() > 1 else layer
 
-        registry.register(name, make)
-        try:
-            yield
-        finally:
-            registry._global_mapping.pop(name, None)  # noqa: SLF001  no public call removes a name
+    with opened, _registered(registry, name, make):
+        yield
 
 
 @contextmanager
@@ -140,11 +137,17 @@ def registered_as_experts_implementation(
             layer = ExpertParallelLayer(replace(known[module], module=module), made)
             return layer(hidden_states, top_k_index, top_k_weights)
 
-        registry.ALL_EXPERTS_FUNCTIONS.register(name, run)
-        try:
+        with _registered(registry.ALL_EXPERTS_FUNCTIONS, name, run):
             yield
-        finally:
-            registry.ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)  # noqa: SLF001  as above
+
+
+@contextmanager
+def _registered(registry: Any, name: str, implementation: Callable[..., Any]) -> Iterator[None]:
+    registry.register(name, implementation)
+    try:
+        yield
+    finally:
+        registry._global_mapping.pop(name, None)  # noqa: SLF001  no public call removes a name
 
 
 def _opened(opened: ExitStack, dispatcher: Dispatcher) -> Dispatcher:

@@ -51,10 +51,12 @@ class Buffer:
     """Dispatch and combine among the ranks of a group, by the calls of DeepEP's normal mode.
 
     Attributes:
-        num_sms: multiprocessors of a call without a ``config``; ``None`` means fusco's default.
+        num_sms: what ``set_num_sms`` was given, for callers that read it. Until then calls without a ``config`` take as
+            many multiprocessors as fusco's do.
     """
 
-    num_sms: ClassVar[int | None] = None
+    num_sms: ClassVar[int] = 20
+    _budget: ClassVar[int | None] = None
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class Buffer:
         """Set the multiprocessors of calls without a ``config``; an even number."""
         if new_num_sms % 2:
             raise ValueError(f"the number of multiprocessors must be even, got {new_num_sms}")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = Buffer._budget = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -118,7 +120,7 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Return a configuration, the same for any number of ranks."""
-        return Config() if Buffer.num_sms is None else Config(Buffer.num_sms)
+        return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
@@ -276,7 +278,7 @@ class Buffer:
         _refuse("get_low_latency_rdma_size_hint")
 
     def _launch(self, config: Config | None) -> Launch:
-        return Launch(num_sms=config.num_sms if config else Buffer.num_sms)
+        return Launch(num_sms=config.num_sms if config else Buffer._budget)
 
     def _counts(
         self, sent: RankRouting, idx: torch.Tensor | None, num_tokens_per_expert: torch.Tensor, alignment: int

@@ -6,10 +6,9 @@ import atexit
 import os
 import threading
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from fusco.core.announcements import announce
-from fusco.core.errors import ClosedError, FuscoError
+from fusco.core.errors import ClosedError, FuscoError, LaunchError
 from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
 from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import Job
@@ -157,9 +156,7 @@ class Copier:
     def __enter__(self) -> Copier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -167,8 +164,16 @@ class Copier:
             raise ClosedError(f"{self.name}: the copier was closed, or belongs to another process")
 
     def _reap(self) -> None:
-        while self._under_way and (oldest := next(iter(self._under_way))).is_done:
-            self._events.append(self._under_way.pop(oldest)[0])
+        """Let go of what copies keep, the oldest first; one that has failed raises from its own waits only."""
+        while self._under_way:
+            oldest = next(iter(self._under_way))
+            try:
+                if not oldest.is_done:
+                    return
+                self._events.append(self._under_way[oldest][0])
+            except LaunchError:
+                pass  # its event may never complete, so no other copy gets it
+            del self._under_way[oldest]
 
     def _open_links(self) -> tuple[SharedLinks | None, str]:
         """Return what links need, or why only the GPU's own can be used, which is said once."""

@@ -108,8 +108,9 @@ class Mover:
         self._library.fusco_open_path(self._handle, ctypes.c_int64(rail), ctypes.byref(path))
 
     def drain_path(self, rail: int) -> int:
-        """Give a rail no more chunks; return how many are under way on it."""
-        return int(self._library.fusco_drain_path(self._handle, ctypes.c_int64(rail)))
+        """Give a rail no more chunks; return how many are under way on it, none if the mover is closed."""
+        with self._using() as handle:
+            return 0 if handle is None else int(self._library.fusco_drain_path(handle, ctypes.c_int64(rail)))
 
     def submit(self, job: Job) -> None:
         """Queue a job."""

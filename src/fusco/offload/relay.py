@@ -60,20 +60,18 @@ class Relay:
         """Take memory on the GPU if the budget allows it, and return whether it is used; ``reason`` says why not."""
         if self.is_open:
             return True
-        host = self._host
-        free_bytes = host.links.free_bytes(self.link)
-        self.reason = host.budget.why_not(free_bytes, self.buffer_bytes)
-        if self.reason:
-            return False
-        resources = Resources(host.driver)
+        host, resources = self._host, Resources(self._host.driver)
         try:
+            free_bytes = host.links.free_bytes(self.link)
+            self.reason = host.budget.why_not(free_bytes, self.buffer_bytes)
+            if self.reason:
+                return False
             paths = self._take(resources)
             self.held_bytes = max(self.buffer_bytes, free_bytes - host.links.free_bytes(self.link))
             self.reason = host.budget.why_not(free_bytes, self.held_bytes)
-        except LaunchError as error:
+        except (OSError, LaunchError) as error:  # without NVML what is held there is not known
             self.reason = str(error)
-        except BaseException:  # NVML failed, so nobody can say what is held there
-            self.reason = "its memory could not be read"
+        except BaseException:
             resources.close()
             raise
         if self.reason:
@@ -86,10 +84,14 @@ class Relay:
         return True
 
     def check(self) -> bool:
-        """Give everything back if the GPU's memory is low; return whether that was so."""
+        """Give everything back if the GPU's memory is low or cannot be read; return whether that was so."""
         if not self.is_open:
             return False
-        free_bytes = self._host.links.free_bytes(self.link)
+        try:
+            free_bytes = self._host.links.free_bytes(self.link)
+        except OSError as error:
+            self.close(f"its memory was given back, since {error}")
+            return True
         if self._host.budget.decide(free_bytes, self.held_bytes) == "keep":
             return False
         self.close(f"its memory was given back when only {free_bytes / (1 << 20):,.0f} MiB were free")

@@ -15,8 +15,8 @@ from fusco.offload.mover import MAX_SLOTS
 from fusco.rails.limits import Limits
 
 #: Bounds of chunks on PCIe links. Between two launches on a link pass 3 us, so launches are of 8 MB, and two of them
-#: are under way: on 2 H200 (2026-11-22) that was 1.84 to 1.90 times one link with copies of 256 MB and 1 GB, half as
-#: much 1.79 to 1.88, launches of 512 KB 1.37 to 1.44. An owner that comes back waits for the 16 MB.
+#: are under way: on 2 H200 (2026-11-22) that was 1.83 to 1.94 times one link with copies of 256 MB, 1.91 to 1.96 with
+#: 1 GB; 12 and 24 MB were slower with 256 MB, and left an owner that came back 0.89 of its link's speed in 5 ms.
 LINK_LIMITS = Limits(chunk_bytes=512 << 10, direct_first=32, direct_depth=40, borrowed_per_rail=32, batch=16)
 
 _WAYS = ("copy-engines", "threads", "nothing")

@@ -79,22 +79,24 @@ class SharedLinks:
 
     def keep(self) -> None:
         """Give back what relays hold whose memory is low, open others, and free the rows of dead workers."""
-        closed = [relay for relay in self.relays if relay.check()]
-        if (now := time.monotonic()) >= self._next_try_s:
-            self._next_try_s = now + _RETRY_S
-            for relay in self.relays:
-                if relay not in closed and sum(each.is_open for each in self.relays) < self._max_relays:
-                    relay.open()
-        self._board.reset_dead()
+        try:
+            closed = [relay for relay in self.relays if relay.check()]
+            if (now := time.monotonic()) >= self._next_try_s:
+                self._next_try_s = now + _RETRY_S
+                for relay in self.relays:
+                    if relay not in closed and sum(each.is_open for each in self.relays) < self._max_relays:
+                        relay.open()
+        finally:
+            self._board.reset_dead()
 
     def close(self) -> None:
         """Give everything back. May be called again."""
         self._is_ending.set()
         if self._keeper.is_alive():
             self._keeper.join()
-        for relay in self.relays:
-            relay.close("the copier was closed")
-        self._ending.close()
+        with self._ending, ExitStack() as closing:  # all of them, whichever raises
+            for relay in self.relays:
+                closing.callback(relay.close, "the copier was closed")
 
     def _open_first(self) -> None:
         self.keep()
@@ -127,13 +129,15 @@ class SharedLinks:
         return mover
 
     def _keep(self) -> None:
-        """Run ``keep`` again and again, in a thread."""
+        """Run ``keep`` again and again, in a thread; say what it raises, each error once."""
+        told = ""
         while not self._is_ending.wait(_KEEP_S):
             try:
                 self.keep()
             except (OSError, FuscoError) as error:
-                warnings.warn(f"the memory of relays is not watched any more: {error}", RuntimeWarning, stacklevel=1)
-                return
+                if str(error) != told:
+                    told = str(error)
+                    warnings.warn(f"relays are looked at again after an error: {told}", RuntimeWarning, stacklevel=1)
 
 
 def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[Links, dict[int, int]]:

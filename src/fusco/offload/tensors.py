@@ -64,7 +64,9 @@ def _lock() -> threading.Lock:
 
 def _copy(direction: int, tensor: torch.Tensor, pinned: torch.Tensor, copier: Copier | None) -> Copy:
     check_tensors(tensor, pinned, copier)
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(tensor.device):  # the copy is ordered by the current stream of this GPU
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing:
         raise RuntimeError(
             "copies over several PCIe links cannot be captured into a CUDA graph; copy before or after it"
         )

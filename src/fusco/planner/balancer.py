@@ -141,7 +141,8 @@ def warm_up_balancers() -> None:
     """Compile the balancers, or load them from the disk cache."""
     traffic = Traffic.from_counts(Topology.of_equal_nodes(4, 2), [[1, 1]] * 4)
     traffic.received_rows(balance_send_and_receive(traffic))
-    balance_by_lanes(traffic)
+    runs = traffic.lanes_of(balance_by_lanes(traffic)).runs
+    runs.offsets_by(runs.carrier)
 
 
 @compiled()

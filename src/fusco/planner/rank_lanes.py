@@ -34,9 +34,11 @@ class RankLanes:
     @cached_property
     def incoming(self) -> Runs:
         """Runs for this rank's node, those of the next node first, so that nodes do not all return to the same one."""
-        runs = self.lanes.runs.select(self.lanes.runs.node == self.node)
-        nodes, num_nodes = np.array(self.lanes.topology.rank_to_node), self.lanes.topology.num_nodes
-        return runs.select(np.argsort((nodes[runs.src] - self.node) % num_nodes, kind="stable"))
+        runs, num_nodes = self.lanes.runs, self.lanes.topology.num_nodes
+        index = np.flatnonzero(runs.node == self.node)
+        if num_nodes > 2:
+            index = index[np.argsort((self._nodes[runs.src[index]] - self.node) % num_nodes, kind="stable")]
+        return runs.select(index)
 
     @cached_property
     def received(self) -> Runs:
@@ -45,8 +47,12 @@ class RankLanes:
 
     @cached_property
     def _outgoing(self) -> Runs:
-        runs = self.lanes.runs
-        return runs.select(np.array(self.lanes.topology.rank_to_node)[runs.src] == self.node)
+        return self.lanes.runs.select(self._nodes[self.lanes.runs.src] == self.node)
+
+    @cached_property
+    def _nodes(self) -> IntArray:
+        """Node of each rank."""
+        return np.array(self.lanes.topology.rank_to_node)
 
     @cached_property
     def own(self) -> Runs:

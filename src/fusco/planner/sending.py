@@ -11,8 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fusco.core.lanes import IntArray, sums_before
 from fusco.planner.traffic import Traffic
 from fusco.schedule import decompose
+
+
+def in_proportion(flow: IntArray) -> IntArray:
+    """Return the order in which a rank sends its slices, so that all of its flows end together.
+
+    Then each flow has that share of the rank's link that it has of its bytes, and wherever no link has more than the
+    bound, none is idle while others are late (the allocation of Varys, SIGCOMM 2014, section 5.3). In turn, short flows
+    would end early, and at the end one link would have what is left of all the long ones.
+
+    ``flow`` is int64 (num_slices,), the flow of each slice; slices of a flow stay in order.
+
+    >>> flow = np.array([7, 7, 7, 7, 5, 5, 6])
+    >>> flow[in_proportion(flow)].tolist()
+    [7, 5, 7, 6, 7, 5, 7]
+    """
+    ones = np.ones_like(flow)
+    totals = np.bincount(flow, minlength=1)[flow]
+    return np.argsort((sums_before(ones, flow) + 0.5) / totals, kind="stable")
 
 
 @dataclass(frozen=True)

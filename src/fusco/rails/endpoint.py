@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from fusco.core.errors import ClosedError, TransportError
 from fusco.rails.acceptor import Acceptor
@@ -178,9 +177,7 @@ class Endpoint:
     def __enter__(self) -> Endpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What follows is for the endpoint's thread.

@@ -14,6 +14,9 @@ from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 SOURCE_DIR = Path(__file__).parent / "plugin"
 POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
 _FLAGS = ("-fvisibility=hidden",)
+# A channel of NCCL has 8 chunks under way, in both directions at once not enough for more than one rail: 4 rails had
+# 0.89 of their rate with two channels, 0.98 with four, 0.95 with eight (testbed, chunks as long as at 10 Gbit/s).
+_MOST_CHANNELS = 8
 # NCCL's interface version 11 came with 2.28, version 10 before; the plugin has both.
 _LEAST_NCCL, _NEWEST_NCCL = (2, 27), (2, 30)
 
@@ -67,10 +70,13 @@ def environment_of_plugin(
 ) -> dict[str, str]:
     """Return what ``nccl_plugin`` returns, without looking at this host and its NCCL."""
     rails, bounds = check_rails(rails), vars(limits or Limits())
+    num_channels = str(max(2, min(_MOST_CHANNELS, len(rails))))
     chosen = {
         "NCCL_NET_PLUGIN": str(plugin_path()),
         "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
         "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
+        "NCCL_NCHANNELS_PER_NET_PEER": num_channels,  # also of send and receive
+        "NCCL_MIN_P2P_NCHANNELS": num_channels,  # by which NCCL bounds the former
         "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # for control messages of NCCL itself
         "FUSCO_NCCL_RAILS": ";".join(map(_describe, rails)),
         "FUSCO_NCCL_POLICY": policy,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusco.core.environment import ALL_RAILS, RAILS_VARIABLE, rail_names
 from fusco.core.integers import check_integer
-from fusco.core.rail_names import ALL_RAILS, RAILS_VARIABLE, rail_names
 
 MAX_RAILS = 16  # rails of a host; the board has room for as many
 _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusco.core.shared_gpus import SHARE_GPUS, may_share_gpus
+from fusco.core.environment import SHARE_GPUS, may_share_gpus
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusco.core.rail_names import RAILS_VARIABLE
+from fusco.core.environment import RAILS_VARIABLE
 from fusco.testbed.layout import interface
 from fusco.testbed.testbed import Testbed
 

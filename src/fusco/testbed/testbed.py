@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import IO, Any
 
 from fusco.core.errors import FuscoError
@@ -166,9 +165,7 @@ class Testbed:
     def __enter__(self) -> Testbed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check(self, host: int, rail: int) -> None:

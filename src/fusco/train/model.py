@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
-from fusco.train.job import ModelShape, TrainingJob
+from fusco.fsdp.qwen3 import make_qwen3
+from fusco.train.job import TrainingJob
 from fusco.train.text import mix_seed
 
 _STD = 0.02  # of initial weights, as in Qwen3
@@ -19,7 +18,7 @@ _STD = 0.02  # of initial weights, as in Qwen3
 def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher) -> nn.Module:
     """Return a parallelized Qwen3-MoE; its weights depend on seed, shape and device type only, not on the ranks."""
     with fsdp.parameters_on_meta():
-        model = _whole_model(job.shape)
+        model = make_qwen3(job.shape, vocab=256, use_cache=False)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp.parallelize(
         model,
@@ -30,27 +29,6 @@ def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher)
     )
     fsdp.materialize(model, mesh.device_type)
     _fill(model, job.seed)
-    return model
-
-
-def _whole_model(shape: ModelShape) -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415  an extra
-
-    make_config: Any = Qwen3MoeConfig  # its generated constructor lacks head_dim
-    config = make_config(
-        vocab_size=256,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.num_topk,
-        moe_intermediate_size=shape.moe_intermediate,
-        norm_topk_prob=True,
-        use_cache=False,
-    )
-    model: nn.Module = Qwen3MoeForCausalLM(config)
     return model
 
 

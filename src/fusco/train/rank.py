@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,17 +42,6 @@ def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_
         if job.device == "cuda":
             torch.cuda.empty_cache()
     return runs
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """Measurements of one rank in a step; loss, norm and imbalance are those of all ranks."""
-
-    loss: float
-    gradient_norm: float
-    step_s: float
-    section_to_s: dict[str, float]
-    expert_imbalance: float
 
 
 @contextmanager
@@ -93,14 +81,8 @@ def _run(
         warmup.step()
         optimizer.zero_grad()
         mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has finished the step
-        measured = _Measured(
-            loss=mean_loss,
-            gradient_norm=float(norm),
-            step_s=time.perf_counter() - start,
-            section_to_s=observer.timer.take_s(SECTIONS),
-            expert_imbalance=_imbalance(job, observer),
-        )
-        steps.append(_record(job, name, index, measured))
+        step_s = time.perf_counter() - start
+        steps.append(_record(job, observer, name, index, (mean_loss, float(norm)), step_s))
         report(steps[-1])
     return Run(
         steps=steps,
@@ -129,11 +111,12 @@ def _losses(
     return loss, job.router_loss / job.num_ranks * balance_loss(out.router_logits, job.shape.num_topk)
 
 
-def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> StepRecord:
-    """Return the record of a step of all ranks; a collective."""
-    local = torch.tensor(
-        [measured.step_s, *map(measured.section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu"
-    )
+def _record(
+    job: TrainingJob, observer: ObservingDispatcher, name: str, index: int, of_all: tuple[float, float], step_s: float
+) -> StepRecord:
+    """Return the record of a step of all ranks, whose loss and norm ``of_all`` are; a collective."""
+    section_to_s = observer.timer.take_s(SECTIONS)
+    local = torch.tensor([step_s, *map(section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu")
     gathered = [torch.empty_like(local) for _ in range(job.num_ranks)]
     dist.all_gather(gathered, local)
     ranks = torch.stack(gathered)
@@ -144,12 +127,12 @@ def _record(job: TrainingJob, name: str, index: int, measured: _Measured) -> Ste
     return StepRecord(
         dispatcher=name,
         step=index,
-        loss=round(measured.loss, 6),
-        gradient_norm=round(measured.gradient_norm, 6),
+        loss=round(of_all[0], 6),
+        gradient_norm=round(of_all[1], 6),
         step_ms=round(slowest_s * 1e3, 4),
         tokens_per_s=round(job.num_ranks * job.tokens / slowest_s),
         shuffle_share=round(float((ranks[:, 1:].sum(1) / ranks[:, 0]).mean()), 4),
-        expert_imbalance=round(measured.expert_imbalance, 4),
+        expert_imbalance=round(_imbalance(job, observer), 4),
         **mean_ms,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware, versions
 from fusco.train.job import TrainingJob
 from fusco.train.observer import SECTIONS
 
@@ -39,7 +39,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class RunRecord(Measurement):
     """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``."""
 
     kind: str = "run"
@@ -61,9 +61,6 @@ class RunRecord:
     last_expert_imbalance: float
     peak_memory_gib: float  # peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU
     total_s: float  # of all steps
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
 
 
 @dataclass(frozen=True)
@@ -119,5 +116,4 @@ def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecor
         total_s=round(sum(step.step_ms for step in steps) / 1e3, 1),
         versions=versions("transformers"),
         hardware=hardware(job.device),
-        commit=commit(),
     )

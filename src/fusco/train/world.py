@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
@@ -57,16 +58,8 @@ def run_joined(
     job: TrainingJob, report: Callable[[int, str], None], *, keeps_routing: bool = False, log: Path | None = None
 ) -> list[Run]:
     """Run a job on the ranks of torchrun, which have joined; arguments as for ``run_here``."""
-    num_done = 0
-
-    def on_step(step: StepRecord) -> None:
-        nonlocal num_done
-        num_done += 1
-        if log and dist.get_rank() == 0:
-            write_json_lines([step], log, appends=True)
-        report(num_done, describe(step))
-
-    return train_rank(job, on_step, keeps_routing=keeps_routing)
+    numbers, path = count(1), log if dist.get_rank() == 0 else None
+    return train_rank(job, _logging(path, lambda latest: report(next(numbers), latest)), keeps_routing=keeps_routing)
 
 
 def describe(step: StepRecord) -> str:
@@ -86,11 +79,14 @@ def _train_local_rank(
 ) -> list[Run]:
     if dist.get_rank() != 0:
         return train_rank(job, lambda _: None, keeps_routing=keeps_routing)
-    reporter = ProgressReporter(port)
+    return train_rank(job, _logging(log, ProgressReporter(port).advance), keeps_routing=keeps_routing)
+
+
+def _logging(log: Path | None, report: Callable[[str], None]) -> Callable[[StepRecord], None]:
+    """Return a function that appends the record of a step to a file and reports its description."""
 
     def on_step(step: StepRecord) -> None:
-        if log:
-            write_json_lines([step], log, appends=True)
-        reporter.advance(describe(step))
+        write_json_lines([step], log, appends=True)
+        report(describe(step))
 
-    return train_rank(job, on_step, keeps_routing=keeps_routing)
+    return on_step

@@ -10,7 +10,7 @@ import torch
 from fusco import Capacity, ExpertPlacement
 from fusco.api import known_inputs
 from fusco.api.known_inputs import KnownInputs
-from fusco.api.validation import DispatchOptions, Validator
+from fusco.api.validation import Validator
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.planner.balancer import balance_send_and_receive
 
@@ -104,16 +104,16 @@ def test_a_second_dispatch_is_not_validated_in_full_and_a_wrong_one_is():
         wire_dtype=None,
         device=torch.device("cpu"),
     )
-    ids, options = torch.zeros(3, 2, dtype=torch.int64), DispatchOptions()
-    first = validator.validate_dispatch([X], ids, None, options)
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    first = validator.validate_dispatch([X], ids, None)
     assert first.known is None
     with mock.patch.object(Validator, "require_payloads", side_effect=AssertionError):
-        second = validator.validate_dispatch([torch.ones(3, 4)], ids, None, options)
+        second = validator.validate_dispatch([torch.ones(3, 4)], ids, None)
     assert second.known is not None
     assert second.known.fingerprint.fields == first.fields
     with pytest.raises(ValueError, match=r"topk_idx\[2, 1\] = 4 is no expert"):
-        validator.validate_dispatch([X], torch.tensor([[0, 0], [0, 0], [0, 4]]), None, options)
+        validator.validate_dispatch([X], torch.tensor([[0, 0], [0, 0], [0, 4]]), None)
     with pytest.raises(TypeError, match="has 48 bytes of elements, but its storage has 8"):
-        validator.validate_dispatch([freed()], ids, None, options)
+        validator.validate_dispatch([freed()], ids, None)
     with pytest.raises(ValueError, match="payload 0 has shape"):
-        validator.validate_dispatch([torch.zeros(2, 4)], ids, None, options)
+        validator.validate_dispatch([torch.zeros(2, 4)], ids, None)

@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comparison import assert_same_bits
-from fusco.api import weight_gradients as module
-from fusco.api.autograd import Verbs, gradients_of_combine
+from fusco.api import autograd as module
+from fusco.api.autograd import Verbs, gradients_of_combine, weight_gradients
 from fusco.api.handle import Handle
-from fusco.api.weight_gradients import weight_gradients
 from fusco.cuda.kernels.weight_gradients import launch
 from fusco.reference.weight_gradients import weight_gradients as reference
 from generator import random_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusco.bench.specification import WorldInput, apply_experts, combine_error, expected_rows
+from fusco.bench.verification import WorldInput, apply_experts, combine_error, expected_rows
 
 WORLD = WorldInput(
     rows=[torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])],

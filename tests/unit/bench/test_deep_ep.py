@@ -18,12 +18,12 @@ import torch
 
 from fusco import ExpertPlacement, Settings, Topology
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.variants import ShuffleFactory
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, verify
 
 NUM_RANKS, NUM_EXPERTS = 2, 6
+DESTROYED: list[int] = []  # the ranks whose buffers were destroyed
 
 
 @dataclass
@@ -111,7 +111,11 @@ class Buffer:
         explicitly_destroy=False,
     ):
         assert num_nvl_bytes > 0
+        assert explicitly_destroy
         self.group = group
+
+    def destroy(self):
+        DESTROYED.append(self.group.index)
 
     @staticmethod
     def set_num_sms(new_num_sms):
@@ -201,7 +205,11 @@ class ElasticBuffer:
         explicitly_destroy=False,
     ):
         assert min(num_max_tokens_per_rank, hidden, num_topk) > 0
+        assert explicitly_destroy
         self.group, self.num_max_tokens_per_rank = group, num_max_tokens_per_rank
+
+    def destroy(self):
+        DESTROYED.append(self.group.index)
 
     def dispatch(
         self,
@@ -293,8 +301,10 @@ def errors_of(variant: str, pattern: Pattern) -> list[str]:
 
 @pytest.mark.parametrize("pattern", [Pattern.UNIFORM, Pattern.ONE_RANK, Pattern.ONE_EXPERT])
 @pytest.mark.parametrize("variant", ["deep_ep", "deep_ep_v2"])
-def test_rows_are_expert_major_and_sums_weighted(variant, pattern, deep_ep):
+def test_rows_are_expert_major_and_sums_weighted_and_buffers_released(variant, pattern, deep_ep):
+    DESTROYED.clear()
     assert errors_of(variant, pattern) == []
+    assert sorted(DESTROYED) == [0, 1]
 
 
 def test_only_rows_of_one_expert_may_be_in_order_of_arrival(deep_ep, monkeypatch):

@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from fusco import ExpertPlacement, Settings, Topology
-from fusco.bench.device_links import DevicePeaks
 from fusco.bench.device_results import summarize_device, summarize_internode
 from fusco.bench.device_shuffle import DeviceResult, DeviceTimes
 from fusco.bench.json_lines import write_json_lines
-from fusco.bench.links import InternodePeaks
+from fusco.bench.links import DevicePeaks, InternodePeaks
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Pattern, Trace, Workload
 from fusco.cli.device_tables import print_device_records, print_internode_records

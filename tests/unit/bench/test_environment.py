@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusco.bench.environment import describe_commit, hardware, versions
-from fusco.cli.origin import describe_origin
+from fusco.cli.tables import describe_origin
 
 
 @dataclass(frozen=True)

@@ -207,3 +207,19 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(monkeypatch):
     done = CliRunner().invoke(app, ["bench", "prefill", "--variants", "fusco-32"])
     assert done.exit_code != 0
     assert "no variant can run here: fusco-32: there are no multiprocessors on the CPU" in str(done.exception)
+
+
+def test_a_rank_without_tokens_has_nothing_to_compare():
+    deviation, none = Deviation(), torch.zeros(0, 4)
+    compare_logits(none, none, lambda hidden: hidden, deviation)
+    compare_layer({"fusco": lambda x, *_: x}, lambda x, *_: x, (none, none, none), {"fusco": deviation})
+    assert deviation == Deviation()
+
+
+def test_norms_are_those_of_transformers():
+    norms = [each for each in PrefillModel(JOB, 0)._model.modules() if hasattr(each, "variance_epsilon")]
+    assert len(norms) == SHAPE.num_layers * 4 + 1
+    for norm in norms:
+        x = torch.randn(3, len(norm.weight))
+        norm.weight.data.uniform_(0.5, 2.0)
+        torch.testing.assert_close(norm(x), type(norm).forward(norm, x))

@@ -1,8 +1,12 @@
 """Records of the CPU's benchmark, made of ranks' figures by hand."""
 
+from dataclasses import replace
+
+import pytest
+
 from fusco import ExpertPlacement, Settings, Topology
 from fusco.bench.links import InternodePeaks, LinkPeaks
-from fusco.bench.results import summarize
+from fusco.bench.results import gains_of, summarize
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Pattern, Workload
@@ -45,3 +49,17 @@ def test_a_total_is_no_less_than_any_part_of_it():
     ranks = [result_of((0.3, 0.0), (0.3, 0.0), (0.0, 0.0)), result_of((0.0, 0.4), (0.0, 0.4), (0.0, 0.4))]
     (record,) = summarize(RUN, ranks)
     assert record.total_ms == 700.0
+
+
+def test_gains_are_of_the_same_batches():
+    (one,) = summarize(RUN, [result_of((1.0, 1.0)), result_of((1.0, 1.0))])
+    batches = [(100.0, 10, 100.0, 10), (100.0, 10, 150.0, 20), (400.0, 10, 800.0, 30)]
+    records = [
+        replace(one, variant=name, batch=batch, total_ms=total, busiest_rank_bytes=rows)
+        for batch, (total, rows, other_total, other_rows) in enumerate(batches)
+        for name, total, rows in (("fusco", total, rows), ("no-lanes", other_total, other_rows))
+    ]
+    (gain,) = gains_of(records)
+    assert (gain.variant, gain.median, gain.rows_median) == ("no-lanes", 1.5, 2.0)
+    assert gain.p99 == pytest.approx(1.99)
+    assert gain.rows_p99 == pytest.approx(2.98)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusco.bench.prompts import Batch, draw_batches, prompts_of_ranks
 from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
@@ -126,3 +127,28 @@ def test_the_shipped_trace_is_qwen3():
     assert trace.topk_idx.shape == (2048, 8)
     assert trace.topk_idx.max() == 127
     assert all(len(set(token)) == 8 for token in trace.topk_idx.tolist())
+
+
+def test_a_batch_has_its_tokens_and_those_of_the_trace():
+    trace = Trace(np.arange(24).reshape(3, 8), "by hand")
+    batch = Batch(number=4, num_tokens=(2, 5), first_token=(7, 2))
+    load = workload(Pattern.RAGGED, nodes=2, per_node=1, tokens=6, trace=trace, batch=batch)
+    assert [load.num_tokens(rank) for rank in (0, 1)] == [2, 5]
+    assert [len(load.rows(rank)) for rank in (0, 1)] == [2, 5]
+    assert [load.routing(rank).topk_idx[:, 0].tolist() for rank in (0, 1)] == [[8, 16], [16, 0, 8, 16, 0]]
+    assert len(load.routing(1).topk_weights) == 5
+    assert load.num_repeats == 7 / 3
+    with pytest.raises(ValueError, match="ragged traffic without a batch"):
+        workload(Pattern.RAGGED, trace=trace)
+
+
+@pytest.mark.parametrize("prefill", ["one-prompt", "ragged"])
+def test_batches_of_a_prefill_depend_on_the_seed_alone_and_fit(prefill):
+    batches = draw_batches(prefill, 3, max_tokens=512, num_ranks=4, seed=1)
+    assert batches == draw_batches(prefill, 3, max_tokens=512, num_ranks=4, seed=1)
+    assert batches != draw_batches(prefill, 3, max_tokens=512, num_ranks=4, seed=2)
+    assert [batch.number for batch in batches] == [0, 1, 2]
+    assert all(0 < num <= 512 for batch in batches for num in batch.num_tokens)
+    in_order = prompts_of_ranks(prefill, 512, 12)
+    first = draw_batches(prefill, 3, max_tokens=512, num_ranks=4, seed=0)
+    assert [num for batch in first for num in batch.num_tokens] == list(map(sum, in_order))

@@ -2,10 +2,9 @@
 
 import torch
 
-from fusco.bench.specification import WorldInput
 from fusco.bench.traffic import Pattern, Workload
 from fusco.bench.variants import Shuffle
-from fusco.bench.verification import verify
+from fusco.bench.verification import WorldInput, verify
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology

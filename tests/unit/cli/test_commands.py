@@ -18,7 +18,15 @@ from fusco.bench.variants import choose_variants
 from fusco.cli import checkup, main
 from fusco.cli.main import app
 from fusco.cli.options import BalancerName, choose_names
-from fusco.core.requirements import LEAST_OF_FSDP, LEAST_VERSIONS, check_fsdp, check_torch, installed, is_recent
+from fusco.core.requirements import (
+    LEAST_OF_FSDP,
+    LEAST_VERSIONS,
+    RequirementError,
+    check_fsdp,
+    check_torch,
+    installed,
+    is_recent,
+)
 from fusco.planner.balancer import BALANCERS
 
 ROOT = Path(__file__).parents[3]
@@ -150,6 +158,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2():
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
         (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
         (["--traffic", "uniform", "--trace-key", "ids"], "--trace-key goes with --traffic trace, not with uniform"),
+        (["--batches", "2"], "--batches 2 goes with --traffic one-prompt or ragged, on the CPU"),
         (["--num-sms", "4"], "--num-sms needs --device cuda"),
         (["--variants", ","], "--variants needs at least one name"),
         (["--timeline", "out.json"], "it needs --device cuda"),
@@ -341,7 +350,7 @@ def test_train_says_at_once_what_it_needs(packages, message, monkeypatch):
     monkeypatch.setattr("fusco.core.requirements.installed", lambda name: packages.get(name, ""))
     monkeypatch.setitem(sys.modules, "fusco.train.job", None)  # nothing of this may be imported before
     done = run("train")
-    assert isinstance(done.exception, ValueError)
+    assert isinstance(done.exception, RequirementError)
     assert message in str(done.exception)
 
 
@@ -354,7 +363,7 @@ def test_an_old_torch_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(ImportError, match=r"fusco\.fsdp needs torch 2\.11 or newer"):
         check_fsdp("fusco.fsdp", ("torch",))
     done = run("plan")
-    assert isinstance(done.exception, ValueError)
+    assert isinstance(done.exception, RequirementError)
     assert str(done.exception) == message
 
 

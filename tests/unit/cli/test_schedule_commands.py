@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from fusco.bench.matrices import load_matrix
 from fusco.bench.names import MatrixKind
 from fusco.bench.schedules import FAST_US
-from fusco.cli.gantt import draw_gantt
 from fusco.cli.main import app
+from fusco.cli.schedule import draw_gantt
 
 
 def run(*arguments):

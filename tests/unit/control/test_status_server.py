@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, StatusServerAddress, Unasked
+from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, Unasked
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # for any answer on a loaded machine
@@ -33,12 +33,12 @@ def peer():
 def deaf():
     """A server that accepts connections, as the kernel does for a stopped process, but never answers."""
     with socket.create_server((HOST, 0)) as server:
-        yield StatusServerAddress(HOST, server.getsockname()[1])
+        yield (HOST, server.getsockname()[1])
 
 
 def send(address, line):
     """Send bytes to a status server and return its answer."""
-    with socket.create_connection((address.host, address.port), timeout=LIMIT_S) as connection:
+    with socket.create_connection(address, timeout=LIMIT_S) as connection:
         try:
             connection.sendall(line)
             connection.shutdown(socket.SHUT_WR)
@@ -125,7 +125,7 @@ def test_idle_foreign_clients_take_no_threads_and_delay_no_answer(status_server,
     num_threads = threading.active_count()
     with ExitStack() as stack:
         for _ in range(600):
-            foreign = socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S)
+            foreign = socket.create_connection(peer.address, timeout=LIMIT_S)
             stack.enter_context(foreign).sendall(b"secr")
         assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
         assert threading.active_count() == num_threads
@@ -133,7 +133,7 @@ def test_idle_foreign_clients_take_no_threads_and_delay_no_answer(status_server,
 
 def test_the_connection_of_an_idle_client_is_closed_after_a_time(peer, monkeypatch):
     monkeypatch.setattr("fusco.control.line_server._CLIENT_TIMEOUT_S", 0.2)
-    with socket.create_connection((peer.address.host, peer.address.port), timeout=LIMIT_S) as foreign:
+    with socket.create_connection(peer.address, timeout=LIMIT_S) as foreign:
         foreign.sendall(b"secret")
         assert foreign.recv(1) == b""
 

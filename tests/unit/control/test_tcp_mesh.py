@@ -20,7 +20,19 @@ LIMIT_S = 20.0
 
 def mesh_of(store_gather, peers=None):
     others = [rank for rank in range(store_gather.world_size) if rank != store_gather.rank]
-    return TcpMesh(store_gather, others if peers is None else peers, "127.0.0.1", SECRET, store_gather.wait_until)
+    return TcpMesh(store_gather, others if peers is None else peers, "127.0.0.1", SECRET)
+
+
+def connecting_waits_by(store_gather, wait_until):
+    """Replace the wait for connections, which follows the all-gather of addresses."""
+    all_gather = store_gather.all_gather
+
+    def gather(stage, value):
+        values = all_gather(stage, value)
+        store_gather.wait_until = wait_until
+        return values
+
+    store_gather.all_gather = gather
 
 
 def exchange(mesh, message, peers):
@@ -223,8 +235,9 @@ def test_a_connection_made_after_the_wait_has_failed_is_closed(monkeypatch):
         def give_up(_, stall):
             raise PeerFailureError(rank=1, peers=(0,), operation="", stall=stall(), reason="timed out", has_left=False)
 
+        connecting_waits_by(store_gather, give_up)
         try:
-            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET, give_up)
+            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET)
         except PeerFailureError as error:
             may_connect.set()
             return error  # which references the frames
@@ -254,7 +267,8 @@ def test_no_thread_accepts_peers_after_the_wait_has_failed():
             raise TransportError("timed out")
 
         if store_gather.rank == 0:
-            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET, give_up)
+            connecting_waits_by(store_gather, give_up)
+            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET)
         return store_gather.all_gather("TCP mesh", ("127.0.0.1", 9))
 
     assert isinstance(on_ranks(2, come)[0], TransportError)
@@ -320,8 +334,9 @@ def test_the_number_of_unauthenticated_connections_is_bounded():
                         pass
                 raise TransportError("enough")
 
+            connecting_waits_by(store_gather, wait_until)
             with pytest.raises(TransportError, match="enough"):
-                TcpMesh(store_gather, [1], "127.0.0.1", SECRET, wait_until)
+                TcpMesh(store_gather, [1], "127.0.0.1", SECRET)
             return
 
         assert on_ranks(2, talk) == {0: None, 1: None}

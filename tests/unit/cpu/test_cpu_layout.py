@@ -49,7 +49,6 @@ def flag_indices(layout: CpuLayout) -> list[int]:
     nodes, locals_ = range(layout.topology.num_nodes), range(layout.topology.ranks_per_node)
     return [
         layout.control.done_flag,
-        layout.rows_flag,
         *map(layout.control.record_flag, nodes),
         *map(layout.routing_flag, nodes),
         *map(layout.arrival_flag, nodes),

@@ -43,7 +43,7 @@ class Node:
             weights=weights,
             terms=Terms.of(rows, weights, pairs, local),
             chunks=cut_chunks(
-                np.array([(r, r, first_row[r], first_row[r + 1]) for r in range(NUM_RANKS)]), NUM_RANKS, 2
+                np.array([(r, r, first_row[r], first_row[r + 1]) for r in range(NUM_RANKS)]), range(NUM_RANKS), 2
             ),
             rings_out=self.rings([(local, consumer) for consumer in range(NUM_RANKS)]),
             rings_in=self.rings([(producer, local) for producer in range(NUM_RANKS)]),
@@ -93,6 +93,7 @@ def test_sums_of_all_ranks_through_full_rings(dtype):
 def test_chunks_of_runs():
     # Rank 0 holds rows of two runs of source 2, which is on another node: ranks 3 and 2 sent them. It has none itself.
     held = np.array([[0, 3, 6, 9], [0, 2, 5, 6], [0, 0, 0, 0], [1, 1, 0, 3]])
-    chunks = cut_chunks(held, 3, rows_per_chunk=2)
-    assert chunks.bounds.tolist() == [[3, 6, 8], [3, 8, 9], [2, 5, 6], [1, 0, 2], [1, 2, 3]]
+    chunks = cut_chunks(held, (0, 1, 2), rows_per_chunk=2)
+    # In proportion: the one chunk for rank 2 is between those for rank 3.
+    assert chunks.bounds.tolist() == [[3, 6, 8], [2, 5, 6], [3, 8, 9], [1, 0, 2], [1, 2, 3]]
     assert chunks.local_to_chunks.tolist() == [[0, 3], [3, 5], [5, 5]]

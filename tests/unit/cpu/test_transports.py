@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from store_gathers import on_ranks
 
 SECRET = "0123456789abcdef" * 2
 LIMIT_S = 20.0
-
+SIOCOUTQNSD = 0x894B  # of linux/sockios.h
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (0,) * (not i)) for i in range(3)]
 
@@ -25,11 +27,11 @@ def transport_of(request):
     """Makes a rank's transport, of either kind; all ranks have a board of this process together."""
 
     def make(store_gather):
-        rank, wait_until = store_gather.rank, store_gather.wait_until
+        rank = store_gather.rank
         others = [other for other in range(store_gather.world_size) if other != rank]
         if request.param == "TCP":
-            return TcpTransport(store_gather, others, "127.0.0.1", SECRET, wait_until)
-        return RailTransport(store_gather, others, [rank], lambda _: RAILS, SECRET, wait_until)
+            return TcpTransport(store_gather, others, "127.0.0.1", SECRET)
+        return RailTransport(store_gather, others, [rank], lambda _: RAILS, SECRET)
 
     return make
 
@@ -96,10 +98,36 @@ def test_a_peer_that_has_gone_is_named(transport_of):
 def test_without_peers_nothing_is_opened():
     def talk(store_gather):
         before = set(os.listdir("/proc/self/fd"))
-        transport = TcpTransport(store_gather, [], "127.0.0.1", SECRET, store_gather.wait_until)
+        transport = TcpTransport(store_gather, [], "127.0.0.1", SECRET)
         opened = set(os.listdir("/proc/self/fd")) - before
         has_moved = transport.poll()
         transport.close()
         return has_moved, opened
 
     assert on_ranks(1, talk) == {0: (False, set())}
+
+
+def test_the_kernel_takes_little_ahead_so_that_the_order_of_sending_holds():
+    def talk(store_gather):
+        peer = 1 - store_gather.rank
+        transport = TcpTransport(store_gather, [peer], "127.0.0.1", SECRET)
+        tickets = [transport.send(torch.zeros(64 << 10, dtype=torch.uint8), peer) for _ in range(256)]
+        most_unsent = 0
+        for _ in range(1000):
+            most_unsent = max(most_unsent, num_unsent(transport._connections[peer]))
+            transport.poll()
+        memory = torch.empty(64 << 10, dtype=torch.uint8)
+        finish(transport, [*tickets, *(transport.receive(memory, peer) for _ in tickets)])
+        transport.close()
+        return most_unsent
+
+    # Without the option it is the size of the send buffer: megabytes.
+    unsent = on_ranks(2, talk)
+    assert all(0 < most <= 512 << 10 for most in unsent.values()), unsent
+
+
+def num_unsent(connection):
+    """Return the bytes that the kernel has taken and not sent yet."""
+    answer = bytearray(4)
+    fcntl.ioctl(connection, SIOCOUTQNSD, answer)
+    return int.from_bytes(answer, sys.byteorder)

@@ -161,22 +161,22 @@ def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, obj
 class EmulatedLibrary:
     """Replaces ``Library`` on a simulated machine."""
 
-    def __init__(self, machine: Machine, emulator: Emulator, num_sms: int) -> None:
+    def __init__(self, machine: Machine, emulator: Emulator, num_sms: int, max_resident: int | None = None) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), num_sms, 227 << 10
-        self._machine, self._emulator = machine, emulator
+        self._machine, self._emulator, self._max_resident = machine, emulator, max_resident or num_sms
 
     def get(self, name: str, constants: Mapping[str, Any]) -> EmulatedKernel:
-        return EmulatedKernel(self._machine, self._emulator, name, constants, self.num_sms)
+        return EmulatedKernel(self._machine, self._emulator, name, constants, self._max_resident)
 
 
 class EmulatedKernel:
-    """Replaces ``Kernel``. Of a grid, no more blocks are there at once than there are multiprocessors."""
+    """Replaces ``Kernel``. Of a grid, no more than ``max_resident`` blocks are there at once."""
 
     def __init__(
-        self, machine: Machine, emulator: Emulator, name: str, constants: Mapping[str, Any], num_sms: int
+        self, machine: Machine, emulator: Emulator, name: str, constants: Mapping[str, Any], max_resident: int
     ) -> None:
         self._machine, self._emulator, self._name, self._constants = machine, emulator, name, constants
-        self._num_sms = num_sms
+        self._max_resident = max_resident
 
     def launch(
         self,
@@ -201,7 +201,7 @@ class EmulatedKernel:
                 grid=grid,
                 shared_bytes=shared_bytes,
                 is_dependent=is_dependent,
-                max_resident=self._num_sms,
+                max_resident=self._max_resident,
             )
             numbers.append(number)
 

@@ -49,11 +49,13 @@ def constants_of(struct: type[ctypes.Structure], num_ranks: int, num_threads: in
     return {**sizes, "NUM_RANKS": num_ranks, "MAX_PARTS": MAX_PARTS, **others}
 
 
-def plan(num_ranks: int, num_nodes: int, num_topk: int, id_bytes: int, weight_bytes: int) -> Constants:
+def plan(
+    num_ranks: int, num_nodes: int, num_topk: int, id_bytes: int, weight_bytes: int, num_threads: int = 512
+) -> Constants:
     return constants_of(
         plan_type(num_ranks, num_nodes),
         num_ranks,
-        512,
+        num_threads,
         NUM_NODES=num_nodes,
         NUM_TOPK=num_topk,
         ID_BYTES=id_bytes,
@@ -445,7 +447,7 @@ def test_warming_up_compiles_what_dispatch_and_combine_launch(tmp_path):
     for name, constants in (
         ("scatter_rows", scatter_rows(8, 8, 14336)),
         ("combine_rows", combine_rows(8, 8, 7168, "BF16", "BF16", 4)),
-        ("plan", plan(8, 1, 8, 8, 4)),
+        ("plan", plan(8, 1, 8, 8, 4, num_threads=1024)),
         ("weight_gradients", weight_gradients(7168, "BF16", 4, 1)),
     ):
         counting.compile(name, constants)

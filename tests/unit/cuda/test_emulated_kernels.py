@@ -25,6 +25,7 @@ from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import stall_of
 from fusco.cuda.kernels import combine_rows as combine_kernel
 from fusco.cuda.kernels import plan as plan_kernel
+from fusco.cuda.kernels.abi import MAX_PARTS
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
 from fusco.cuda.kernels.weighted_sum import weighted_sum as launch_weighted_sum
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def as_many_blocks_as_for_many_tokens(monkeypatch):
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 8)
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda num_pairs: (512, -(-num_pairs // 8)))
 
 
 class Emulated:
@@ -57,26 +58,32 @@ class Emulated:
         self.machine.processor = self._emulator = Emulator(folder, order, patience)
         self._order = order
 
-    def world(self, layout: DeviceLayout, placement: ExpertPlacement, num_sms: int | None = None) -> World:
-        """Devices of a few multiprocessors; a grid never has more blocks at once."""
-        num_sms = num_sms or 1 + self._order % 4
-        return World(layout, placement, self.machine, lambda: EmulatedLibrary(self.machine, self._emulator, num_sms))
+    def world(
+        self,
+        layout: DeviceLayout,
+        placement: ExpertPlacement,
+        num_sms: int | None = None,
+        max_resident: int | None = None,
+    ) -> World:
+        """Devices of a few multiprocessors; a grid never has more blocks at once, or than ``max_resident``."""
+        machine, emulator, sms = self.machine, self._emulator, num_sms or 1 + self._order % 4
+        return World(layout, placement, machine, lambda: EmulatedLibrary(machine, emulator, sms, max_resident))
 
 
 class EmulatedPlay(Play):
     """A play whose kernels are emulated."""
 
-    def __init__(self, scene: Scene, folder, num_sms: int | None = None) -> None:
+    def __init__(self, scene: Scene, folder, **sizes: int) -> None:
         super().__init__(scene)
-        self._folder, self._num_sms = folder, num_sms
+        self._folder, self._sizes = folder, sizes
 
     def run(self, order: int) -> Any:
-        world = Emulated(self._folder, order).world(self.scene.layout, self.scene.placement, self._num_sms)
+        world = Emulated(self._folder, order).world(self.scene.layout, self.scene.placement, **self._sizes)
         return world.run(self._on_rank)
 
 
-def play(scene: Scene, folder, order: int = 0, num_sms: int | None = None) -> None:
-    whole = EmulatedPlay(scene, folder, num_sms)
+def play(scene: Scene, folder, order: int = 0, **sizes: int) -> None:
+    whole = EmulatedPlay(scene, folder, **sizes)
     whole.check(whole.run(order))
 
 
@@ -122,8 +129,7 @@ def test_many_rows_for_each_warp(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ragged with holes", "skewed"])
 def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(kind, folder, monkeypatch):
-    monkeypatch.setattr(plan_kernel, "PLAN_PAIRS_PER_BLOCK", 1 << 20)
-    monkeypatch.setattr(plan_kernel, "PLAN_THREADS", 32)
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda _: (512, 1))
     for order in range(2):
         play(Scene(num_nodes=1, ranks_per_node=4, kind=kind, seed=order), folder, order)
 
@@ -143,6 +149,15 @@ def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, ord
     """As with concurrent kernels that wait for other ranks: only one of combine's blocks is resident."""
     monkeypatch.setattr(combine_kernel, "combine_shape", lambda *_: tuning.RingShape(512, 3, 2, 3))
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
+
+
+@pytest.mark.parametrize("max_resident", [2, 80])
+def test_few_rows_are_spread_over_all_blocks_of_which_any_may_be_resident(folder, max_resident, monkeypatch):
+    """Each warp begins with an item or has none, and takes others only while it waits."""
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda _: (512, 1))
+    for order, kind in enumerate(("ragged with holes", "skewed")):
+        scene = Scene(num_nodes=1, ranks_per_node=2 + order, kind=kind, seed=order)
+        play(scene, folder, order, num_sms=80, max_resident=max_resident)
 
 
 NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 6, 3, 40
@@ -226,20 +241,23 @@ def test_epochs_wrap_around(folder, order, age):
     repeated.world.run(on_rank)
 
 
-def test_a_rank_that_does_not_come_is_named_on_the_device(folder):
+def test_a_rank_that_does_not_come_is_named_on_the_device_and_has_the_rows_that_the_plan_did_not_wait_for(folder):
     repeated = Repeated(folder, order=1, num_ranks=3, timeout_s=0.05, patience=1000)
 
-    def on_rank(at: Rank) -> Arena:
+    def on_rank(at: Rank) -> tuple[Arena, torch.Tensor | None]:
         request = repeated.request(at.rank, 0, torch.float32)
         if at.rank == 1:
             pending = at.shuffle.prepare_dispatch(request, Call(1, CallProfile()), at.stream)
             at.session.agree(CollectiveFingerprint("dispatch", request.fields), pending.counts)  # and launches nothing
-        else:
-            dispatch(at, request)
-        return at.arena
+            return at.arena, None
+        return at.arena, dispatch(at, request)[0]
 
-    arenas = repeated.world.run(on_rank)
+    arenas, outputs = zip(*repeated.world.run(on_rank), strict=True)
+    flags_of_rank_1 = arenas[1].buffers[0].memory[repeated.layout.offsets["rows_ready"] :].view(torch.int32)
+    num_flags = NUM_TOKENS * MAX_PARTS
     for rank in (0, 2):
+        assert (outputs[rank].view(torch.uint8) == 0xFF).all()
+        assert 1 in flags_of_rank_1[rank * num_flags : (rank + 1) * num_flags]
         stall = stall_of(arenas[rank].failure, arenas[rank].node_ranks)
         assert stall.phase == "exchanging routing on the device"
         assert stall.on_ranks == (1,)
@@ -266,9 +284,9 @@ def die(*_: Any, **__: Any) -> None:
     raise Died
 
 
-def plan_and_die(*arguments: Any, launch_plan: Any = None) -> None:
+def plan_and_die(*arguments: Any, planning: Any = None) -> None:
     """Take the place of ``OwnRows.scatter``, which launches the plan, too."""
-    (launch_plan or arguments[-1])()
+    (planning or arguments[-1]).launch()
     raise Died
 
 

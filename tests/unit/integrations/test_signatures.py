@@ -131,6 +131,11 @@ def test_configurations_want_no_larger_buffer_for_larger_calls():
         deep_ep_buffer.Buffer.set_num_sms(3)
 
 
+def test_the_number_of_multiprocessors_is_a_number_although_none_is_set():
+    """SGLang compares it with those of the device."""
+    assert deep_ep_buffer.Buffer.num_sms == deep_ep_buffer.Config().num_sms == 20
+
+
 def test_an_event_of_the_cpu_is_over():
     with EventOverlap(EventHandle(), (torch.empty(1),)) as event:
         event.current_stream_wait()

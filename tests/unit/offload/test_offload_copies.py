@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from simulated_gpus import GB, ILLEGAL_ADDRESS, PCIE, SimulatedGpus
 
 from fusco.core import c_library
 from fusco.core.errors import ClosedError, LaunchError, TransportError
-from fusco.offload import Copier, OffloadSettings, RelayBudget
+from fusco.offload import Copier, OffloadSettings, RelayBudget, shared_links
+from fusco.offload.links import NvmlError
 from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.board import Board
@@ -81,6 +83,16 @@ def test_two_links_are_nearly_twice_as_fast_as_one(host, num_bytes, direction):
     assert 1.9 <= speed / PCIE <= 2.0
     assert copy.reason == ""
     assert 0.45 < copy.borrowed_bytes / num_bytes < 0.52
+
+
+@BOTH
+@pytest.mark.parametrize("depth", [32, 48, 64])
+def test_links_end_together_though_launches_are_long(tmp_path, direction, depth):
+    host = Host(tmp_path, call_ns=3000)
+    host.open(0, limits=Limits(direct_first=32, direct_depth=40, borrowed_per_rail=depth, batch=depth // 2))
+    copy = host.start(0, 256 * MB, direction)
+    assert 256 * MB / host.finish(copy) >= 1.95 * PCIE
+    host.close()
 
 
 def test_chunks_of_512_kb_with_the_time_that_calls_take(tmp_path):
@@ -239,6 +251,49 @@ def test_memory_that_runs_low_is_given_back_and_taken_again(host):
     assert again.borrowed_bytes
 
 
+def test_memory_that_cannot_be_read_is_given_back_and_taken_again(host):
+    copier, links = host.open(0), host.gpus.links
+    read, links.free_bytes = links.free_bytes, mock.Mock(side_effect=NvmlError("nvmlDeviceGetMemoryInfo failed"))
+    copier.links.keep()
+    assert copier.reason == "GPU 1 is no relay: its memory was given back, since nvmlDeviceGetMemoryInfo failed"
+    assert not host.gpus.buffers
+    copier.links._next_try_s = 0.0
+    copier.links.keep()
+    assert copier.reason == "GPU 1 is no relay: nvmlDeviceGetMemoryInfo failed"
+    links.free_bytes, copier.links._next_try_s = read, 0.0
+    copier.links.keep()
+    assert copier.reason == ""
+
+
+def test_relays_are_watched_after_an_error(host, monkeypatch):
+    links = host.open(0).links
+    monkeypatch.setattr(shared_links, "_KEEP_S", 0.001)
+    errors = iter([OSError("one"), OSError("one"), TransportError("other")])
+
+    def keep():
+        if (error := next(errors, None)) is not None:
+            raise error
+        links._is_ending.set()
+
+    monkeypatch.setattr(links, "keep", keep)
+    with pytest.warns(RuntimeWarning) as told:
+        links._keep()
+    assert [str(each.message).rpartition(": ")[2] for each in told] == ["one", "other"]
+
+
+def test_everything_is_given_back_though_one_relay_fails(tmp_path):
+    host = Host(tmp_path, 3)
+    copier = host.open(0)
+    closing = copier.relays[0]._resources.close
+    copier.relays[0]._resources.close = mock.Mock(side_effect=LaunchError("it failed"))
+    with pytest.raises(LaunchError, match="it failed"):
+        copier.close()
+    assert not any(relay.is_open for relay in copier.relays)
+    assert {place for _, _, place in host.gpus.buffers.values()} == {1001}  # those of the relay that failed
+    assert not host.board.exists()
+    closing()
+
+
 def test_the_budget_is_never_exceeded(tmp_path):
     host = Host(tmp_path)
     copier = host.open(0, budget=RelayBudget(max_bytes=100 * MB))
@@ -310,7 +365,24 @@ def test_a_failure_of_cuda_ends_all_copies(host):
     with pytest.raises(LaunchError, match="from host memory failed"):
         copies[1].wait()
     assert [copier.links._board.cell(copier.links._row.row, rail)[7] for rail in range(4)] == [0] * 4
-    copier._under_way.clear()
+    later = host.start(0, 32 * MB)  # raises no error of others, but its own
+    assert list(copier._under_way) == [later]
+    with pytest.raises(LaunchError, match="a copy of 33,554,432 bytes to host memory failed"):
+        later.synchronize()
+    copier.reap()
+    assert not copier._under_way
+
+
+def test_a_plain_copy_that_fails(tmp_path):
+    host = Host(tmp_path)
+    host.open(0, relays=())
+    copy = host.start(0, MB)
+    with mock.patch.object(host.gpus, "is_complete", side_effect=LaunchError("cuEventQuery failed")):
+        with pytest.raises(LaunchError, match="cuEventQuery failed"):
+            copy.synchronize()
+        later = host.start(0, MB)
+    host.finish(later)
+    host.close()
 
 
 def test_every_wait_has_a_limit_and_says_for_what(host):
@@ -356,8 +428,10 @@ def test_a_copier_that_is_closed_while_another_thread_waits(tmp_path):
         assert closing.is_alive()
         assert mover.wait(copy._job, DONE) == FAILED  # to those that come later it is closed
     closing.join()
+    assert mover.drain_path(0) == 0
     host.copiers[0]._under_way.clear()
     copy._was_done = True
+    host.close()
 
 
 def test_a_killed_process_holds_neither_its_link_nor_what_it_borrowed(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco.core import c_library
-from fusco.core.c_library import load_c_library
+from fusco.core.c_library import compile_c, load_c_library
 from fusco.core.errors import CompileError
 from fusco.offload import copy_from_host, copy_to_host, tensors
 from fusco.offload.budget import MB, RelayBudget
@@ -26,6 +27,7 @@ def tensor_like(device="cuda:0", dtype=torch.float32, shape=(4, 4), *, pinned=Fa
     made = mock.Mock(spec=torch.Tensor, device=torch.device(device), dtype=dtype, shape=torch.Size(shape))
     made.is_pinned.return_value, made.is_contiguous.return_value = pinned, contiguous
     made.stride.return_value = (1, 4)
+    made.numel.return_value, made.element_size.return_value = 16, 4
     return made
 
 
@@ -67,22 +69,35 @@ def test_a_copier_of_another_gpu():
         copy_to_host(GOOD, PINNED, copier=mock.Mock(device=1))
 
 
-def test_in_a_capture():
-    with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"),
-    ):
-        copy_to_host(GOOD, PINNED)
+@pytest.fixture
+def capturing(monkeypatch):
+    """The GPUs whose current streams are captured; GPU 0 is current."""
+    capturing, current = set(), [0]
+
+    @contextmanager
+    def change(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", change)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] in capturing)
+    return capturing
 
 
-def test_addresses_and_bytes_reach_the_copier():
-    GOOD.numel.return_value, GOOD.element_size.return_value = 16, 4
+def test_in_a_capture(capturing):
+    capturing.add(1)
+    copy_to_host(GOOD, PINNED, copier=mock.Mock(device=0))
+    with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
+        copy_to_host(tensor_like("cuda:1"), PINNED)
+
+
+def test_addresses_and_bytes_reach_the_copier(capturing):
     GOOD.data_ptr.return_value, PINNED.data_ptr.return_value = 1000, 2000
     copier = mock.Mock(device=0)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
-        copy_from_host(GOOD, PINNED, copier=copier)
-        with mock.patch.object(tensors, "copier_of", return_value=copier) as copier_of:
-            copy_to_host(GOOD, PINNED)
+    copy_from_host(GOOD, PINNED, copier=copier)
+    with mock.patch.object(tensors, "copier_of", return_value=copier) as copier_of:
+        copy_to_host(GOOD, PINNED)
     copier_of.assert_called_once_with(torch.device("cuda:0"))
     assert [call.args for call in copier.copy.call_args_list] == [(1, 1000, 2000, 64), (0, 1000, 2000, 64)]
 
@@ -130,6 +145,15 @@ def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
     with pytest.raises(CompileError, match=r"(?s)wrong does not compile with .*expected"):
         load_c_library(source)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_library_that_the_system_does_not_load(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "two.c"
+    source.write_text("int two(void) { return 2; }")
+    compile_c("two", [source]).write_bytes(b"no library")
+    with pytest.raises(CompileError, match=r"two-.*\.so was compiled but cannot be loaded: .*set FUSCO_CACHE_DIR"):
+        load_c_library(source)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2000))

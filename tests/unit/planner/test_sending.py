@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco import Settings, Topology, Traffic
-from fusco.planner.sending import SendingStage, order_of_slices, plan_stages
+from fusco.planner.sending import SendingStage, in_proportion, order_of_slices, plan_stages
 
 TOPOLOGY = Topology.of_equal_nodes(world_size=6, ranks_per_node=2)
 
@@ -58,3 +58,17 @@ def test_every_slice_is_sent_once(data):
 def test_an_invalid_order_is_rejected():
     with pytest.raises(ValueError, match="slice_order must be 'in-turn' or 'staged', got 'random'"):
         Settings(slice_order="random")
+
+
+@given(flow=st.lists(st.integers(0, 4), max_size=40))
+def test_at_any_time_all_flows_have_sent_the_same_share_but_for_a_slice(flow):
+    flow = np.array(flow, np.int64)
+    order = in_proportion(flow)
+    assert sorted(order.tolist()) == list(range(len(flow)))
+    totals = np.bincount(flow, minlength=5)
+    for num_sent in range(len(flow) + 1):
+        sent = np.bincount(flow[order[:num_sent]], minlength=5)
+        late, early = (sent[totals > 0] + 1) / totals[totals > 0], (sent[totals > 0] - 1) / totals[totals > 0]
+        assert not len(late) or late.min() >= early.max()
+    for each in range(5):  # slices of a flow stay in order
+        assert (np.diff(order[flow[order] == each]) > 0).all()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fusco import Topology
 from fusco.cli.running import choose_shape
-from fusco.core.shared_gpus import SHARE_GPUS
+from fusco.core.environment import SHARE_GPUS
 from fusco.ranks.emulation import describe_emulation, emulated_network
 from fusco.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked
 from fusco.ranks.torchrun import Launched

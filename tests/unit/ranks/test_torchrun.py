@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusco.core.shared_gpus import SHARE_GPUS
+from fusco.core.environment import SHARE_GPUS
 from fusco.ranks.torchrun import Launched, choose_gpu, join_torchrun, launched
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

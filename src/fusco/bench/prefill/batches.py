@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import resources
+from fusco.bench.prompts import prompts_of_ranks
 
-import numpy as np
-
-_TRACE = "azure_llm_2023_conv.npz"
-_TOKENS_OF_TRACE = 8192  # a batch of this many tokens has prompts of the lengths of the trace
 _SKEW = 8
 
 
@@ -16,8 +12,7 @@ def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, .
 
     Args:
         batch: a number of equal prompts on each rank; or ``"skewed"``, one prompt on each rank, an eighth as long on
-            all ranks but the first; or ``"ragged"``, prompts of the Azure trace in order of arrival, as many as fit on
-            a rank, their lengths scaled by ``tokens / 8192``.
+            all ranks but the first; or ``"ragged"``, see ``prompts_of_ranks``.
         tokens: most tokens of a rank.
         num_ranks: how many ranks there are.
 
@@ -30,25 +25,12 @@ def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, .
     if batch == "skewed":
         return [(tokens if rank == 0 else max(1, tokens // _SKEW),) for rank in range(num_ranks)]
     if batch == "ragged":
-        return _ragged(tokens, num_ranks)
+        return prompts_of_ranks("ragged", tokens, num_ranks)
     if not batch.isdecimal() or not int(batch):
         raise ValueError(f"batch {batch!r} is neither a number of prompts nor 'ragged' nor 'skewed'")
     if tokens % int(batch):
         raise ValueError(f"{batch} equal prompts do not divide {tokens} tokens")
     return [(tokens // int(batch),) * int(batch)] * num_ranks
-
-
-def _ragged(tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    with resources.as_file(resources.files("fusco.data") / _TRACE) as path, np.load(path) as trace:
-        lengths = -(-trace["context_tokens"].astype(int) * tokens // _TOKENS_OF_TRACE)
-    ranks, next_one = [], 0
-    for _ in range(num_ranks):
-        prompts: list[int] = []
-        while sum(prompts) + lengths[next_one % len(lengths)] <= tokens:
-            prompts.append(int(lengths[next_one % len(lengths)]))
-            next_one += 1
-        ranks.append(tuple(prompts))
-    return ranks
 
 
 def describe(batch: str, lengths: list[tuple[int, ...]]) -> str:

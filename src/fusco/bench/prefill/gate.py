@@ -76,7 +76,9 @@ def compare_logits(
     head: Callable[[torch.Tensor], torch.Tensor],
     deviation: Deviation,
 ) -> None:
-    """Compare the logits that ``head`` makes of hidden states (num_tokens, hidden)."""
+    """Compare the logits that ``head`` makes of hidden states (num_tokens, hidden), if there are any."""
+    if not len(hidden):
+        return
     errors, num_same = [], 0
     for ours, theirs in zip(torch.split(hidden, _CHUNK), torch.split(expected, _CHUNK), strict=True):
         logits, wanted = head(ours), head(theirs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.environment import Measurement, hardware, versions
 from fusco.bench.prefill.batches import describe
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.job import PrefillJob
@@ -38,7 +38,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillRecord:
+class PrefillRecord(Measurement):
     """One variant in one case."""
 
     kind: str = "prefill"
@@ -64,9 +64,6 @@ class PrefillRecord:
     num_iterations: int  # timed prefills
     peak_memory_gib: float  # allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU
     job: dict[str, Any]  # its configuration
-    versions: dict[str, str]
-    hardware: dict[str, str | int | float]
-    commit: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,5 +108,4 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         job=asdict(job),
         versions=versions("transformers") | ({"deep_ep": deep_ep_version()} if variant == "deep_ep" else {}),
         hardware=hardware(job.device),
-        commit=commit(),
     )

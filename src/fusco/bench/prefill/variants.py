@@ -134,7 +134,7 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
         baseline = BaselineShuffle(group, placement, topology, job.device)
         return ShuffleDispatcher(group, baseline.dispatch, baseline.combine)
     if name == "deep_ep":
-        peer = BufferShuffle(group, num_experts, None)
+        peer = stack.enter_context(BufferShuffle(group, num_experts, None))
         return ShuffleDispatcher(group, lambda x, ids, weights: peer.dispatch(x, Routing(ids, weights)), peer.combine)
     kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
     launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)

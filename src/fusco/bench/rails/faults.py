@@ -18,10 +18,15 @@ _PHASE_S, _SETTLE_S = 2.0, 1.0  # of one rail and of all rails at the end, and t
 _MB = 1_000_000
 
 
-def measure_faults(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
-    """Measure traffic while rails fail, with all but one down, with all up again, and after an owner was killed."""
+def measure_flapping(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure traffic while rails fail, with all but one down, and with all up again."""
     for name in policies:
         report("rails go down and up", name, flap(bed, name, seconds))
+
+
+def measure_killing(bed: Testbed, policies: list[str], _seconds: float, report: Report) -> None:
+    """Measure when the rail of an owner that was killed is used by others."""
+    for name in policies:
         if name != "direct":
             report("owner of a rail killed", name, {"ms until its rail is used": 1e3 * kill(bed, name)})
 

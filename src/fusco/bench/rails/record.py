@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fusco.bench import environment
+from fusco.bench.environment import Measurement, versions
 from fusco.testbed import Testbed
 
 
 @dataclass(frozen=True)
-class RailsRecord:
+class RailsRecord(Measurement):
     """One row of a table.
 
     Attributes:
@@ -31,9 +31,7 @@ class RailsRecord:
     num_rails: int
     bits_per_s: int
     results: dict[str, float]
-    versions: dict[str, str] = field(default_factory=lambda: environment.versions("pyroute2"))
-    hardware: dict[str, str | int | float] = field(default_factory=environment.hardware)
-    commit: str = field(default_factory=environment.commit)
+    versions: dict[str, str] = field(default_factory=lambda: versions("pyroute2"), kw_only=True)
 
 
 Report = Callable[[str, str, dict[str, float]], None]

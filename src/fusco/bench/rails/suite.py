@@ -10,7 +10,7 @@ from fusco.bench.rails.bandwidth import measure_bandwidth
 from fusco.bench.rails.contention import measure_contention, measure_steps
 from fusco.bench.rails.costs import measure_change, measure_costs
 from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
-from fusco.bench.rails.faults import measure_faults
+from fusco.bench.rails.faults import measure_flapping, measure_killing
 from fusco.bench.rails.incast import measure_incast
 from fusco.bench.rails.record import RailsRecord, Report
 from fusco.bench.rails.serving import measure_serving
@@ -37,10 +37,11 @@ BENCHMARKS: dict[str, Benchmark] = {
     "embeddings": Benchmark("Figure 13", measure_embeddings),
     "costs": Benchmark("Table 3", measure_costs),
     "change": Benchmark("Figure 10", measure_change),
-    "faults": Benchmark("none", measure_faults, seconds=6.0),
+    "flapping": Benchmark("none", measure_flapping, seconds=6.0),
+    "killing": Benchmark("none", measure_killing),
 }
 
-_OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "faults")  # traffic in one direction only
+_OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killing")  # traffic in one direction only
 
 
 @dataclass(frozen=True)

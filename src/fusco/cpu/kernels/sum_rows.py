@@ -6,6 +6,7 @@ not depend on timing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from fusco.cpu.kernels.add_rows import add_row
 from fusco.cpu.kernels.intrinsics import pointer_to
 from fusco.cpu.kernels.plan_pairs import PlannedPairs
 from fusco.cpu.kernels.reduce_rows import as_array, reduce_row
+from fusco.planner.sending import in_proportion
 
 
 class Terms(NamedTuple):
@@ -90,16 +92,22 @@ class Chunks(NamedTuple):
     local_to_chunks: npt.NDArray[np.int64]
 
 
-def cut_chunks(held_rows: npt.NDArray[np.int64], num_locals: int, rows_per_chunk: int) -> Chunks:
-    """Cut the rows that the ranks of a node hold into chunks.
+def cut_chunks(held_rows: npt.NDArray[np.int64], ranks: Sequence[int], rows_per_chunk: int) -> Chunks:
+    """Cut the rows that the ``ranks`` of a node hold into chunks.
 
     ``held_rows`` is int64 (num_runs, 4), by holder: its local rank, the rank that the sums go to, first row and end.
+    Sums that a holder returns to other nodes are in proportion (see ``in_proportion``), its own are last.
 
-    >>> held_rows = np.array([[0, 2, 4, 6], [0, 0, 0, 1], [1, 1, 1, 4]])
-    >>> cut_chunks(held_rows, num_locals=2, rows_per_chunk=2).bounds.tolist()
-    [[2, 4, 6], [0, 0, 1], [1, 1, 3], [1, 3, 4]]
+    >>> held_rows = np.array([[0, 2, 2, 8], [0, 3, 8, 9], [0, 0, 0, 1], [1, 1, 1, 2]])
+    >>> cut_chunks(held_rows, ranks=(0, 1), rows_per_chunk=2).bounds.tolist()
+    [[2, 2, 4], [2, 4, 6], [3, 8, 9], [2, 6, 8], [0, 0, 1], [1, 1, 2]]
     """
-    return Chunks(*_cut_chunks(held_rows, num_locals, rows_per_chunk))
+    chunks = Chunks(*_cut_chunks(held_rows, len(ranks), rows_per_chunk))
+    for rank, (first, end) in zip(ranks, chunks.local_to_chunks.tolist(), strict=True):
+        of_holder = chunks.bounds[first:end]
+        returned = of_holder[of_holder[:, 0] != rank]
+        of_holder[: len(returned)] = returned[in_proportion(returned[:, 0])]
+    return chunks
 
 
 @compiled(nogil=True)

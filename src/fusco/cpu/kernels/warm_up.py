@@ -10,6 +10,7 @@ from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.copy_segments import SegmentMemory, concatenate, copy_segments
+from fusco.cpu.kernels.gather_rows import gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
 from fusco.cpu.kernels.select_tokens import select_tokens
@@ -23,6 +24,7 @@ def warm_up_cpu() -> None:
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     copy_segments(memory, none, memory, none, none)
+    gather_rows(0, none.numpy(), 1, memory)
     SegmentMemory([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
@@ -33,7 +35,7 @@ def warm_up_cpu() -> None:
     scatter_slices(nothing, np.zeros(0, np.int64), none, none, nothing, 1, 1)
     counts = np.zeros(2, np.int64)
     rings = Rings(np.array([[counts.ctypes.data, counts[1:].ctypes.data, 0]]), 1, 1)
-    chunks = cut_chunks(np.zeros((0, 4), np.int64), 1, 1)
+    chunks = cut_chunks(np.zeros((0, 4), np.int64), (0,), 1)
     has_message(rings, 0)
     for dtype in ROW_DTYPES:
         rows = torch.zeros(0, 1, dtype=dtype, device="cpu")

@@ -100,13 +100,16 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
     num_pieces = vectors_per_lane // shape.unroll
     parts = parts_of_row(num_rows, max(1, min(MAX_PARTS, num_pieces)))
+    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, num_pieces, MAX_PARTS, sms)
+    num_items = longest * ((launcher.num_ranks - 1) * parts + of_sum)
+    rounds = num_items * WARP_SIZE / (grid * shape.num_threads)
     arguments = combine_type(launcher.num_ranks)(
         comm=launcher.comm,
         first_row=first_row,
         longest=longest,
         parts=parts,
-        sum_parts=sum_parts(parts, num_pieces, MAX_PARTS, sms),
-        num_senders=combine_senders(num_rows, sms) if launcher.num_ranks > 1 else 0,
+        sum_parts=of_sum,
+        num_senders=combine_senders(rounds, num_rows, sms) if launcher.num_ranks > 1 else 0,
     )
     constants = {
         "NUM_TOPK": num_topk,
@@ -121,7 +124,6 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
         "DEPTH": shape.depth,
     }
     shared_bytes = shape.depth * _stage_bytes(shape, item_bytes, wire_dtype.itemsize)
-    grid = sms * shape.blocks_per_sm
     return launcher.prepare(
         key, constants, arguments, grid=grid, num_threads=shape.num_threads, shared_bytes=shared_bytes
     )

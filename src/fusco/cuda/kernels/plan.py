@@ -16,7 +16,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
-from fusco.cuda.tuning import PLAN_PAIRS_PER_BLOCK, PLAN_THREADS
+from fusco.cuda.tuning import PLAN_THREADS, plan_shape
 
 _WARP_SIZE = 32
 _MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
@@ -64,12 +64,14 @@ class PlanTerms(NamedTuple):
         max_slots: slots of the output.
         is_overflow_reported: True if more rows than slots are an error.
         num_sms: maximum number of SMs; ``None`` means those of the device.
+        is_followed_early: True if the next kernel pushes rows while this one waits for ranks.
     """
 
     expert_alignment: int
     max_slots: int
     is_overflow_reported: bool
     num_sms: int | None
+    is_followed_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -264,14 +266,14 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
         ("published", I32 * num_nodes),
         ("held", I32 * (num_sources - num_ranks + 1)),
         *((name, I32) for name in ("num_held", "num_experts", "num_local_experts", "expert_alignment")),
-        *((name, I32) for name in ("max_slots", "is_overflow_reported")),
+        *((name, I32) for name in ("max_slots", "is_overflow_reported", "is_followed_early")),
     ]
     return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
 
 
-def plan_shared_bytes(num_local_experts: int) -> int:
+def plan_shared_bytes(num_local_experts: int, num_threads: int = PLAN_THREADS) -> int:
     """Return the shared memory of a block in bytes: per expert, a count of each warp, prefix, total, and first slot."""
-    return 4 * ((PLAN_THREADS // _WARP_SIZE + 3) * num_local_experts + 1)
+    return 4 * ((num_threads // _WARP_SIZE + 3) * num_local_experts + 1)
 
 
 def plan_slots(
@@ -347,6 +349,7 @@ def _prepare(
         expert_alignment=terms.expert_alignment,
         max_slots=terms.max_slots,
         is_overflow_reported=terms.is_overflow_reported,
+        is_followed_early=terms.is_followed_early,
     )
     constants = {
         "NUM_NODES": num_nodes,
@@ -355,7 +358,9 @@ def _prepare(
         "WEIGHT_BYTES": plan.tables.weight_bytes,
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
-    num_pairs = plan.first_row[-1] * num_topk
-    grid = max(1, min(launcher.sms(terms.num_sms), -(-num_pairs // PLAN_PAIRS_PER_BLOCK)))
-    shared_bytes = plan_shared_bytes(tables.num_local_experts)
-    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=PLAN_THREADS, shared_bytes=shared_bytes)
+    num_threads, num_blocks = plan_shape(plan.first_row[-1] * num_topk)
+    if plan_shared_bytes(tables.num_local_experts, num_threads) > launcher.library.max_shared_bytes:
+        num_threads = PLAN_THREADS
+    grid = max(1, min(launcher.sms(terms.num_sms), num_blocks))
+    shared_bytes = plan_shared_bytes(tables.num_local_experts, num_threads)
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=num_threads, shared_bytes=shared_bytes)

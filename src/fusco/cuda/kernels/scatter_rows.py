@@ -5,15 +5,44 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Payload, vector_bytes
+import torch
+
+from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Memory, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlannedRows, PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.tuning import SCATTER_UNROLL, scatter_parts, scatter_senders, scatter_threads
+
+
+class OwnRouting(NamedTuple):
+    """Routing of this rank's rows.
+
+    Attributes:
+        topk_idx: int32 or int64 (num_tokens, num_topk), contiguous, as the plan publishes it.
+        expert_to_rank: see ``PlanTables``.
+    """
+
+    topk_idx: Memory
+    expert_to_rank: torch.Tensor
+
+
+class ScatterTerms(NamedTuple):
+    """What a launch of ``scatter_rows`` does beyond its rows.
+
+    Attributes:
+        clears_padding: True to set the slots between blocks to zero.
+        num_sms: a budget of SMs; ``None`` means those of the device.
+        routing: given if rows are pushed while the launch ahead on the stream, their plan, is made; the plan has
+            ``is_followed_early`` then.
+    """
+
+    clears_padding: bool
+    num_sms: int | None
+    routing: OwnRouting | None = None
 
 
 @cache
@@ -24,10 +53,10 @@ def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
         ("comm", comm_type(num_ranks)),
         *((name, POINTER * num_payloads) for name in ("rows", "outputs")),
         ("received", U64 * num_payloads * num_ranks),
-        *((name, POINTER) for name in made),
+        *((name, POINTER) for name in (*made, "topk_idx", "expert_to_rank")),
         ("num_slots", I64),
         ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders")),
+        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders", "id_bytes", "num_experts")),
     ]
     return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
 
@@ -38,9 +67,7 @@ def scatter_rows(
     held: Rows,
     payloads: Sequence[Payload],
     received: Sequence[int],
-    *,
-    clears_padding: bool,
-    num_sms: int | None,
+    terms: ScatterTerms,
 ) -> PreparedLaunch:
     """Write this rank's rows, and those that its peers push, to their slots.
 
@@ -51,14 +78,14 @@ def scatter_rows(
         payloads: the rows of this rank, and the outputs.
         received: the offset, in every rank's arena, of each payload of the rows that each rank pushes: all payloads of
             rank 0, then of rank 1, ...
-        clears_padding: True to set the slots between blocks to zero.
-        num_sms: a budget of SMs.
+        terms: see ``ScatterTerms``.
 
     Returns the launch, whose grid is the number of SMs that it takes.
     """
-    first_row, num_local_experts = held.first_row, plan.tables.shape.num_local_experts if clears_padding else 0
-    row_bytes = tuple(payload.row_bytes for payload in payloads)
-    key = ("scatter_rows", first_row, held.num_topk, num_local_experts, row_bytes, num_sms)
+    num_local_experts = plan.tables.shape.num_local_experts if terms.clears_padding else 0
+    row_bytes, routing = tuple(payload.row_bytes for payload in payloads), terms.routing
+    of_ids = (routing.topk_idx.element_size(), len(routing.expert_to_rank)) if routing else (0, 0)
+    key = ("scatter_rows", held.first_row, held.num_topk, num_local_experts, row_bytes, terms.num_sms, of_ids)
     prepared = launcher.prepared.get(key) or _prepare(launcher, key)
     arguments = prepared.arguments
     prepared.set_table("rows", [payload.address for payload in payloads])
@@ -68,12 +95,13 @@ def scatter_rows(
     arguments.block_to_first_slot = plan.tables.address_of("block_to_first_slot")
     arguments.num_slots = payloads[0].num_output_rows
     arguments.num_rows_per_expert = plan.tables.address
+    arguments.topk_idx, arguments.expert_to_rank = (each.data_ptr() for each in routing) if routing else (0, 0)
     prepared.launch(launcher.stream)
     return prepared
 
 
 def scatter_fields(
-    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int
+    shape: PlanShape, memory: int, rows: Sequence[int], outputs: Sequence[int], num_slots: int, topk_idx: int
 ) -> list[Field]:
     """Return the fields that change if a dispatch within a node is repeated, by the indices of their values.
 
@@ -85,20 +113,25 @@ def scatter_fields(
         *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
         *(Field(name, memory, shape.offsets[name]) for name in made),
         Field("num_slots", num_slots),
+        Field("topk_idx", topk_idx),
     ]
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
-    _, first_row, num_topk, num_local_experts, row_bytes, num_sms = key
+    _, first_row, num_topk, num_local_experts, row_bytes, num_sms, (id_bytes, num_experts) = key
     longest, grid = longest_of(first_row), launcher.sms(num_sms)
     vectors_per_lane = max(-(-size // (vector_bytes(size) * WARP_SIZE)) for size in row_bytes)
+    num_rows, num_threads = longest * launcher.num_ranks, scatter_threads(grid)
+    parts = scatter_parts(num_rows, vectors_per_lane, MAX_PARTS)
     arguments = scatter_type(launcher.num_ranks, len(row_bytes))(
         comm=launcher.comm,
         first_row=first_row,
         num_local_experts=num_local_experts,
         longest=longest,
-        parts=scatter_parts(longest * launcher.num_ranks, vectors_per_lane, MAX_PARTS),
-        num_senders=scatter_senders(grid),
+        parts=parts,
+        num_senders=scatter_senders(num_rows * parts * WARP_SIZE / (grid * num_threads), grid),
+        id_bytes=id_bytes,
+        num_experts=num_experts,
     )
     constants = {
         "NUM_TOPK": num_topk,
@@ -107,4 +140,4 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
         "VECTOR_BYTES": ",".join(str(vector_bytes(size)) for size in row_bytes),
         "UNROLL": SCATTER_UNROLL,
     }
-    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=scatter_threads(grid), is_dependent=True)
+    return launcher.prepare(key, constants, arguments, grid=grid, num_threads=num_threads, is_dependent=True)

@@ -17,7 +17,7 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan import PlanShape, PlanTables, PlanTensors, PlanTerms, PublishedRouting, plan_slots
-from fusco.cuda.kernels.scatter_rows import scatter_rows
+from fusco.cuda.kernels.scatter_rows import ScatterTerms, scatter_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     planned = _planned(shape, weights)
     payload = Payload(address=0, row_bytes=rows.nbytes)
     _plan(launcher, planned, weights)
-    scatter_rows(launcher, planned, planned, [payload], [0] * shape.num_ranks, clears_padding=False, num_sms=None)
+    terms = ScatterTerms(clears_padding=False, num_sms=None)
+    scatter_rows(launcher, planned, planned, [payload], [0] * shape.num_ranks, terms)
     for is_weighted in (True, False):  # of combine, and of dispatch's backward
         combine_rows(launcher, planned, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())

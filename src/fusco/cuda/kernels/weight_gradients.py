@@ -24,7 +24,7 @@ class WeightArgs(ctypes.Structure):
 def weight_gradients_on_cuda(
     grads: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor
 ) -> torch.Tensor | None:
-    """See ``fusco.api.weight_gradients``."""
+    """See ``fusco.api.autograd.weight_gradients``."""
     with torch.cuda.device(grads.device):
         stream = torch.cuda.current_stream().cuda_stream
         return launch(library_of(grads.device), stream, grads, rows, weights)

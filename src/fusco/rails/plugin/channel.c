@@ -7,7 +7,8 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-static const int64_t RETRY_NS = 1000000, RESCUE_NS = 5000000, CLOSING_NS = 1000000000, DRAINING_NS = 200000000;
+static const int64_t RETRY_NS = 100000, /* a quarter of what a chunk takes at 10 Gbit/s */
+                     RESCUE_NS = 5000000, CLOSING_NS = 1000000000, DRAINING_NS = 200000000;
 enum { LATE = 4, CLOSE_LIMIT_S = 5 };
 
 static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes) {

@@ -52,28 +52,53 @@ static bool parse_address(struct rail *rail) {
   return rail->address_bytes != 0;
 }
 
-/* Rails as "interface,address,bit/s,owner+owner;..."; NULL, or what is wrong. */
-static const char *parse_rails(struct host *host, char *text) {
-  char *rest_of_rails, *rest, *rest_of_owners;
-  for (char *each = strtok_r(text, ";", &rest_of_rails); each; each = strtok_r(NULL, ";", &rest_of_rails)) {
-    if (host->num_rails == MAX_RAILS) return "it has more than 16 rails";
-    struct rail *rail = host->rails + host->num_rails;
-    char *interface = strtok_r(each, ",", &rest), *address = strtok_r(NULL, ",", &rest);
-    char *speed = strtok_r(NULL, ",", &rest), *owners = strtok_r(NULL, ",", &rest);
-    if (!speed || strlen(interface) >= sizeof rail->interface || strlen(address) >= sizeof rail->text) return "a rail is interface,address,bit/s,owners";
-    memcpy(rail->interface, interface, strlen(interface));
-    memcpy(rail->text, address, strlen(address));
-    if (!parse_address(rail)) return "an address is no IP address";
-    if (rail->address.ss_family != host->rails[0].address.ss_family) return "IPv4 and IPv6 addresses are mixed";
-    rail->bits_per_s = strtoull(speed, NULL, 10);
-    for (char *owner = owners ? strtok_r(owners, "+", &rest_of_owners) : NULL; owner; owner = strtok_r(NULL, "+", &rest_of_owners)) {
-      if (atoi(owner) == host->worker) host->direct |= 1u << host->num_rails;
-    }
-    host->num_rails++;
+/* A whole number and nothing else, of a range. */
+static bool parse_number(const char *text, long long least, long long most, long long *number) {
+  char *end;
+  errno = 0;
+  *number = strtoll(text, &end, 10);
+  return end != text && !*end && !errno && *number >= least && *number <= most;
+}
+
+static bool parse_seconds(const char *text, double *seconds) {
+  char *end;
+  *seconds = strtod(text, &end);
+  return end != text && !*end && *seconds > 0 && *seconds < 1e9;
+}
+
+/* A rail as "interface,address,bit/s,owner+owner"; NULL, or what is wrong. */
+static const char *parse_rail(struct host *host, char *text) {
+  char *rest, *rest_of_owners;
+  long long number;
+  struct rail *rail = host->rails + host->num_rails;
+  char *interface = strtok_r(text, ",", &rest), *address = strtok_r(NULL, ",", &rest);
+  char *speed = strtok_r(NULL, ",", &rest), *owners = strtok_r(NULL, ",", &rest);
+  if (!speed || strlen(interface) >= sizeof rail->interface || strlen(address) >= sizeof rail->text) return "a rail is interface,address,bit/s,owners";
+  memcpy(rail->interface, interface, strlen(interface));
+  memcpy(rail->text, address, strlen(address));
+  if (!parse_address(rail)) return "an address is no IP address";
+  if (rail->address.ss_family != host->rails[0].address.ss_family) return "IPv4 and IPv6 addresses are mixed";
+  if (!parse_number(speed, 0, INT64_MAX, &number)) return "the bit/s of a rail are no number, which is 0 if unknown";
+  rail->bits_per_s = (uint64_t)number;
+  for (char *owner = owners ? strtok_r(owners, "+", &rest_of_owners) : NULL; owner; owner = strtok_r(NULL, "+", &rest_of_owners)) {
+    if (!parse_number(owner, 0, INT32_MAX, &number)) return "an owner of a rail is no number of a worker";
+    if (number == host->worker) host->direct |= 1u << host->num_rails;
   }
+  host->num_rails++;
+  return NULL;
+}
+
+static const char *parse_rails(struct host *host, char *text) {
+  const char *problem = NULL;
+  char *rest;
+  for (char *each = strtok_r(text, ";", &rest); each && !problem; each = strtok_r(NULL, ";", &rest)) {
+    problem = host->num_rails == MAX_RAILS ? "it has more than 16 rails" : parse_rail(host, each);
+  }
+  if (problem) return problem;
   /* A handle of 128 bytes has room for so many addresses. */
   if (host->num_rails > 4 && host->rails[0].address.ss_family == AF_INET6) return "it has more than 4 rails with IPv6 addresses";
-  return host->num_rails ? NULL : "it names no rail";
+  if (!host->num_rails) return "it names no rail; fusco.rails.nccl_plugin() says what to set";
+  return host->direct ? NULL : "this worker (FUSCO_NCCL_WORKER or LOCAL_RANK) owns no rail";
 }
 
 static const char *parse_limits(struct host *host, char *text) {
@@ -86,14 +111,38 @@ static const char *parse_limits(struct host *host, char *text) {
   char *rest;
   for (char *each = strtok_r(text, ",", &rest); each; each = strtok_r(NULL, ",", &rest)) {
     char *value = strchr(each, '=');
+    long long number;
     size_t i = 0;
     if (value) *value++ = 0;
     while (i < sizeof fields / sizeof *fields && (!value || strcmp(fields[i].name, each))) i++;
     if (i == sizeof fields / sizeof *fields) return "a limit is the name of a field of Limits, = and a number";
-    if (fields[i].number && (*fields[i].number = atoi(value)) < 1) return "a limit is not positive";
-    if (fields[i].seconds && !((*fields[i].seconds = strtod(value, NULL)) > 0)) return "a limit is not positive";
+    if (fields[i].seconds ? !parse_seconds(value, fields[i].seconds) : !parse_number(value, 1, INT32_MAX, &number)) return "a limit is not a positive number";
+    if (fields[i].number) *fields[i].number = (int)number;
   }
   if (limits->direct_depth > MAX_DEPTH || limits->borrowed_per_rail > MAX_DEPTH) return "more than 32 chunks outstanding on a rail";
+  return NULL;
+}
+
+static const char *parse_policy(struct host *host, char *text) {
+  host->policy = !strcmp(text, "direct") ? DIRECT : !strcmp(text, "spray") ? SPRAY : FUSELINK;
+  return host->policy != FUSELINK || !strcmp(text, "fuselink") ? NULL : "it is none of fuselink, spray, direct";
+}
+
+static const char *parse_worker(struct host *host, char *text) {
+  long long number;
+  if (!parse_number(text, 0, INT32_MAX, &number)) return "it is not the number of a worker, from 0";
+  host->worker = (int)number;
+  return NULL;
+}
+
+static const char *parse_timeout(struct host *host, char *text) {
+  return parse_seconds(text, &host->timeout_s) ? NULL : "it is not a positive number of seconds";
+}
+
+static const char *parse_threads(struct host *host, char *text) {
+  long long number;
+  if (!parse_number(text, 1, MAX_LOOPS, &number)) return "it is not a number of threads from 1 to 8";
+  host->num_loops = (int)number;
   return NULL;
 }
 
@@ -104,49 +153,38 @@ static const char *variable(const char *name) {
 
 /* Read the environment; false after saying what is wrong with which variable. */
 static bool configure(struct host *host) {
-  const char *rails = variable("FUSCO_NCCL_RAILS"), *limits = variable("FUSCO_NCCL_LIMITS"), *policy = variable("FUSCO_NCCL_POLICY");
-  const char *worker = variable("FUSCO_NCCL_WORKER"), *timeout = variable("FUSCO_NCCL_TIMEOUT_S");
-  const char *problem = NULL, *name = "FUSCO_NCCL_RAILS";
-  char text[4096];
-  if (!worker) worker = variable("LOCAL_RANK");
-  host->worker = worker ? atoi(worker) : 0;
-  host->timeout_s = timeout ? strtod(timeout, NULL) : 60;
-  if (!(host->timeout_s > 0)) host->timeout_s = 60;
+  const struct { const char *name; const char *(*parse)(struct host *host, char *text); } variables[] = {
+      {variable("FUSCO_NCCL_WORKER") ? "FUSCO_NCCL_WORKER" : "LOCAL_RANK", parse_worker}, {"FUSCO_NCCL_RAILS", parse_rails},
+      {"FUSCO_NCCL_LIMITS", parse_limits}, {"FUSCO_NCCL_POLICY", parse_policy}, {"FUSCO_NCCL_TIMEOUT_S", parse_timeout},
+      {"FUSCO_NCCL_THREADS", parse_threads}};
+  host->timeout_s = 60;
   host->limits = (struct limits){512 * 1024, 2, 4, 2, 8, 0.001, 0.010, 0.002, 0.3, 3.0};
-  if (!rails) {
-    problem = "it is not set; fusco.rails.nccl_plugin() says what to set";
-  } else {
-    snprintf(text, sizeof text, "%s", rails);
-    problem = strlen(rails) < sizeof text ? parse_rails(host, text) : "it is too long";
-  }
-  if (!problem && !host->direct) problem = "this worker (FUSCO_NCCL_WORKER or LOCAL_RANK) owns no rail";
-  if (!problem && limits) {
-    name = "FUSCO_NCCL_LIMITS";
-    snprintf(text, sizeof text, "%s", limits);
-    problem = parse_limits(host, text);
-  }
-  if (!problem && policy) {
-    name = "FUSCO_NCCL_POLICY";
-    host->policy = !strcmp(policy, "direct") ? DIRECT : !strcmp(policy, "spray") ? SPRAY : FUSELINK;
-    if (host->policy == FUSELINK && strcmp(policy, "fuselink")) problem = "it is none of fuselink, spray, direct";
+  for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
+    const char *name = variables[i].name, *value = variable(name), *problem;
+    char text[4096];
+    if (!value && variables[i].parse != parse_rails) continue;
+    snprintf(text, sizeof text, "%s", value ? value : "");
+    problem = !value || strlen(value) < sizeof text ? variables[i].parse(host, text) : "it is too long";
+    if (!problem) continue;
+    say(true, "%s: %s (worker %d, %s=%s)", name, problem, host->worker, name, value ? value : "");
+    return false;
   }
   for (int i = 0; i < host->num_rails; i++) {
     double chunks_s = host->rails[i].bits_per_s ? 16.0 * host->limits.chunk_bytes / (double)host->rails[i].bits_per_s : 0;
     host->rails[i].hold_ns = (int64_t)(1e9 * (chunks_s > host->limits.hold_s ? chunks_s : host->limits.hold_s));
   }
-  if (problem) say(true, "%s: %s (worker %d, %s=%s)", name, problem, host->worker, name, variable(name) ? variable(name) : "");
-  return !problem;
+  return true;
 }
 
 /* ---- life ---- */
 
 static int count_loops(const struct host *host) {
-  const char *wanted = variable("FUSCO_NCCL_THREADS"), *local = variable("LOCAL_WORLD_SIZE");
+  const char *local = variable("LOCAL_WORLD_SIZE");
   long cores = sysconf(_SC_NPROCESSORS_ONLN), workers = local ? atol(local) : 1;
-  long num = wanted ? atol(wanted) : cores / (2 * (workers > 0 ? workers : 1));
-  if (!wanted && num > host->num_rails) num = host->num_rails;
-  if (!wanted && num > 4) num = 4;
-  return num < 1 ? 1 : num > MAX_LOOPS ? MAX_LOOPS : (int)num;
+  long num = cores / (2 * (workers > 0 ? workers : 1));
+  if (host->num_loops) return host->num_loops;
+  if (num > host->num_rails) num = host->num_rails;
+  return num < 1 ? 1 : num > 4 ? 4 : (int)num;
 }
 
 static bool start(struct host *host) {

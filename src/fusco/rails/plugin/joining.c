@@ -223,7 +223,8 @@ static void on_listener(struct watched *watched, uint32_t events) {
   memcpy(hello.nonce, joining->nonce, NONCE_BYTES);
   joining->num_expected = MAX_MESSAGE;
   joining->deadline_ns = now_ns() + HANDSHAKE_NS;
-  configure_socket(fd, the_host->rails[listener->rail].address.ss_family, host_defers(listener->rail));
+  /* Nothing but credits leaves by it, and TCP's acknowledgements of its class: they must not wait behind borrowed chunks. */
+  configure_socket(fd, the_host->rails[listener->rail].address.ss_family, false);
   send_all(fd, &hello, sizeof hello);
   loop_watch(loop, &joining->watched, EPOLLIN, true);
   joining->next = the_host->joinings;

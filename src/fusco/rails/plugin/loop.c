@@ -2,10 +2,12 @@
 #define _GNU_SOURCE
 #include "rails.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -146,6 +148,16 @@ static void step_channels(struct loop *loop, int64_t now, int64_t *wait_ns) {
   }
 }
 
+/* epoll_wait with a limit in nanoseconds, of which a chunk takes few at 10 Gbit/s; before Linux 5.11 in milliseconds. */
+static int wait_for_events(const struct loop *loop, struct epoll_event *events, int64_t limit_ns) {
+  struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
+#ifdef SYS_epoll_pwait2
+  int num = (int)syscall(SYS_epoll_pwait2, loop->epoll_fd, events, MAX_EVENTS, &limit, NULL, 0);
+  if (num >= 0 || errno != ENOSYS) return num;
+#endif
+  return epoll_wait(loop->epoll_fd, events, MAX_EVENTS, (int)(limit.tv_sec * 1000 + (limit.tv_nsec + 999999) / 1000000));
+}
+
 static void *run(void *argument) {
   struct loop *loop = argument;
   struct epoll_event events[MAX_EVENTS];
@@ -160,8 +172,7 @@ static void *run(void *argument) {
     pthread_mutex_lock(&loop->lock);
     bool has_work = loop->ready != NULL || loop->ends;
     pthread_mutex_unlock(&loop->lock);
-    int wait_ms = has_work || wait_ns <= 0 ? 0 : (int)((wait_ns + 999999) / 1000000);
-    int num = epoll_wait(loop->epoll_fd, events, MAX_EVENTS, wait_ms);
+    int num = wait_for_events(loop, events, has_work || wait_ns <= 0 ? 0 : wait_ns);
     atomic_store(&loop->is_asleep, false);
     for (int i = 0; i < num; i++) {
       struct watched *watched = events[i].data.ptr;

@@ -197,22 +197,22 @@ __device__ __forceinline__ void sum_terms(
 
 // Return false in warps that have given up.
 __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch) {
-    constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
-    __shared__ i32 first_item;
+    __shared__ i32 first_send;
+    __shared__ i32 first_sum;
     const Comm& comm = args.comm;
-    // The first blocks send, the others sum: a multiprocessor whose stores to peers queue for the link could not load rows
-    // fast enough.
-    const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
-    if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
-        first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
-    if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return false;
-
-    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.sum_parts;
+    // Of many rows the first blocks send, the others sum: a multiprocessor whose stores to peers queue for the link could not
+    // load rows fast enough.
+    const Beginning beginning(args.num_senders, num_sends, num_sums);
+    beginning.take_all(comm, first_send, first_sum);
+    if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return false;
+
+    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * NUM_WARPS;
     // -1: none is taken. A warp never waits long for sums while there may be one to send, so there is no circular wait between
     // ranks.
-    i32 send = sends_first ? first_item + warp : -1, sum = sends_first ? -1 : first_item + warp;
+    i32 send = beginning.send_of(warp, first_send), sum = beginning.receive_of(warp, first_sum);
+    const bool sends_first = send >= 0;
     bool may_send = num_sends > 0;
     while (true) {
         const bool is_sent = send >= 0 && send < num_sends;
@@ -223,7 +223,7 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
         u8* to;
         u32* flag;
         if (is_sent) {
-            next = sends_first ? take(comm, NEXT_SEND, num_sends) : -1;
+            next = !sends_first ? -1 : beginning.has_more_sends ? take(comm, NEXT_SEND, num_sends) : num_sends;
             const Item item = item_of(comm, send, max(1, NUM_RANKS - 1), args.parts, num_warps);
             const i32 row = args.first_row[item.rank] + item.token;
             if (row < args.first_row[item.rank + 1]) terms = terms_of(args, row);
@@ -237,12 +237,14 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
             flag = sum_flag(comm, item.rank, comm.rank, item.token, item.part);
         } else {
             may_send &= send < 0;
-            if (sum < 0) sum = for_all_lanes(take(comm, NEXT_RECEIVE, num_sums));
-            if (sum >= num_sums && !may_send) break;
+            if (sum < 0)
+                sum = beginning.has_more_receives ? for_all_lanes(take(comm, NEXT_RECEIVE, num_sums)) : num_sums;
+            if (sum >= num_sums && !(may_send && beginning.has_more_sends)) break;
             const i32 token = sum / args.sum_parts, part = sum % args.sum_parts;
             Arrival arrival = Arrival::NOT_YET;
             u32 peers = 0;
             if (sum < num_sums) {
+                terms = terms_of(args, args.first_row[comm.rank] + token);
                 peers = args.token_to_ranks[token] & ~(1u << comm.rank);
                 const u32 src = lane_index() % NUM_RANKS;
                 const bool has_flag = lane_index() < NUM_RANKS && (peers >> src & 1);
@@ -254,8 +256,7 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
                 send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
                 continue;
             }
-            next = take(comm, NEXT_RECEIVE, num_sums);
-            terms = terms_of(args, args.first_row[comm.rank] + token);
+            next = beginning.has_more_receives ? take(comm, NEXT_RECEIVE, num_sums) : num_sums;
             sources = {peers | (terms.filled ? 1u << comm.rank : 0), terms,
                        section<u8>(comm, comm.rank, comm.received) + token * WIRE_BYTES,
                        static_cast<u32>(__popc(terms.filled) + __popc(peers))};

@@ -135,26 +135,24 @@ constexpr u32 MAX_EPOCH_LEAD = 16;
 __device__ __forceinline__ bool has_reached(u32 seen, u32 epoch) { return seen - epoch < MAX_EPOCH_LEAD; }
 
 // Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
-// would wait for this multiprocessor's stores.
+// would wait for this multiprocessor's stores. The first load acquires, too: most flags are set before they are looked for.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
-    u32 seen = load_relaxed_system(flag);
-    if (!has_reached(seen, epoch)) {
-        SpinTimeout timeout;
-        while (!has_reached(seen = load_relaxed_system(flag), epoch)) {
-            __nanosleep(pause);
-            if (!timeout.should_continue(comm, {1, phase, peer, epoch, seen})) return false;
-        }
+    if (has_reached(load_acquire_system(flag), epoch)) return true;
+    SpinTimeout timeout;
+    for (u32 seen; !has_reached(seen = load_relaxed_system(flag), epoch);) {
+        __nanosleep(pause);
+        if (!timeout.should_continue(comm, {1, phase, peer, epoch, seen})) return false;
     }
     (void)load_acquire_system(flag);
     return true;
 }
 
 // Wait until every rank has read what this one has pushed to it: rows of dispatches and partial sums of combines are in the
-// same memory. All threads get the result, false if broken.
+// same memory. All threads get the result, false if broken. The last warp waits: the first ones take items meanwhile.
 __device__ __forceinline__ bool block_waits_for_memory(const Comm& comm, u32 rows_epoch, u32 sums_epoch) {
     bool is_ready = !is_broken(comm);
-    for (u32 i = threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
+    for (u32 i = blockDim.x - 1 - threadIdx.x; i < 2 * NUM_RANKS; i += blockDim.x) {
         const u32 peer = i % NUM_RANKS;
         is_ready &= i < NUM_RANKS ? wait_for_epoch(comm, section<u32>(comm, comm.rank, comm.rows_released) + peer,
                                                    rows_epoch, REUSING_ROWS, peer)
@@ -175,13 +173,13 @@ __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 ep
 enum class Exit { OTHERS_RUN, ALL_COMPLETE, BROKEN };
 
 // Let a block arrive; the last one resets the counter. All threads must call it. The counter carries whether all are
-// complete, as reading the state would take the last block another microsecond.
+// complete, as reading the state would take the last block another microsecond. It needs no fence of the system: each warp
+// has released to peers what it has stored there, and the last block releases what all blocks have read.
 __device__ __forceinline__ Exit block_exits(u32* counter, bool is_complete) {
     constexpr u32 BROKEN_BLOCK = 1 << 16;
     __shared__ u32 arrived;
     const bool is_block_complete = __syncthreads_and(is_complete);
     if (threadIdx.x == 0) {
-        __threadfence_system();
         const u32 mine = is_block_complete ? 1 : 1 + BROKEN_BLOCK;
         arrived = add_acquire_release_device(counter, mine) + mine;
         if (arrived % BROKEN_BLOCK == gridDim.x) *counter = 0;
@@ -216,6 +214,43 @@ __device__ __forceinline__ i32 take(const Comm& comm, State counter, i32 num_ite
     return static_cast<i32>(taken < static_cast<u32>(num_items) ? atomicAdd(comm.state + counter, 1u) : taken);
 }
 __device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_sync(ALL_LANES, of_first_lane, 0); }
+
+constexpr i32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
+
+// The items that a block's warps begin with: in the first `num_senders` blocks with sends, as many as it takes if all of
+// these blocks are resident, and all other warps with receives likewise. So few items are spread over all multiprocessors.
+struct Beginning {
+    i32 num_sends, num_receives;
+    bool has_more_sends, has_more_receives;  // than the grid begins with
+
+    __device__ __forceinline__ Beginning(i32 num_senders, i32 sends, i32 receives) {
+        const i32 num_blocks = gridDim.x;
+        const i32 of_sender = min(NUM_WARPS, (sends + num_senders - 1) / max(1, num_senders));
+        const i32 per_block = (receives + num_blocks - 1) / num_blocks;
+        const bool is_sender = static_cast<i32>(blockIdx.x) < num_senders;
+        num_sends = is_sender ? of_sender : 0;
+        num_receives = min(NUM_WARPS - num_sends, per_block);
+        has_more_sends = num_senders * of_sender < sends;
+        has_more_receives = num_senders * min(NUM_WARPS - of_sender, per_block) +
+                                (num_blocks - num_senders) * min(NUM_WARPS, per_block) < receives;
+    }
+
+    // Take them, by one atomic for all warps of the block: atomics to one address are slow. Threads synchronise before they
+    // read `first_send` and `first_receive`, which are shared.
+    __device__ __forceinline__ void take_all(const Comm& comm, i32& first_send, i32& first_receive) const {
+        if (threadIdx.x == 0 && num_sends)
+            first_send = static_cast<i32>(atomicAdd(comm.state + NEXT_SEND, static_cast<u32>(num_sends)));
+        if (threadIdx.x == WARP_SIZE % NUM_THREADS && num_receives)
+            first_receive = static_cast<i32>(atomicAdd(comm.state + NEXT_RECEIVE, static_cast<u32>(num_receives)));
+    }
+    // The item of this warp, -1 if it begins without.
+    __device__ __forceinline__ i32 send_of(i32 warp, i32 first_send) const {
+        return warp < num_sends ? first_send + warp : -1;
+    }
+    __device__ __forceinline__ i32 receive_of(i32 warp, i32 first_receive) const {
+        return warp >= num_sends && warp < num_sends + num_receives ? first_receive + warp - num_sends : -1;
+    }
+};
 
 enum class Arrival { ALL_HERE, NOT_YET, NEVER };
 constexpr u32 MAX_LOOKS = 32;  // of about a microsecond each, before a warp sends instead

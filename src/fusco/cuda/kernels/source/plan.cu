@@ -45,13 +45,19 @@ struct PlanArgs {
     i32 num_held, num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
     i32 is_overflow_reported;
+    i32 is_followed_early;  // the next kernel may take multiprocessors while this one waits for ranks
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;
-constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
-constexpr i32 KEPT_ROUNDS = 4;
+constexpr i32 KEPT_ROUNDS = 2;  // that is all, unless a budget of multiprocessors leaves fewer blocks
+constexpr i32 COUNTS_TOGETHER = NUM_WARPS % 8 ? 1 : 8;  // loads in flight
+#if WEIGHT_BYTES == 8
+using Weight = u64;
+#else
+using Weight = u32;
+#endif
 
 struct RowPlace {
     i32 src, token;
@@ -79,9 +85,9 @@ __device__ __forceinline__ u64 pooled_index(const Comm& comm, u32 parity, i32 sr
 
 // Address of the weight of a source's pair in a rank's pool. The weights of a source begin at the same offset for every
 // dtype. Otherwise those of one plan would overlap the other buffer, where those of the previous plan may still be read.
-template <typename T> __device__ __forceinline__ T* pooled_weight(const Comm& comm, u32 rank, u64 base, i32 pair) {
+__device__ __forceinline__ Weight* pooled_weight(const Comm& comm, u32 rank, u64 base, i32 pair) {
     constexpr u64 MAX_WEIGHT_BYTES = 8;
-    return section<T>(comm, rank, comm.weights + base * MAX_WEIGHT_BYTES) + pair;
+    return section<Weight>(comm, rank, comm.weights + base * MAX_WEIGHT_BYTES) + pair;
 }
 
 __device__ __forceinline__ i32 max_routing_chunks(const Comm& comm) {
@@ -92,48 +98,50 @@ __device__ __forceinline__ i32 num_chunks_of(const PlanArgs& args, i32 src) {
     return max(1, (num_pairs_of(args, src) + CHUNK_PAIRS - 1) / CHUNK_PAIRS);
 }
 
+// A run of chunks of a source, or of a part of them.
+struct Chunks {
+    i32 first, end;
+};
+
+// The run of chunks that this block pushes, where earlier sources have taken `turn` blocks.
+__device__ __forceinline__ Chunks chunks_of_block(i32 num_chunks, u32& turn) {
+    const i32 per_block = (num_chunks + gridDim.x - 1) / gridDim.x;
+    const i32 first = (blockIdx.x + gridDim.x - turn) % gridDim.x * per_block;
+    turn = (turn + (num_chunks + per_block - 1) / per_block) % gridDim.x;
+    return {first, min(num_chunks, first + per_block)};
+}
+
 // Push this block's chunks of routing, mostly one or two, and announce them to all ranks of the node. A source without rows
 // has one chunk, too.
 __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
     const Comm& comm = args.comm;
-    u32 turn = 0;  // the block that pushes the next chunk
+    u32 turn = 0;
     for (u32 i = 0; i < NUM_NODES; ++i) {
-        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src), num_chunks = num_chunks_of(args, src);
+        const i32 src = args.published[i], num_pairs = num_pairs_of(args, src);
         const u64 base = pooled_index(comm, parity, src);
-        for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x) {
-            const i32 end = min(num_pairs, (chunk + 1) * CHUNK_PAIRS);
-            for (i32 pair = chunk * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
-                i64 id = ID_BYTES == 8 && i == 0 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
-                                                 : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
-                if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // invalid, before and after narrowing
-#if WEIGHT_BYTES == 4
-                const u32 weight = reinterpret_cast<const u32*>(args.topk_weights[i])[pair];
-#elif WEIGHT_BYTES == 8
-                const u64 weight = reinterpret_cast<const u64*>(args.topk_weights[i])[pair];
-#endif
+        const Chunks chunks = chunks_of_block(num_chunks_of(args, src), turn);
+        const i32 end = min(num_pairs, chunks.end * CHUNK_PAIRS);
+        for (i32 pair = chunks.first * CHUNK_PAIRS + threadIdx.x; pair < end; pair += NUM_THREADS) {
+            i64 id = ID_BYTES == 8 && i == 0 ? reinterpret_cast<const i64*>(args.topk_idx[i])[pair]
+                                             : reinterpret_cast<const i32*>(args.topk_idx[i])[pair];
+            if (id != static_cast<i32>(id)) id = id < 0 ? -0x7fffffff : 0x7fffffff;  // invalid, before and after narrowing
+            const Weight weight = WEIGHT_BYTES ? reinterpret_cast<const Weight*>(args.topk_weights[i])[pair] : 0;
 #pragma unroll
-                for (u32 step = 0; step < NUM_RANKS; ++step) {
-                    const u32 dst = (comm.rank + step) % NUM_RANKS;
-                    section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
-#if WEIGHT_BYTES == 4
-                    *pooled_weight<u32>(comm, dst, base, pair) = weight;
-#elif WEIGHT_BYTES == 8
-                    *pooled_weight<u64>(comm, dst, base, pair) = weight;
-#endif
-                }
+            for (u32 step = 1; step <= NUM_RANKS; ++step) {
+                const u32 dst = (comm.rank + step) % NUM_RANKS;
+                section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
+                if (WEIGHT_BYTES) *pooled_weight(comm, dst, base, pair) = weight;
             }
         }
-        turn = (turn + num_chunks) % gridDim.x;
     }
     __syncthreads();
     turn = 0;
     for (u32 i = 0; i < NUM_NODES; ++i) {
-        const i32 src = args.published[i], num_chunks = num_chunks_of(args, src);
-        for (i32 chunk = (blockIdx.x + gridDim.x - turn) % gridDim.x; chunk < num_chunks; chunk += gridDim.x)
-            for (u32 peer = threadIdx.x; peer < NUM_RANKS; peer += NUM_THREADS)
-                store_release_system(
-                    section<u32>(comm, peer, comm.routing_ready) + src * max_routing_chunks(comm) + chunk, epoch);
-        turn = (turn + num_chunks) % gridDim.x;
+        const i32 src = args.published[i];
+        const Chunks chunks = chunks_of_block(num_chunks_of(args, src), turn);
+        for (i32 flag = chunks.first * NUM_RANKS + threadIdx.x; flag < chunks.end * NUM_RANKS; flag += NUM_THREADS)
+            store_release_system(section<u32>(comm, flag % NUM_RANKS, comm.routing_ready) + src * max_routing_chunks(comm) +
+                                     flag / NUM_RANKS, epoch);
     }
 }
 
@@ -156,14 +164,14 @@ template <typename F> __device__ __forceinline__ void mark_ranks(const PlanArgs&
 __device__ bool block_waits_for_routing(const PlanArgs& args, i32 first, i32 end, u32 epoch) {
     const Comm& comm = args.comm;
     bool is_ready = true;
-    for (i32 src = 0; src < NUM_SOURCES; ++src) {
+    for (i32 src = threadIdx.x / WARP_SIZE; src < NUM_SOURCES; src += NUM_WARPS) {  // a warp for each
         const i32 begin = max(first, args.first_row[src]) - args.first_row[src];
         const i32 stop = min(end, args.first_row[src + 1]) - args.first_row[src];
         i32 chunk = begin * NUM_TOPK / CHUNK_PAIRS, last = (stop * NUM_TOPK - 1) / CHUNK_PAIRS;
         if (begin >= stop) chunk = 0, last = blockIdx.x == 0 ? 0 : -1;
         const u32* const flags =
             section<u32>(comm, comm.rank, comm.routing_ready) + src * max_routing_chunks(comm);
-        for (chunk += threadIdx.x; chunk <= last; chunk += NUM_THREADS)
+        for (chunk += lane_index(); chunk <= last; chunk += WARP_SIZE)
             is_ready &= wait_for_epoch(comm, flags + chunk, epoch, EXCHANGING_ROUTING, args.publishers[src]);
     }
     return __syncthreads_and(is_ready);
@@ -209,6 +217,7 @@ template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_constant__ PlanArgs args) {
     extern __shared__ i32 shared[];
     const Comm& comm = args.comm;
+    if (args.is_followed_early) launch_dependents();  // all blocks of this grid are resident then
     const u32 warp = threadIdx.x / WARP_SIZE, lane = lane_index();
     const i32 num_experts = args.num_local_experts;
     i32* const warp_counts = shared;                            // [warp][expert]
@@ -221,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
     if (args.ticket && blockIdx.x == 0 && threadIdx.x == 0)
         *reinterpret_cast<volatile u32*>(&args.report->begun) = static_cast<u32>(args.ticket);
-    if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
     const u32 epoch = comm.state[PLAN_EPOCH] + 1;
+    if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
 
     // Step 1: push routing. The pool is double-buffered: a rank that begins plan n has seen all others begin n - 1, so none
     // of them still reads the routing of plan n - 2.
@@ -256,31 +265,44 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     auto local_expert_of = [&](i32 id) -> i32 {
         return id >= 0 && id < args.num_experts ? args.expert_to_local[id] : -1;
     };
-    // The experts of the first rounds stay in registers for step 4. Their loads are in flight together.
+    // Experts and weights of the first rounds stay in registers for step 5. Their loads are in flight together.
+    auto pair_in = [&](i32 round) { return warp_first + round * static_cast<i32>(WARP_SIZE) + static_cast<i32>(lane); };
+    auto weight_in = [&](i32 round) -> Weight {
+        const i32 pair = pair_in(round);
+        if (!WEIGHT_BYTES || round >= rounds || pair >= block_end) return 0;
+        const PooledPair place = pooled_pair_of(pair);
+        return *const_cast<const volatile Weight*>(pooled_weight(comm, comm.rank, place.base, place.pair));
+    };
     auto expert_in = [&](i32 round, bool is_checked) -> i32 {
-        const i32 pair = warp_first + round * static_cast<i32>(WARP_SIZE) + static_cast<i32>(lane);
+        const i32 pair = pair_in(round);
         if (round >= rounds || pair >= block_end) return -1;
         const i32 id = pooled_id_of(pooled_pair_of(pair));
         if (is_checked && (id < -1 || id >= args.num_experts))
             atomicMax(comm.state + FIRST_BAD_PAIR, ~static_cast<u32>(pair));
         return local_expert_of(id);
     };
-    auto count = [&](i32 expert) {
-        if (expert >= 0) atomicAdd(own_counts + expert, 1);
-    };
     i32 kept[KEPT_ROUNDS];
+    Weight kept_weights[KEPT_ROUNDS];
 #pragma unroll
     for (i32 round = 0; round < KEPT_ROUNDS; ++round) kept[round] = expert_in(round, true);
 #pragma unroll
-    for (i32 round = 0; round < KEPT_ROUNDS; ++round) count(kept[round]);
-    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) count(expert_in(round, true));
+    for (i32 round = 0; round < KEPT_ROUNDS; ++round) kept_weights[round] = weight_in(round);
+#pragma unroll 1  // code that runs once takes as long to load as to run
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 expert = round == 0 ? kept[0] : round == 1 ? kept[1] : expert_in(round, true);
+        if (expert >= 0) atomicAdd(own_counts + expert, 1);
+    }
     __syncthreads();
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
         i32 sum = 0;
-        for (u32 w = 0; w < NUM_WARPS; ++w) {
-            const i32 count = warp_counts[w * num_experts + expert];
-            warp_counts[w * num_experts + expert] = sum;
-            sum += count;
+#pragma unroll 1
+        for (i32 first = 0; first < NUM_WARPS; first += COUNTS_TOGETHER) {
+            i32 counts[COUNTS_TOGETHER];
+            i32* const of_warps = warp_counts + first * num_experts + expert;
+#pragma unroll
+            for (i32 w = 0; w < COUNTS_TOGETHER; ++w) counts[w] = of_warps[w * num_experts];
+#pragma unroll
+            for (i32 w = 0; w < COUNTS_TOGETHER; ++w) of_warps[w * num_experts] = sum, sum += counts[w];
         }
         num_before[expert] = 0;
         num_all[expert] = gridDim.x > 1 ? 0 : sum;
@@ -336,8 +358,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     }
 
     // Step 5: assign a slot to every pair. Lanes with the same expert take consecutive slots.
-    auto assign = [&](i32 round, i32 expert) {
-        const i32 pair = warp_first + round * static_cast<i32>(WARP_SIZE) + static_cast<i32>(lane);
+#pragma unroll 1
+    for (i32 round = 0; round < rounds; ++round) {
+        const i32 expert = round == 0 ? kept[0] : round == 1 ? kept[1] : expert_in(round, false);
+        const i32 pair = pair_in(round);
         const bool is_inside = pair < block_end;
         const u32 same = __match_any_sync(ALL_LANES, expert);
         i32 slot = NOT_HERE;
@@ -348,25 +372,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) own_counts[expert] += __popc(same);
         __syncwarp();
-        if (!is_inside) return;
+        if (!is_inside) continue;
         args.row_to_slots[pair] = slot;
-#if WEIGHT_BYTES
-        const PooledPair place = pooled_pair_of(pair);
-#endif
-#if WEIGHT_BYTES == 4
-        reinterpret_cast<u32*>(args.row_weights)[pair] =
-            *const_cast<const volatile u32*>(pooled_weight<u32>(comm, comm.rank, place.base, place.pair));
-#elif WEIGHT_BYTES == 8
-        reinterpret_cast<u64*>(args.row_weights)[pair] =
-            *const_cast<const volatile u64*>(pooled_weight<u64>(comm, comm.rank, place.base, place.pair));
-#endif
-    };
-#pragma unroll
-    for (i32 round = 0; round < KEPT_ROUNDS; ++round)
-        if (round < rounds) assign(round, kept[round]);
-    for (i32 round = KEPT_ROUNDS; round < rounds; ++round) assign(round, expert_in(round, false));
+        if (WEIGHT_BYTES)
+            reinterpret_cast<Weight*>(args.row_weights)[pair] =
+                round == 0 ? kept_weights[0] : round == 1 ? kept_weights[1] : weight_in(round);
+    }
     i32 num_before_source = 0;
-    for (i32 i = 0; i < args.num_held; ++i) {
+    for (i32 i = 0; NUM_NODES > 1 && i < args.num_held; ++i) {
         const i32 src = args.held[i], num_tokens = args.first_row[src + 1] - args.first_row[src];
         const i32* const ids_of_source = pooled_ids + pooled_index(comm, parity, src);
         if (src != args.published[0])  // those of this rank are marked already

@@ -2,7 +2,8 @@
 // written to its slots there.
 //
 // A row crosses each link at most once, and is read from this rank's memory once. One warp per row, or per part of a row.
-// Twin: fusco.reference.scatter_rows.
+// Of few rows, each warp pushes a first one while the plan is made, to the ranks that this rank's routing names, and writes
+// it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
 // entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL.
@@ -17,12 +18,16 @@ struct ScatterArgs {
     const u32* token_to_ranks;
     const i32* block_to_first_slot;
     const i64* num_rows_per_expert;
+    const u8* topk_idx;          // of this rank
+    const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
     i64 num_slots;
     i32 first_row[NUM_RANKS + 1];
     i32 num_local_experts;
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'
+    i32 id_bytes;     // of topk_idx: 4 or 8 if the kernel ahead is the plan and rows are pushed early, else 0
+    i32 num_experts;
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
 
@@ -35,42 +40,69 @@ struct Targets {
     u32 peers;    // that want the row
 };
 
-// Copy a part of a row to its slots, and to the memory of peers. A row of this rank is constant; others were pushed.
-template <bool IS_OWN, u32 P = 0>
+// Vectors of a row that a lane holds: ROUNDS of them, from its first one on, as far as they are before the end.
+template <u32 P, u32 ROUNDS> using Held = Vector<WIDTHS[P]>[ROUNDS];
+
+// A row of this rank is constant; others were pushed.
+template <bool IS_OWN, u32 P, u32 ROUNDS>
+__device__ __forceinline__ void load(Held<P, ROUNDS>& held, const ScatterArgs& args, i32 src, i32 token, i32 first, i32 end) {
+    const u8* const row = IS_OWN ? args.rows[P] + token * ROW_BYTES[P]
+                                 : section<u8>(args.comm, args.comm.rank, args.received[src][P] + token * ROW_BYTES[P]);
+    const auto* const from = reinterpret_cast<const Vector<WIDTHS[P]>*>(row);
+#pragma unroll
+    for (u32 u = 0; u < ROUNDS; ++u)
+        if (first + u * WARP_SIZE < end)
+            held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE) : load_shared_row(from + first + u * WARP_SIZE);
+}
+
+template <u32 P, u32 ROUNDS>
+__device__ __forceinline__ void store(const Held<P, ROUNDS>& held, u8* row, i32 first, i32 end) {
+    auto* const to = reinterpret_cast<Vector<WIDTHS[P]>*>(row);
+#pragma unroll
+    for (u32 u = 0; u < ROUNDS; ++u)
+        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+}
+
+template <bool IS_OWN, u32 P, u32 ROUNDS>
+__device__ __forceinline__ void store_at_all(const Held<P, ROUNDS>& held, const ScatterArgs& args, i32 src, i32 token, i32 first,
+                                             i32 end, const Targets& targets) {
+    if (IS_OWN)
+        for (u32 left = targets.peers; left; left &= left - 1)
+            store<P, ROUNDS>(held, section<u8>(args.comm, __ffs(left) - 1, args.received[src][P] + token * ROW_BYTES[P]),
+                             first, end);
+    for (u32 left = targets.filled; left; left &= left - 1) {
+        const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
+        store<P, ROUNDS>(held, args.outputs[P] + slot * ROW_BYTES[P], first, end);
+    }
+}
+
+// Copy a part of a row to its slots, and to the memory of peers. Payloads of one vector for each lane at most, such as
+// scales, are copied with the first part. They are loaded before wider ones are copied, and stored after: else a warp would
+// wait for memory once more, which takes as long for few bytes as for many.
+template <bool IS_OWN, bool IS_WIDE = false, u32 P = 0>
 __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, i32 token, i32 part, const Targets& targets) {
+    const i32 lane = static_cast<i32>(lane_index());
     if constexpr (P < NUM_PAYLOADS) {
-        using Vectors = Vector<WIDTHS[P]>;
         constexpr i32 NUM_VECTORS = ROW_BYTES[P] / WIDTHS[P];
-        const Comm& comm = args.comm;
-        const u64 in_received = args.received[src][P] + token * ROW_BYTES[P];
-        const auto* const from = reinterpret_cast<const Vectors*>(
-            IS_OWN ? args.rows[P] + token * ROW_BYTES[P] : section<u8>(comm, comm.rank, in_received));
-        const i32 per_part = (NUM_VECTORS + args.parts - 1) / args.parts;
-        const i32 begin = part * per_part, end = min(NUM_VECTORS, begin + per_part);
-        for (i32 first = begin + static_cast<i32>(lane_index()); first - static_cast<i32>(lane_index()) < end;
-             first += UNROLL * WARP_SIZE) {
-            Vectors held[UNROLL];
-#pragma unroll
-            for (u32 u = 0; u < UNROLL; ++u)
-                if (first + u * WARP_SIZE < end)
-                    held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE)
-                                     : load_shared_row(from + first + u * WARP_SIZE);
-            if (IS_OWN)
-                for (u32 left = targets.peers; left; left &= left - 1) {
-                    auto* const to = reinterpret_cast<Vectors*>(section<u8>(comm, __ffs(left) - 1, in_received));
-#pragma unroll
-                    for (u32 u = 0; u < UNROLL; ++u)
-                        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
-                }
-            for (u32 left = targets.filled; left; left &= left - 1) {
-                const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
-                auto* const to = reinterpret_cast<Vectors*>(args.outputs[P] + slot * ROW_BYTES[P]);
-#pragma unroll
-                for (u32 u = 0; u < UNROLL; ++u)
-                    if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+        if constexpr (IS_WIDE != (NUM_VECTORS > static_cast<i32>(WARP_SIZE))) {
+            copy_payloads<IS_OWN, IS_WIDE, P + 1>(args, src, token, part, targets);
+        } else if constexpr (IS_WIDE) {
+            const i32 per_part = (NUM_VECTORS + args.parts - 1) / args.parts;
+            const i32 begin = part * per_part, end = min(NUM_VECTORS, begin + per_part);
+            for (i32 first = begin + lane; first - lane < end; first += UNROLL * WARP_SIZE) {
+                Held<P, UNROLL> held;
+                load<IS_OWN, P, UNROLL>(held, args, src, token, first, end);
+                store_at_all<IS_OWN, P, UNROLL>(held, args, src, token, first, end, targets);
             }
+            copy_payloads<IS_OWN, true, P + 1>(args, src, token, part, targets);
+        } else {
+            Held<P, 1> held;
+            if (!part) load<IS_OWN, P, 1>(held, args, src, token, lane, NUM_VECTORS);
+            copy_payloads<IS_OWN, false, P + 1>(args, src, token, part, targets);
+            if (!part) store_at_all<IS_OWN, P, 1>(held, args, src, token, lane, NUM_VECTORS, targets);
         }
-        copy_payloads<IS_OWN, P + 1>(args, src, token, part, targets);
+    } else if constexpr (!IS_WIDE) {
+        copy_payloads<IS_OWN, true, 0>(args, src, token, part, targets);
     }
 }
 
@@ -81,6 +113,17 @@ __device__ __forceinline__ Targets targets_of(const ScatterArgs& args, i32 src, 
     targets.filled = __ballot_sync(ALL_LANES, targets.slot >= 0);
     if (src == args.comm.rank) targets.peers = args.token_to_ranks[token] & ~(1u << args.comm.rank);
     return targets;
+}
+
+// Peers that want a row, by this rank's routing: the plan marks the same.
+__device__ __forceinline__ u32 peers_that_want(const ScatterArgs& args, i32 token) {
+    const i64 pair = static_cast<i64>(token) * NUM_TOPK + lane_index();
+    i64 id = -1;
+    if (lane_index() < NUM_TOPK)
+        id = args.id_bytes == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
+                                : reinterpret_cast<const i32*>(args.topk_idx)[pair];
+    const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
+    return __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0) & ~(1u << args.comm.rank);
 }
 
 // Experts' blocks are padded to the alignment; padding is zero.
@@ -105,28 +148,43 @@ template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterA
     }
 }
 
+// Wait for what this kernel reads of the one ahead, and return whether that has broken off: its results are not made then.
+__device__ __forceinline__ u32 wait_for_plan(const Comm& comm) {
+    wait_for_prerequisites();
+    return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN);
+}
+
 // Return false in warps that have given up.
 __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 epoch) {
-    constexpr i32 WARPS = NUM_THREADS / WARP_SIZE;
-    __shared__ i32 first_item;
+    __shared__ i32 first_send;
+    __shared__ i32 first_receive;
     const Comm& comm = args.comm;
-    const bool sends_first = static_cast<i32>(blockIdx.x) < args.num_senders;
-    if (threadIdx.x == 0)  // for all warps of this block at once: atomics to one address are slow
-        first_item = static_cast<i32>(atomicAdd(comm.state + (sends_first ? NEXT_SEND : NEXT_RECEIVE), static_cast<u32>(WARPS)));
+    const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
+    const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
+    const Beginning beginning(args.num_senders, num_sends, num_receives);
+    beginning.take_all(comm, first_send, first_receive);
     const bool has_arrived = has_network_arrived(comm, epoch);
     if (!__syncthreads_and(block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]) && has_arrived)) return false;
 
-    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * WARPS;
-    const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
-    const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
+    const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * NUM_WARPS;
     // -1: none is taken. A warp never waits long for a row while there may be one to send, so there is no circular wait
     // between ranks.
-    i32 send = sends_first ? first_item + warp : -1, receive = sends_first ? -1 : first_item + warp;
+    i32 send = beginning.send_of(warp, first_send), receive = beginning.receive_of(warp, first_receive);
+    const bool sends_first = send >= 0;
     bool may_send = true;
+    bool is_planned = args.id_bytes == 0, is_pushed = false;
+    u32 is_plan_broken = 0;  // looked at when all rows are moved: the load takes as long as a row
     while (true) {
         if (send >= 0 && send < num_sends) {
-            const i32 next = sends_first ? take(comm, NEXT_SEND, num_sends) : -1, token = send / args.parts, part = send % args.parts;
-            const Targets targets = targets_of(args, comm.rank, token);
+            const i32 token = send / args.parts, part = send % args.parts;
+            Targets targets = {};
+            i32 next = num_sends;
+            if (is_planned) {
+                if (!sends_first) next = -1;
+                else if (beginning.has_more_sends) next = take(comm, NEXT_SEND, num_sends);
+                targets = targets_of(args, comm.rank, token);
+                if (is_pushed) targets.peers = 0;
+            } else if (NUM_RANKS > 1) targets.peers = peers_that_want(args, token);
             if (targets.filled | targets.peers) {
                 copy_payloads<true>(args, comm.rank, token, part, targets);
                 __syncwarp();
@@ -134,12 +192,16 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
                     if (targets.peers >> peer & 1)
                         store_release_system(row_flag(comm, peer, comm.rank, token, part), epoch);
             }
-            send = for_all_lanes(next);
+            is_pushed = !is_planned;
+            if (is_pushed) is_plan_broken = wait_for_plan(comm), is_planned = true;
+            else send = for_all_lanes(next);
             continue;
         }
+        if (!is_planned) is_plan_broken = wait_for_plan(comm), is_planned = true;
         may_send &= send < 0;
-        if (receive < 0) receive = for_all_lanes(take(comm, NEXT_RECEIVE, num_receives));
-        if (receive >= num_receives && !may_send) break;
+        if (receive < 0)
+            receive = beginning.has_more_receives ? for_all_lanes(take(comm, NEXT_RECEIVE, num_receives)) : num_receives;
+        if (receive >= num_receives && !(may_send && beginning.has_more_sends)) break;
         bool is_here = receive < num_receives;
         if (is_here) {
             const auto [token, src, part] = item_of(comm, receive, max(1, NUM_RANKS - 1), args.parts, num_warps);
@@ -152,13 +214,14 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
                 is_here = arrival == Arrival::ALL_HERE;
             }
             if (is_here) {
-                const i32 next = take(comm, NEXT_RECEIVE, num_receives);
+                const i32 next = beginning.has_more_receives ? take(comm, NEXT_RECEIVE, num_receives) : num_receives;
                 if (targets.filled) copy_payloads<false>(args, src, token, part, targets);
                 receive = for_all_lanes(next);
             }
         }
         if (!is_here) send = for_all_lanes(take(comm, NEXT_SEND, num_sends));
     }
+    if (is_plan_broken) return false;
     clear_padding(args);
     return true;
 }
@@ -166,9 +229,13 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
     scatter_rows(const __grid_constant__ ScatterArgs args) {
     const Comm& comm = args.comm;
-    wait_for_prerequisites();  // before the state is read: the kernel ahead may be another scatter, of a slice
+    // Behind the plan of the same dispatch, a warp waits for it when it has pushed a row. Behind any other kernel it waits
+    // before the state is read: that may be another scatter, of a slice, or make the rows.
+    if (args.id_bytes == 0) wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
-    const Exit exit = block_exits(comm.state + NUM_DONE, send_and_receive(args, epoch));
+    const bool is_complete = send_and_receive(args, epoch);
+    wait_for_prerequisites();  // in warps that have given up before: kernels behind this one rely on the plan's end
+    const Exit exit = block_exits(comm.state + NUM_DONE, is_complete);
     if (exit == Exit::BROKEN) return poison_slots(args);
     if (exit == Exit::ALL_COMPLETE) {
         signal_peers(comm, comm.rows_released, epoch, threadIdx.x, NUM_THREADS);

@@ -1,4 +1,4 @@
-"""The NICs that a process uses between nodes, from its environment."""
+"""Variables of the environment that say which GPUs and NICs ranks use."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def rail_names(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """
     names = (os.environ if environment is None else environment).get(RAILS_VARIABLE, "")
     return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+# A variable of PyTorch; without it, symmetric memory raises if ranks share a GPU.
+SHARE_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def may_share_gpus() -> bool:
+    """Return whether the environment lets ranks share GPUs."""
+    return os.environ.get(SHARE_GPUS) == "1"

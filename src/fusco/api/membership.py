@@ -1,0 +1,222 @@
+"""A rank's membership in a communicator: what it is a part of, waits for all of its calls, and its end."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from fusco.api.create import CommunicatorParts
+from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.control.keeping import leak
+from fusco.control.session import Session
+from fusco.control.threads import within
+from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
+from fusco.core.placement import ExpertPlacement
+from fusco.core.profile import CallProfile
+from fusco.core.timeline import NO_TIMELINE, Timeline
+from fusco.core.topology import Topology
+from fusco.engine.base import Engine
+
+_RELEASE_LIMIT_S = 2.0  # limit of the wait of a thread that drops a communicator, until its resources are released
+
+
+class Membership:
+    """The part of a ``Communicator`` that is not a verb."""
+
+    def _join(self, parts: CommunicatorParts) -> None:
+        self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
+        self._is_closed = False
+        num_experts, device = parts.validator.placement.num_experts, parts.validator.device
+        name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
+        # It does not refer to this object, which it would keep alive.
+        self._finalizer = weakref.finalize(self, _release_dropped, self._session, self._engine, name)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self._validator.rank
+
+    @property
+    def topology(self) -> Topology:
+        """The node of each rank."""
+        return self._engine.topology
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        """The rank of each expert."""
+        return self._validator.placement
+
+    @property
+    def is_broken(self) -> bool:
+        """True once a failure has ended this rank's communicator, or it is closed: verbs raise ``ClosedError``."""
+        return bool(self._session.broken)
+
+    @property
+    def profile(self) -> CallProfile:
+        """Times and bytes of the latest collective on this rank."""
+        return self._session.profile
+
+    def wait(self) -> None:
+        """Make the current CUDA stream wait for all calls launched so far; not a collective.
+
+        ``Dispatched.wait`` and ``Launch.event`` wait for one call.
+        """
+        with self._session.access.using("wait"):
+            self._engine.wait()
+
+    def synchronize(self) -> None:
+        """Wait on the host until all calls launched so far are done; not a collective.
+
+        Raises ``PeerFailureError`` if that takes longer than ``settings.timeout_s`` or a rank fails meanwhile,
+        ``ClosedError`` if the communicator is broken or closed, since its latest results may be garbage then, and
+        ``RowOverflowError`` if an earlier dispatch needed more than its static rows.
+        """
+        with self._session.access.using("synchronize"):
+            self._validator.require_not_capturing("synchronize")
+            self._drain()
+            if error := self._engine.pending_error():
+                raise error
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing, and no collective.
+
+        It takes a few microseconds: it reads words that the device has written to host memory, and examines the other
+        ranks at most every 20 ms. Call it after a step's results have arrived on the host and before they are used. In
+        a replay that a rank has missed, rows and sums are filled with bytes of 255 (NaN, or -1 in signed integers) on
+        the ranks that waited for it, never with values of an earlier replay; so they are in all later replays.
+
+        Raises:
+            PeerFailureError: if a rank has died, failed or left, or if a wait of the device has timed out. Then the
+                communicator can only be closed.
+            RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
+            ClosedError: if the communicator is broken or closed.
+        """
+        with self._session.access.using("check"):
+            self._session.check()
+            if error := self._engine.pending_error():
+                raise error
+
+    def hand_over(self) -> None:
+        """Let another thread own the communicator: the next one that calls a verb."""
+        self._session.access.hand_over()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record the times at which calls made inside run on the device; a collective, for CUDA only.
+
+        The times of all ranks have about the same origin. On the CPU, ``profile`` has the times of a call.
+        """
+        if self._validator.device.type != "cuda":
+            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._validator.device}")
+        timeline = Timeline()
+        self.synchronize()
+        with self._session.access.using("record_timeline"), self._session.collective("record_timeline"):
+            self._session.agree(CollectiveFingerprint("record_timeline"))
+            timeline.begin()
+        self._engine.record(timeline)
+        try:
+            yield timeline
+        finally:
+            self._engine.record(NO_TIMELINE)
+
+    def close(self) -> None:
+        """Wait until every rank closes, then release all resources; a second call does nothing.
+
+        Raises ``PeerFailureError`` if a rank does not arrive within the limit. It does not wait for ranks that have
+        died or left, and raises no error for them if this rank's calls are complete without them. Raises
+        ``RowOverflowError`` as ``synchronize`` does.
+        """
+        if self._is_closed or not self._session.access.is_own_process:
+            return
+        pending: Exception | None = None
+        with self._session.access.alone("close"):
+            try:
+                self._end_together()
+                pending = self._engine.pending_error()
+            except ClosedError:
+                pass  # it broke before, so there is no rank to wait for
+            except BaseException as error:
+                with cleanup_after(error, "the communicator's resources could not be released"):
+                    self._end()
+                raise
+            self._end()
+        if pending:
+            raise pending
+
+    def abort(self) -> None:
+        """Release all resources without waiting for other ranks; a second call does nothing.
+
+        Prefer ``close`` if all ranks can call it: a rank that waits for this one, now or later, raises
+        ``PeerFailureError``.
+        """
+        if self._is_closed or not self._session.access.is_own_process:
+            return
+        with self._session.access.alone("abort"):
+            try:
+                self._session.depart("left its communicator")
+            finally:
+                self._end()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._session.access.is_own_process:
+            return
+        if error is not None:
+            with cleanup_after(error, "the other ranks could not be notified"):
+                self._session.abandon(f"left its communicator because of {type(error).__name__}: {error}")
+        with cleanup_after(error, "the communicator could not be closed"):
+            self.close()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._finalizer.detach()
+        _close(self._session, self._engine)
+
+    def _end_together(self) -> None:
+        """Wait until all ranks close and their devices have finished."""
+        try:
+            with self._session.collective("close"):
+                self._session.agree(CollectiveFingerprint("close"))
+                self._drain()
+            self._settle()
+        except PeerFailureError as error:
+            if not (error.has_left and self._engine.has_finished()):
+                raise
+
+    def _drain(self) -> None:
+        with self._session.operation("synchronize"):
+            self._engine.synchronize()
+
+    def _settle(self) -> None:
+        """Wait for the devices of all ranks, so that no rank releases memory that another still reads."""
+        if self._engine.is_asynchronous:
+            with self._session.collective("settle"):
+                self._session.agree(CollectiveFingerprint("settle"))
+        self._engine.finish()
+
+
+def _close(session: Session, engine: Engine[Any]) -> None:
+    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory."""
+    with ExitStack() as resources:
+        resources.callback(session.close)
+        resources.callback(engine.close)
+        session.end("it is closed")
+
+
+def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
+    """Release the resources of a communicator that is dropped unclosed, or is unclosed when the process ends."""
+    if not session.access.is_own_process:
+        leak((session, engine))  # its sockets and threads are the parent's
+        return
+
+    def leave() -> None:
+        try:
+            session.depart("left: its communicator was dropped without being closed")
+        finally:
+            _close(session, engine)
+
+    # In a thread, as the garbage collector may have interrupted this one anywhere, with any lock held.
+    within(_RELEASE_LIMIT_S, leave)
+    warnings.warn(f"{name} was dropped without being closed", ResourceWarning, stacklevel=2)

@@ -1,0 +1,19 @@
+"""``gather_rows`` against indexing, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from fusco.cpu.kernels.gather_rows import gather_rows
+from generator import any_bits
+
+
+@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2, 3], [1, 3]])
+@pytest.mark.parametrize("row_bytes", [1, 7, 64])
+def test_rows_are_gathered_in_order_and_nothing_else_is_written(rows, row_bytes):
+    pool = any_bits((4, row_bytes), torch.uint8, row_bytes, "pool")
+    found = any_bits((5, row_bytes), torch.uint8, row_bytes, "dst")
+    expected = found.clone()
+    expected[: len(rows)] = pool[rows]
+    gather_rows(pool.data_ptr(), np.array(rows, np.int64), row_bytes, found.view(-1))
+    assert torch.equal(found, expected)

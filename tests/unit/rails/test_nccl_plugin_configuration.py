@@ -1,0 +1,100 @@
+"""Compiling and configuring the plugin for NCCL; mistakes are told with the variable and its value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plugin_rig import FLAGS, RAILS
+
+from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
+from fusco.core.cache import CacheFolder
+from fusco.core.errors import CompileError
+from fusco.rails import Limits, Rail, nccl_plugin
+from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("FUSCO_NCCL_RAILS", "", "FUSCO_NCCL_RAILS: it names no rail; fusco.rails.nccl_plugin"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1", "a rail is interface,address,bit/s,owners"),
+        ("FUSCO_NCCL_RAILS", "lo,nowhere,0,1", "no IP address"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1,0,1;lo,::1,0,2", "IPv4 and IPv6 addresses are mixed"),
+        ("FUSCO_NCCL_RAILS", ";".join(f"lo,127.0.0.{i + 1},0,1" for i in range(17)), "more than 16 rails"),
+        ("FUSCO_NCCL_RAILS", "lo,198.51.100.7,0,1", "cannot listen on lo, 198.51.100.7: Cannot assign"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1,fast,1", "the bit/s of a rail are no number"),
+        ("FUSCO_NCCL_RAILS", "lo,127.0.0.1,0,me", "an owner of a rail is no number of a worker"),
+        ("FUSCO_NCCL_WORKER", "7", "owns no rail .worker 7"),
+        ("FUSCO_NCCL_WORKER", "one", "FUSCO_NCCL_WORKER: it is not the number of a worker.*FUSCO_NCCL_WORKER=one"),
+        ("FUSCO_NCCL_WORKER", "-1", "it is not the number of a worker"),
+        ("FUSCO_NCCL_TIMEOUT_S", "soon", "FUSCO_NCCL_TIMEOUT_S: it is not a positive number of seconds.*=soon"),
+        ("FUSCO_NCCL_TIMEOUT_S", "0", "it is not a positive number of seconds"),
+        ("FUSCO_NCCL_THREADS", "9", "it is not a number of threads from 1 to 8"),
+        ("FUSCO_NCCL_POLICY", "fuselink-paper", "none of fuselink, spray, direct"),
+        ("FUSCO_NCCL_LIMITS", "chunk_bytes=0", "a limit is not a positive number"),
+        ("FUSCO_NCCL_LIMITS", "chunk_bytes=64k", "a limit is not a positive number"),
+        ("FUSCO_NCCL_LIMITS", "stall_s=x", "a limit is not a positive number"),
+        ("FUSCO_NCCL_LIMITS", "direct_depth=99", "more than 32 chunks"),
+        ("FUSCO_NCCL_LIMITS", "speed=3", "the name of a field of Limits"),
+        ("FUSCO_NCCL_BOARD", "/nowhere/board", "cannot open the board of rails /nowhere/board: No such file"),
+    ],
+)
+def test_a_configuration_that_cannot_be(tmp_path, monkeypatch, name, value, text):
+    for key, given in environment_of_plugin(
+        RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b"
+    ).items():
+        monkeypatch.setenv(key, given)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PluginError, match=text) as error:
+        Plugin(str(plugin_path(flags=FLAGS)))
+    assert error.value.code == SYSTEM_ERROR
+    assert not (tmp_path / "b").exists()
+
+
+def test_it_is_compiled_once_and_problems_are_told(tmp_path, monkeypatch):
+    folder = CacheFolder(tmp_path, tmp_path)
+    path = plugin_path(folder, ("-O0",))
+    before = path.stat().st_mtime_ns
+    assert plugin_path(folder, ("-O0",)).stat().st_mtime_ns == before
+    with pytest.raises(CompileError, match=r"does not compile with .*no-such-flag"):
+        plugin_path(folder, ("--no-such-flag",))
+    with (
+        pytest.warns(UserWarning, match="read-only"),
+        pytest.raises(CompileError, match="read-only; set FUSCO_CACHE_DIR"),
+    ):
+        plugin_path(CacheFolder(tmp_path / "none", None, "read-only"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError, match="none of cc, gcc, clang is installed"):
+        plugin_path(folder)
+
+
+def test_the_environment_that_nccl_needs(monkeypatch):
+    rails = [Rail("eth0", "10.0.0.1", (0, 2), 10**10), Rail("eth1", "10.0.1.1", (1, 3))]
+    chosen = nccl_plugin(rails, worker=2, board=Path("/dev/shm/b"), limits=Limits(batch=3))
+    assert Path(chosen["NCCL_NET_PLUGIN"]).is_file()
+    assert chosen["NCCL_NET"] == "fusco"
+    assert chosen["NCCL_SOCKET_IFNAME"] == "=eth0,eth1"
+    more = [Rail("eth0", f"10.0.0.{i}", (i,)) for i in range(1, 11)]
+    for given, channels in ((rails, "2"), (more[:4], "4"), (more, "8")):
+        variables = environment_of_plugin(given, worker=None, policy="direct", limits=None, board=None)
+        assert variables["NCCL_NCHANNELS_PER_NET_PEER"] == variables["NCCL_MIN_P2P_NCHANNELS"] == channels
+    assert chosen["FUSCO_NCCL_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
+    assert (chosen["FUSCO_NCCL_WORKER"], chosen["FUSCO_NCCL_BOARD"]) == ("2", "/dev/shm/b")
+    assert "batch=3" in chosen["FUSCO_NCCL_LIMITS"]
+    with pytest.raises(ValueError, match="policy must be one of fuselink, spray, direct, got 'fuselink-paper'"):
+        nccl_plugin(rails, policy="fuselink-paper")
+    monkeypatch.setattr("fusco.rails.nccl.nccl_version", lambda: (2, 21, 5))
+    with pytest.raises(ValueError, match=r"the plugin is for NCCL 2.27 to 2.30, and this torch's is 2.21.5"):
+        nccl_plugin(rails)
+    assert why_not_nccl((2, 31, 0)).endswith("2.31.0")
+
+
+def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
+    chosen = environment_of_plugin(RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b")
+    for key, given in {**chosen, "LOCAL_RANK": "first"}.items():
+        monkeypatch.setenv(key, given)
+    Plugin(str(plugin_path(flags=FLAGS))).finalize()
+    monkeypatch.delenv("FUSCO_NCCL_WORKER")
+    with pytest.raises(PluginError, match=r"LOCAL_RANK: it is not the number of a worker.*LOCAL_RANK=first"):
+        Plugin(str(plugin_path(flags=FLAGS)))

@@ -1,0 +1,216 @@
+"""The plugin for NCCL when peers are killed, rails fail, and connections are forged; peers may be Python endpoints."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from plugin_rig import FLAGS, LIMITS, RAILS, address_of, message, pairs, python_sender, settle, started
+
+from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
+from fusco.rails.board import Board
+from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.nccl import environment_of_plugin, plugin_path
+from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, pack
+
+PEER = """
+import os, sys, time
+from fusco.bench.rails.plugin import Plugin, PluginChannel
+plugin = Plugin(os.environ["NCCL_NET_PLUGIN"])
+handle, listen = plugin.listen()
+sys.stdout.write(handle.raw.hex() + "\\n")
+sys.stdout.flush()
+receiver = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
+buffer = bytearray(4 << 20)
+receives = [receiver.irecv(buffer) for _ in range(1000)]
+end = time.monotonic() + 30  # if the test fails before it kills this process
+while time.monotonic() < end:
+    receiver.progress()
+"""
+
+
+def test_a_killed_peer_and_what_it_leaves(tmp_path):
+    theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
+    theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))
+    with started(tmp_path) as plugin:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PEER], env={**os.environ, **theirs}, stdout=subprocess.PIPE, text=True
+        )
+        handle = ctypes.create_string_buffer(bytes.fromhex(process.stdout.readline()), 128)
+        sender = PluginChannel(plugin, plugin.connect(handle), is_sender=True)
+        sends = [sender.isend(message(i, 1 << 20)) for i in range(1000)]
+        settle(sends[:20], sender)
+        process.send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        settle(sends[-1:], sender, limit_s=5.0)
+        assert time.monotonic() - begin < LIMITS.no_rail_s + 1.0
+        with pytest.raises(PluginError, match=r"lost worker 0 of another host: .*rail 2 \(lo, 127.0.0.3\)") as error:
+            sends[-1].wait()
+        assert error.value.code == REMOTE_ERROR
+        sender.close()
+        process.communicate()
+        board = Board(tmp_path / "b")
+        end = time.monotonic() + 3.0
+        while [each.pid for each in board.workers()] != [os.getpid()]:  # its row is reset by the living
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        board.close()
+    assert not (tmp_path / "b").exists()
+
+
+EXITS = """
+import os, threading
+from fusco.bench.rails.plugin import Plugin, PluginChannel
+plugin = Plugin(os.environ["NCCL_NET_PLUGIN"])
+handle, listen = plugin.listen()
+sender = PluginChannel(plugin, plugin.connect(handle), is_sender=True)
+receiver = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
+buffer = bytearray(4 << 20)
+
+def work():  # as a thread of NCCL, which does not end before the process
+    while True:
+        requests = [receiver.irecv(buffer), sender.isend(b"words")]
+        sender.progress(), receiver.progress()
+
+threading.Thread(target=work, daemon=True).start()
+receiver.irecv(buffer)
+"""
+
+
+def test_a_process_that_ends_with_open_communicators(tmp_path):
+    theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
+    theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS],
+        check=False,
+        env={**os.environ, **theirs},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_board_of_a_host_whose_workers_were_all_killed_goes_with_its_next_user(tmp_path):
+    pid = os.fork()
+    if not pid:
+        with started(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    board = Board(tmp_path / "b")
+    assert [each.pid for each in board.workers()] == [pid]
+    board.close()
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_python_endpoint_sends_to_the_plugin(tmp_path):
+    with started(tmp_path) as plugin, python_sender(tmp_path, plugin) as (channel, receiver):
+        sizes = [0, 1, 65536, 65537, 1_500_000]
+        buffers = [bytearray(size + 1) for size in sizes]
+        receives = [receiver.irecv(each) for each in buffers]
+        sends = [channel.isend(message(i, size)) for i, size in enumerate(sizes)]
+        settle(receives, receiver)
+        assert [each.wait() for each in sends] == [each.wait() for each in receives] == sizes
+        for i, (size, buffer) in enumerate(zip(sizes, buffers, strict=True)):
+            assert buffer[:-1] == message(i, size).tobytes()
+
+
+def test_rails_fail_under_load_and_come_back(tmp_path):
+    rng, data = np.random.default_rng(3), message(0, 2_000_000)
+
+    def cut(rail):
+        if rail in channel._connections and len(channel.rails) > 1:
+            channel.drop(channel._connections[rail], "cut", tells_peer=bool(rng.integers(2)))
+
+    with started(tmp_path) as plugin, python_sender(tmp_path, plugin) as (channel, receiver):
+        for repetition in range(10):
+            buffers = [bytearray(len(data)) for _ in range(4)]
+            receives = [receiver.irecv(each) for each in buffers]
+            sends = [channel.isend(data) for _ in buffers]
+            for rail in rng.integers(3, size=2):
+                time.sleep(0.002)
+                channel._host.loop.post(lambda rail=int(rail): cut(rail))
+            settle([*receives, *sends], receiver)
+            assert all(buffer == data.tobytes() for buffer in buffers), repetition
+        end = time.monotonic() + 5.0
+        while channel.rails != (0, 1, 2):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+KINDS = (DATA, GRANT, ACK, TOO_LARGE, RAIL_DOWN, BYE)
+
+
+def forged(rng):
+    """Bytes that no peer sends, or sends elsewhere: garbage, and records whose fields are changed."""
+    if rng.random() < 0.2:
+        return rng.bytes(int(rng.integers(1, 200)))
+    small = [int(rng.integers(0, 40)) for _ in range(4)]
+    huge = [int(rng.choice([0, 1, 65536, 2**31, 2**32 - 1])) for _ in range(4)]
+    fields = [huge[i] if rng.random() < 0.3 else small[i] for i in range(4)]
+    record = Record(fields[0], fields[1], fields[2], fields[3], small[0], int(rng.choice(KINDS)))
+    return pack(record) + rng.bytes(min(fields[3], 70_000) if rng.random() < 0.7 else 0)
+
+
+def test_records_that_are_forged_cost_their_connection_only(tmp_path):
+    rng = np.random.default_rng(int(os.environ.get("PLUGIN_SEED", "5")))
+    with started(tmp_path) as plugin, pairs(plugin) as [(sender, receiver)]:
+        for i in range(60):
+            handle, listen = plugin.listen()
+            address = address_of(handle)
+            rail = int(rng.integers(3))
+            this = Introduction(0, 3, 4096 if rng.random() < 0.5 else 65536, rng.bytes(16), rail, 1)
+            handshake = Handshake(address.secret, this, is_server=False)
+            with socket.create_connection(address.rails[rail], timeout=5.0) as client:
+                for _ in range(2):
+                    expected = client.recv(handshake.num_expected, socket.MSG_WAITALL)
+                    client.sendall(handshake.receive(expected))
+                comm = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
+                receives = [comm.irecv(bytearray(int(rng.integers(0, 100_000)))) for _ in range(3)]
+                comm.progress()
+                with suppress(OSError):
+                    for _ in range(20):
+                        client.sendall(forged(rng))
+                comm.progress()
+            comm.close()
+            assert all(each.done or each.handle.value for each in receives)
+            plugin.call(plugin.table.closeListen, listen)
+            requests = [sender.isend(message(i, 100_000)), receiver.irecv(buffer := bytearray(100_000))]
+            settle(requests, sender, receiver)
+            assert buffer == message(i, 100_000).tobytes()
+
+
+def test_foreign_connections_are_refused(tmp_path):
+    rng = np.random.default_rng(2)
+    with started(tmp_path) as plugin, pairs(plugin) as [(sender, receiver)]:
+        handle, listen = plugin.listen()
+        address = address_of(handle)
+        silent = [socket.create_connection(address.rails[0]) for _ in range(20)]
+        for i in range(30):
+            with socket.create_connection(address.rails[i % 3]) as foreign:
+                foreign.settimeout(5.0)
+                handshake = Handshake(rng.bytes(32), Introduction(0, 3, 4096, rng.bytes(16), i % 3, 1), is_server=False)
+                greeting = foreign.recv(24, socket.MSG_WAITALL)
+                answer = handshake.receive(greeting) if i % 2 else rng.bytes(int(rng.integers(1, 300)))
+                with suppress(OSError):  # it may be closed before all of that is sent
+                    foreign.sendall(answer)
+                    foreign.shutdown(socket.SHUT_WR)
+                    assert foreign.recv(1) == b""  # nothing but the greeting is ever answered
+        comm = ctypes.c_void_p()
+        plugin.call(plugin.table.accept, listen, ctypes.byref(comm), None)
+        assert comm.value is None
+        plugin.call(plugin.table.closeListen, listen)
+        requests = [sender.isend(message(1, 300_000)), receiver.irecv(buffer := bytearray(300_000))]
+        settle(requests, sender, receiver)
+        assert buffer == message(1, 300_000).tobytes()
+        for each in silent:
+            each.close()
