@@ -73,7 +73,7 @@ class Validator:
             self.require_static(static)
         known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None:
-            check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
+            self.require_alignment(alignment)
             if with_weights and topk_weights is None:
                 raise ValueError("with_weights=True needs topk_weights")
         routing = Routing(topk_idx, topk_weights)
@@ -249,6 +249,17 @@ class Validator:
             raise ValueError(
                 f"topk_idx has {routing.num_topk} experts per token, but the communicator was made for num_topk="
                 f"{self.capacity.num_topk}"
+            )
+
+    def require_alignment(self, alignment: int) -> None:
+        """Raise unless blocks may have this alignment: rows are counted in 32 bits, those of any routing."""
+        check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
+        placement, capacity = self.placement, self.capacity
+        num_pairs = placement.world_size * capacity.max_tokens_per_rank * capacity.num_topk
+        num_rows = num_pairs + len(placement.rank_to_experts[self.rank]) * (alignment - 1)
+        if alignment > 1 and num_rows > MAX_INT32:
+            raise ValueError(
+                f"expert_alignment={alignment} may pad this rank's rows to {num_rows}, more than {MAX_INT32}"
             )
 
     def require_static(self, static: StaticRows | None) -> None:

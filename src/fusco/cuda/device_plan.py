@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,6 +53,11 @@ class RowRun:
         return RowAddresses(*map(operator.add, self.tables.addresses, self.offsets))
 
 
+def is_capturing() -> bool:
+    """Return whether a CUDA graph captures the current stream; builds of PyTorch for CPUs raise if they are asked."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(kw_only=True)
 class DevicePlan(PlannedRows):
     """See ``fusco.engine.base.Plan``."""
@@ -64,12 +68,13 @@ class DevicePlan(PlannedRows):
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
     stream: int = 0  # handle of the stream that it was made on; 0 if that is not known
+    is_captured: bool = False  # made by a CUDA graph
+    _by_slot: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # made so far
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All memory of the plan on the device, including what was made so far for weights and gradients."""
-        optional = (vars(self).get("slot_weights"), vars(self).get("slot_to_k"))
-        return [self.tables.memory, *(tensor for tensor in optional if tensor is not None)]
+        return [self.tables.memory, *self._by_slot.values()]
 
     def num_rows_of(self, source: int) -> int:
         """Return the number of rows of a source."""
@@ -121,22 +126,32 @@ class DevicePlan(PlannedRows):
             token_to_ranks=_concatenated(self.token_to_ranks, marks),
         )
 
-    @cached_property
+    @property
     def slot_weights(self) -> torch.Tensor:
         """Weight of the row in each slot (num_slots,); zero for empty slots."""
         assert self.weights is not None, "there are no weights by slot without weights"
-        return self._by_slot(self.weights)
+        return self._kept("weights", self.weights)
 
-    @cached_property
+    @property
     def slot_to_k(self) -> torch.Tensor:
         """Index k, among its token's experts, of the row in each slot, int64 (num_slots,); 0 for empty slots."""
-        k = torch.arange(self.num_topk, device=self.row_to_slots.device)
-        return self._by_slot(k.expand(self.row_to_slots.shape))
+        return self._kept("k", None)
 
-    def _by_slot(self, values: torch.Tensor) -> torch.Tensor:
-        # One extra slot, for all pairs without a slot.
-        slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
-        return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
+    def _kept(self, name: str, values: torch.Tensor | None) -> torch.Tensor:
+        """Return values of pairs, or their k, by slot; keep them unless a graph makes them of a plan made before it.
+
+        Before its first replay they are undefined.
+        """
+        made = self._by_slot.get(name)
+        if made is None:
+            if values is None:
+                values = torch.arange(self.num_topk, device=self.row_to_slots.device).expand(self.row_to_slots.shape)
+            # One extra slot, for all pairs without a slot.
+            slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
+            made = values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
+            if self.is_captured or not is_capturing():
+                self._by_slot[name] = made
+        return made
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpMesh
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
+from fusco.core.integers import MAX_INT32
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
@@ -363,6 +364,13 @@ def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch
         raise ValueError(
             f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
             f"num_topk={config.capacity.num_topk} and {config.topology.ranks_per_node} ranks"
+        )
+    num_pairs = config.capacity.max_tokens_per_rank * config.topology.world_size * config.capacity.num_topk
+    if num_pairs > MAX_INT32 // 4:
+        raise ValueError(
+            f"device 'cuda' counts pairs of a token and an expert in 32 bits: max_tokens_per_rank="
+            f"{config.capacity.max_tokens_per_rank} and num_topk={config.capacity.num_topk} on "
+            f"{config.topology.world_size} ranks make {num_pairs}, more than {MAX_INT32 // 4}"
         )
     library = Library(device)
     warm_up_repeated_calls()  # before any rank's clock runs

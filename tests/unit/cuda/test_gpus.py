@@ -43,8 +43,8 @@ def test_an_old_gpu_is_refused(gpu):
         check_device("cuda:1")
 
 
-def library_for(placement: ExpertPlacement, limit: int, num_topk: int = 1) -> Library:
-    capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=16, num_topk=num_topk)
+def library_for(placement: ExpertPlacement, limit: int, num_topk: int = 1, max_tokens: int = 4) -> Library:
+    capacity = Capacity(max_tokens_per_rank=max_tokens, max_bytes_per_token=16, num_topk=num_topk)
     properties = mock.Mock(shared_memory_per_block_optin=limit)
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
         return open_library(EngineConfig(Topology((0, 0)), capacity, Settings()), placement, torch.device("cuda", 0))
@@ -69,3 +69,10 @@ def test_a_rank_with_few_experts_refuses_too_where_another_has_too_many():
 def test_more_experts_of_a_token_than_a_warp_has_lanes_are_refused():
     with pytest.raises(ValueError, match="at most 32 experts a token and 32 ranks a node, got num_topk=33 and 2 ranks"):
         library_for(ExpertPlacement.contiguous(40, 2), HOPPER, num_topk=33)
+
+
+def test_more_pairs_than_kernels_count_are_refused():
+    placement = ExpertPlacement.contiguous(40, 2)
+    assert library_for(placement, HOPPER, num_topk=8, max_tokens=2**25 - 1)
+    with pytest.raises(ValueError, match=r"max_tokens_per_rank=33554432 and num_topk=8 on 2 ranks make 536870912"):
+        library_for(placement, HOPPER, num_topk=8, max_tokens=2**25)

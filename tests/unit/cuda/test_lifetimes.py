@@ -166,6 +166,18 @@ def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentCha
         assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_what_a_graph_makes_of_a_plan_is_kept_only_if_the_graph_makes_the_plan(is_captured: bool):
+    plan = plan_of_rank_0()
+    plan.is_captured = is_captured
+    with mock.patch("fusco.cuda.device_plan.is_capturing", return_value=True):
+        captured = [plan.slot_weights, plan.slot_to_k]
+    later = [plan.slot_weights, plan.slot_to_k]
+    assert all(map(torch.equal, captured, later))
+    assert [each is other for each, other in zip(captured, later, strict=True)] == [is_captured] * 2
+    assert plan.slot_to_k is later[1]
+
+
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
     plan = plan_of_rank_0()
     num_before = len(plan.tensors)

@@ -611,3 +611,13 @@ def test_a_call_that_is_interrupted_after_it_was_announced_ends_the_communicator
             comm.dispatch(x, ids, weights)
 
     Node().run(program)
+
+
+def test_an_alignment_that_makes_more_rows_than_kernels_count_is_refused():
+    def program(comm, _other, _library):
+        x, ids, weights = inputs(comm.rank, 0)
+        few = 2**31 // 3  # for each of three experts
+        with pytest.raises(ValueError, match=rf"expert_alignment={few} may pad this rank's rows to 2147483\d+, more"):
+            comm.dispatch(x, ids, weights, expert_alignment=few)
+
+    Node().run(program)
