@@ -44,8 +44,12 @@ FSDP_SMS = 32
 
 # 4c3fc1a; source not recorded.
 PLAN_THREADS, PLAN_PAIRS_PER_BLOCK = 512, 1024
-# Without a barrier of blocks, by one block that keeps all experts in registers.
+# One block, without a barrier of blocks, that keeps all experts in registers. 128 tokens on each of 2 H200, a graph of
+# dispatch and combine (2026-11-22, medians of 15): 0.043 ms, 0.047 with two blocks of 512 threads; narrow 0.033, 0.034.
 SMALL_PLAN_THREADS, SMALL_PLAN_PAIRS = 1024, 2048
+# Fewer blocks where they share multiprocessors with blocks that push rows. 1024 tokens: dispatch 0.0736 instead of
+# 0.0764 ms with 2048 instead of 1024 pairs a block wide, 0.0406 instead of 0.0399 narrow.
+MIDDLE_PLAN_PAIRS, MIDDLE_PLAN_PAIRS_PER_BLOCK = 32_768, 2048
 PLAN_FORWARDING_THREADS = 1024  # one block per node; source not recorded
 GATHER_THREADS = 512  # source not recorded
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4  # source not recorded
@@ -68,12 +72,13 @@ _SMALL, _MIDDLE = 1024, 4096  # rows on a node: up to 512 tokens on each of 2 ra
 def plan_shape(num_pairs: int) -> tuple[int, int]:
     """Return the threads of a block of ``plan``, and the blocks, for so many pairs of a node.
 
-    >>> plan_shape(2048), plan_shape(16_384)
-    ((1024, 1), (512, 16))
+    >>> plan_shape(2048), plan_shape(16_384), plan_shape(131_072)
+    ((1024, 1), (512, 8), (512, 128))
     """
     if num_pairs <= SMALL_PLAN_PAIRS:
         return SMALL_PLAN_THREADS, 1
-    return PLAN_THREADS, -(-num_pairs // PLAN_PAIRS_PER_BLOCK)
+    per_block = MIDDLE_PLAN_PAIRS_PER_BLOCK if num_pairs <= MIDDLE_PLAN_PAIRS else PLAN_PAIRS_PER_BLOCK
+    return PLAN_THREADS, -(-num_pairs // per_block)
 
 
 def parts_of_row(num_rows: int, max_parts: int) -> int:
@@ -90,7 +95,9 @@ def parts_of_row(num_rows: int, max_parts: int) -> int:
 def pushes_early(num_rows: int) -> bool:
     """Return whether ranks push rows while they make the plan of a dispatch within a node.
 
-    All multiprocessors of a launch are then taken while it waits for ranks. Of many rows it is a small part.
+    All multiprocessors of a launch are then taken while it waits for ranks. 2 H200, 2026-11-22, a graph of dispatch and
+    combine, with and without: 128 tokens wide 0.043 and 0.050 ms, narrow 0.033 and 0.039; 1024 wide 0.148 and 0.154,
+    narrow 0.073 and 0.074; 2048 wide 0.251 and 0.253; 8192 wide 0.801 and 0.799, narrow 0.287 and 0.287.
 
     >>> pushes_early(256), pushes_early(16_384)
     (True, False)
@@ -126,14 +133,16 @@ def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
 def scatter_senders(rounds: float, num_sms: int) -> int:
     """Return the blocks of ``scatter_rows`` in which warps begin with this rank's rows; ``rounds`` is items per warp.
 
-    All of them if each warp has one item at most. Else not all: stores to peers are as fast as the link, and the other
-    blocks have the local memory for themselves. 8192 tokens wide with 50, 66, 80, 99, 132 of 132: 0.420, 0.394, 0.386,
-    0.403, 0.45 ms; with 12, 16, 20, 24, 32 of 32: 0.658, 0.642, 0.632, 0.628, 0.632.
+    All of them if there are items for half of all warps at most (128 tokens). Else not all: stores to peers are as fast
+    as the link, and the other blocks have the local memory for themselves. 8192 tokens wide with 50, 66, 80, 99, 132 of
+    132: 0.420, 0.394, 0.386, 0.403, 0.45 ms; with 12, 16, 20, 24, 32 of 32: 0.658, 0.642, 0.632, 0.628, 0.632. 1024
+    tokens wide with 66, 79, 99 of 132, four rounds: 0.0809, 0.0764, 0.0790; narrow with 66, 99, 132, one round: 0.0373,
+    0.0373, 0.0399.
 
-    >>> scatter_senders(0.5, 132), scatter_senders(31.0, 132), scatter_senders(64.0, 32), scatter_senders(64.0, 1)
+    >>> scatter_senders(0.5, 132), scatter_senders(1.0, 132), scatter_senders(64.0, 32), scatter_senders(64.0, 1)
     (132, 79, 24, 1)
     """
-    if rounds <= 1:
+    if rounds <= 0.5:
         return num_sms
     return max(1, num_sms * 3 // 4 if num_sms <= FEW_SMS else num_sms * 3 // 5)
 
@@ -177,16 +186,18 @@ def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:
     8192 tokens wide with 40, 48, 56, 66, 80 of 132: 0.415, 0.393, 0.392, 0.397, 0.406 ms; with 12, 16, 20, 24, 32 of
     32: 0.740, 0.696, 0.696, 0.696, 0.720. 1024 tokens wide with 44, 88, 132: 0.081, 0.075, 0.081; 128 tokens with 66,
     110, 132: 0.026, 0.025, 0.025.
+    With those of 128 tokens in one round: 1024 tokens wide, five rounds, with 72, 88, 110: 0.0744, 0.0766, 0.0780;
+    narrow, 2.6 rounds: 0.0381, 0.0369, 0.0357.
 
-    >>> combine_senders(60.0, 16_384, 132), combine_senders(60.0, 16_384, 32), combine_senders(8.0, 2048, 132)
-    (52, 20, 88)
+    >>> combine_senders(60.0, 16_384, 132), combine_senders(60.0, 16_384, 32), combine_senders(5.0, 2048, 132)
+    (52, 20, 73)
     """
     if rounds <= 1:
         return num_sms
     if num_rows <= _SMALL:
         return max(1, num_sms * 5 // 6)
     if num_rows <= _MIDDLE:
-        return max(1, num_sms * 2 // 3)
+        return max(1, num_sms * 5 // (6 if rounds <= 4 else 9))
     return max(1, num_sms * 5 // 8 if num_sms <= FEW_SMS else num_sms * 2 // 5)
 
 

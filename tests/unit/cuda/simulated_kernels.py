@@ -157,7 +157,7 @@ class SimulatedKernel:
 
     def _push(self, args: Any) -> None:
         comm, marks = args.comm, self._marks(args)
-        if args.id_bytes:  # rows are pushed before the plan is made: by the same marks
+        if self._constants["IS_EARLY"]:  # rows are pushed before the plan is made: by the same marks
             ids = self._at(args.topk_idx, _IDS[args.id_bytes], (len(marks), self._constants["NUM_TOPK"]))
             to_rank = self._at(args.expert_to_rank, _I32, (args.num_experts,))
             assert torch.equal(mark_ranks(ids.clamp(-_LARGEST_I32, _LARGEST_I32).int(), to_rank), marks)

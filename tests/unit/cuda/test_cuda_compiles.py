@@ -64,7 +64,7 @@ def plan(
     )
 
 
-def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int) -> Constants:
+def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int, is_early: int = 0) -> Constants:
     return constants_of(
         scatter_type(num_ranks, len(row_bytes)),
         num_ranks,
@@ -74,6 +74,7 @@ def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int) -> Constants:
         PAYLOAD_BYTES=",".join(map(str, row_bytes)),
         VECTOR_BYTES=",".join(str(vector_bytes(size)) for size in row_bytes),
         UNROLL=8,
+        IS_EARLY=is_early,
     )
 
 
@@ -162,7 +163,9 @@ GRID: dict[str, list[Constants]] = {
     ],
     "scatter_rows": [
         scatter_rows(8, 8, 14336),
-        scatter_rows(1, 1, 8),
+        scatter_rows(8, 8, 14336, is_early=1),
+        scatter_rows(1, 1, 8, is_early=1),
+        scatter_rows(8, 8, 7168, 224, is_early=1),
         scatter_rows(2, 32, 12),
         scatter_rows(4, 8, 6),
         scatter_rows(8, 32, 1001),

@@ -144,5 +144,6 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
         "PAYLOAD_BYTES": ",".join(map(str, row_bytes)),
         "VECTOR_BYTES": ",".join(str(vector_bytes(size)) for size in row_bytes),
         "UNROLL": SCATTER_UNROLL,
+        "IS_EARLY": int(id_bytes > 0),
     }
     return launcher.prepare(key, constants, arguments, grid=grid, num_threads=num_threads, is_dependent=True)

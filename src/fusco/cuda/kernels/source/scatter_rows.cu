@@ -6,7 +6,8 @@
 // it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
-// entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL.
+// entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL, IS_EARLY (1 if the kernel ahead is the plan, which this one does
+// not wait for to begin).
 #include "comm.cuh"
 
 struct ScatterArgs {
@@ -26,7 +27,7 @@ struct ScatterArgs {
     i32 longest;      // maximum number of tokens of a rank
     i32 parts;        // warps that share a row
     i32 num_senders;  // blocks that move this rank's rows before others'
-    i32 id_bytes;     // of topk_idx: 4 or 8 if the kernel ahead is the plan and rows are pushed early, else 0
+    i32 id_bytes;     // of topk_idx: 4 or 8; this and the number of experts only if IS_EARLY
     i32 num_experts;
 };
 static_assert(sizeof(ScatterArgs) == ARGUMENT_BYTES, "scatter_rows.py mirrors this struct");
@@ -172,14 +173,14 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
     i32 send = beginning.send_of(warp, first_send), receive = beginning.receive_of(warp, first_receive);
     const bool sends_first = send >= 0;
     bool may_send = true;
-    bool is_planned = args.id_bytes == 0, is_pushed = false;
+    bool is_planned = !IS_EARLY, is_pushed = false;
     u32 is_plan_broken = 0;  // looked at when all rows are moved: the load takes as long as a row
     while (true) {
         if (send >= 0 && send < num_sends) {
             const i32 token = send / args.parts, part = send % args.parts;
             Targets targets = {};
             i32 next = num_sends;
-            if (is_planned) {
+            if (!IS_EARLY || is_planned) {
                 if (!sends_first) next = -1;
                 else if (beginning.has_more_sends) next = take(comm, NEXT_SEND, num_sends);
                 targets = targets_of(args, comm.rank, token);
@@ -192,12 +193,12 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
                     if (targets.peers >> peer & 1)
                         store_release_system(row_flag(comm, peer, comm.rank, token, part), epoch);
             }
-            is_pushed = !is_planned;
+            is_pushed = IS_EARLY && !is_planned;
             if (is_pushed) is_plan_broken = wait_for_plan(comm), is_planned = true;
             else send = for_all_lanes(next);
             continue;
         }
-        if (!is_planned) is_plan_broken = wait_for_plan(comm), is_planned = true;
+        if (IS_EARLY && !is_planned) is_plan_broken = wait_for_plan(comm), is_planned = true;
         may_send &= send < 0;
         if (receive < 0)
             receive = beginning.has_more_receives ? for_all_lanes(take(comm, NEXT_RECEIVE, num_receives)) : num_receives;
@@ -231,10 +232,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1024 / NUM_THREADS)
     const Comm& comm = args.comm;
     // Behind the plan of the same dispatch, a warp waits for it when it has pushed a row. Behind any other kernel it waits
     // before the state is read: that may be another scatter, of a slice, or make the rows.
-    if (args.id_bytes == 0) wait_for_prerequisites();
+    if (!IS_EARLY) wait_for_prerequisites();
     const u32 epoch = comm.state[ROWS_EPOCH] + 1;
     const bool is_complete = send_and_receive(args, epoch);
-    wait_for_prerequisites();  // in warps that have given up before: kernels behind this one rely on the plan's end
+    if (IS_EARLY) wait_for_prerequisites();  // in warps that have given up before: later kernels rely on the plan's end
     const Exit exit = block_exits(comm.state + NUM_DONE, is_complete);
     if (exit == Exit::BROKEN) return poison_slots(args);
     if (exit == Exit::ALL_COMPLETE) {
