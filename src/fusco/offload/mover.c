@@ -18,7 +18,7 @@
 #include <time.h>
 
 enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
-enum { LONG_BYTES = 64 << 20, SPIN_BYTES = 16 << 20 };
+enum { LONG_BYTES = 64 << 20, SPIN_BYTES = 16 << 20, TIMED_BYTES = 4 << 20 };
 /* Fields of the board, in units of 64 bits. */
 enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
 enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
@@ -64,6 +64,7 @@ typedef struct {
     int is_open; /* without, it is drained */
     Streams streams;
     int64_t count, next_slot;                                                /* chunks under way; where the next begins */
+    int64_t begun_ns;                                                        /* when the first launch under way began */
     int head, num_launches;                                                  /* launches under way, each of some chunks */
     struct { Job *job; int64_t num_bytes, num_chunks; } launches[MAX_SLOTS]; /* a ring, with events of the same index */
 } Path;
@@ -79,7 +80,7 @@ typedef struct {
     int64_t rows[MAX_WORKERS], owners[MAX_RAILS][MAX_WORKERS];
     Path paths[MAX_RAILS];
     Job *first[2], **end[2]; /* by direction */
-    int64_t num_jobs;
+    int64_t num_jobs, chunk_ns; /* what a chunk takes on PCIe; 0: not known */
     int error, is_running, num_waiting;
     void *context;
     pthread_mutex_t lock;
@@ -170,8 +171,40 @@ static int take(Mover *mover, int rail) {
  * are as long as its ring permits. A batch of one chunk is for measurements, and stays so. */
 static int has_long_launches(const Mover *mover, const Path *path) { return !path->streams.buffer && mover->options.batch > 1; }
 
+/* Chunks of a job that were not launched yet. */
+static int64_t chunks_left(const Mover *mover, const Job *job) {
+    return (job->num_bytes - job->num_issued + mover->options.chunk_bytes - 1) / mover->options.chunk_bytes;
+}
+
+/* Chunks of a path that are not done, as far as the time tells: launches end as a whole, and may be long. */
+static int64_t undone_on(const Mover *mover, const Path *path, int64_t now) {
+    if (!path->num_launches || !mover->chunk_ns) return path->count;
+    int64_t done = (now - path->begun_ns) / mover->chunk_ns, most = path->launches[path->head].num_chunks;
+    return path->count - (done < most ? done : most);
+}
+
+/* Chunks that a path may take now so that all paths end together: its part of all that is not done. */
+static int64_t room_of(const Mover *mover, const Job *job, int rail, int num_paths, int64_t now) {
+    int64_t sum = chunks_left(mover, job);
+    for (int other = job->direction; other < MAX_RAILS; other += 2) sum += undone_on(mover, &mover->paths[other], now);
+    return sum / num_paths - undone_on(mover, &mover->paths[rail], now);
+}
+
+/* Chunks that a launch on a relay should have. Towards the end of a job there are fewer, so that all paths end together.
+ * To host memory PCIe waits for NVLink, so the first launch is short. */
+static int64_t launch_of(const Mover *mover, const Job *job, int rail, int num_paths, int64_t now) {
+    const Path *path = &mover->paths[rail];
+    int64_t batch = mover->options.batch, left = chunks_left(mover, job), most = left / (2 * num_paths);
+    int64_t room = room_of(mover, job, rail, num_paths, now), rest = batch - path->next_slot % batch;
+    if (most < 2) most = left < 2 ? left : 2;
+    if (!path->count && !job->direction && batch > 3) rest = batch / 4;
+    if (most > rest) most = rest;
+    return most < room ? most : room;
+}
+
 /* Choose a rail; `num_paths` is set to the number of those that this copy can have now, at least one. */
-static int choose(Mover *mover, int direction, int *num_paths) {
+static int choose(Mover *mover, const Job *job, int *num_paths) {
+    int direction = job->direction;
     int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
     uint32_t usable = 0, idle = 0;
     follow_board(mover);
@@ -191,6 +224,12 @@ static int choose(Mover *mover, int direction, int *num_paths) {
         if (!path->num_launches) return own;
         int has_room = path->num_launches < 2 && path->streams.num_slots > 1; /* each has an event of its own */
         outstanding[own] = has_room ? mover->options.direct_first : mover->options.direct_depth; /* relays are filled first */
+        for (int rail = direction; rail < MAX_RAILS; rail += 2) {
+            const Path *relay = &mover->paths[rail];
+            int64_t most = launch_of(mover, job, rail, *num_paths, now);
+            /* Two launches keep a relay busy; a third of the few chunks that have just ended would be a short one. */
+            if (most < 1 || (relay->num_launches > 1 && relay->streams.num_slots - relay->count < most)) idle &= ~(1u << rail);
+        }
     }
     for (;;) {
         int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
@@ -255,32 +294,24 @@ static int issue_relayed(Mover *mover, const Job *job, const Path *path, int lau
     return error ? error : driver->record(streams->last_events[launch], last);
 }
 
-/* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. Towards the end
- * of a job there are fewer, so that all paths end together. */
+/* The chunks that one launch takes: one has been chosen, more follow if the rail has room for them now. */
 static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_paths) {
     const Options *options = &mover->options;
     const Path *path = &mover->paths[rail];
-    int64_t left = (job->num_bytes - job->num_issued + options->chunk_bytes - 1) / options->chunk_bytes;
-    int64_t most = left / (2 * num_paths), batch = 1;
-    if (most < 2) most = left < 2 ? left : 2;
-    if (has_long_launches(mover, path)) {
-        int64_t longest = LONG_BYTES / options->chunk_bytes;
-        if (num_paths == 1) most = left;
-        return most < longest ? most : longest ? longest : 1;
-    }
-    if (most > options->batch) most = options->batch;
+    int64_t now = now_ns(mover), left = chunks_left(mover, job), batch = 1;
     if (path->streams.buffer) {
-        /* To host memory, PCIe waits for NVLink: the first launches are short, so that this takes a few us. */
-        int64_t first = options->batch >> (path->num_launches < 2 ? 2 - path->num_launches : 0);
-        if (!job->direction && most > first) most = first ? first : 1;
-        if (most > path->streams.num_slots - path->next_slot) most = path->streams.num_slots - path->next_slot;
-        while (batch < most && take(mover, rail)) batch++;
-    } else {
-        int64_t room = (path->count < options->direct_first ? options->direct_first : options->direct_depth) - path->count;
-        if (most > room) most = room;
-        if (most > batch) batch = most;
+        int64_t most = launch_of(mover, job, rail, num_paths, now), slots = path->streams.num_slots - path->next_slot;
+        while (batch < most && batch < slots && take(mover, rail)) batch++;
+        return batch;
     }
-    return batch;
+    if (!has_long_launches(mover, path)) return 1;
+    int64_t longest = LONG_BYTES / options->chunk_bytes, most = left / (2 * num_paths);
+    int64_t room = room_of(mover, job, rail, num_paths, now);
+    if (room > options->direct_first) room = options->direct_first; /* more is left to whichever path ends first */
+    if (most < room) most = room;
+    if (num_paths == 1 || most > left) most = left;
+    if (most > longest) most = longest;
+    return most < 1 ? 1 : most;
 }
 
 static int issue(Mover *mover, Job *job, int rail, int num_paths) {
@@ -294,6 +325,7 @@ static int issue(Mover *mover, Job *job, int rail, int num_paths) {
     cell[LAST_TX] = (uint64_t)now_ns(mover);
     path->launches[launch].job = job, path->launches[launch].num_bytes = num_bytes;
     path->launches[launch].num_chunks = num_chunks;
+    if (!path->num_launches) path->begun_ns = now_ns(mover);
     path->num_launches++, path->count += num_chunks;
     job->outstanding[rail] += num_chunks, job->last[rail] = path->streams.last_events[launch];
     int error = path->streams.buffer ? issue_relayed(mover, job, path, launch, num_bytes)
@@ -309,12 +341,14 @@ static void complete(Mover *mover, int rail) {
     Path *path = &mover->paths[rail];
     volatile uint64_t *cell = cell_of(mover, mover->row, rail);
     Job *job = path->launches[path->head].job;
-    int64_t num_bytes = path->launches[path->head].num_bytes, num_chunks = path->launches[path->head].num_chunks;
+    int64_t now = now_ns(mover), num_bytes = path->launches[path->head].num_bytes, num_chunks = path->launches[path->head].num_chunks;
+    if (num_bytes >= TIMED_BYTES) mover->chunk_ns = (now - path->begun_ns) / num_chunks;
+    path->begun_ns = now;
     path->head = (int)((path->head + 1) % path->streams.num_slots), path->num_launches--, path->count -= num_chunks;
     if (path->streams.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
     cell[COMPLETED] += (uint64_t)num_chunks;
     cell[TX_BYTES] += (uint64_t)num_bytes;
-    cell[LAST_TX] = (uint64_t)(now_ns(mover) - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
+    cell[LAST_TX] = (uint64_t)(now - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
     job->outstanding[rail] -= num_chunks;
     job->num_done += num_bytes;
     if (job->num_done == job->num_bytes) __atomic_store_n(&job->state, DONE, __ATOMIC_RELEASE);
@@ -366,7 +400,7 @@ static int pump(Mover *mover, int direction) {
             job->state = STARTED, progress = 1;
         }
         while (job->state == STARTED) {
-            int num_paths = 0, rail = choose(mover, direction, &num_paths);
+            int num_paths = 0, rail = choose(mover, job, &num_paths);
             if (rail == WAIT) return progress;
             int error = issue(mover, job, rail, num_paths);
             if (error) return fail(mover, error), 1;

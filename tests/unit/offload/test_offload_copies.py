@@ -85,6 +85,16 @@ def test_two_links_are_nearly_twice_as_fast_as_one(host, num_bytes, direction):
     assert 0.45 < copy.borrowed_bytes / num_bytes < 0.52
 
 
+@BOTH
+@pytest.mark.parametrize("depth", [32, 48, 64])
+def test_links_end_together_though_launches_are_long(tmp_path, direction, depth):
+    host = Host(tmp_path, call_ns=3000)
+    host.open(0, limits=Limits(direct_first=32, direct_depth=40, borrowed_per_rail=depth, batch=depth // 2))
+    copy = host.start(0, 256 * MB, direction)
+    assert 256 * MB / host.finish(copy) >= 1.95 * PCIE
+    host.close()
+
+
 def test_chunks_of_512_kb_with_the_time_that_calls_take(tmp_path):
     host = Host(tmp_path, call_ns=700)
     host.open(0)
