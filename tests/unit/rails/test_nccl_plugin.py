@@ -138,7 +138,8 @@ def test_closing_in_the_middle(tmp_path, closes):
     with started(tmp_path) as plugin, pairs(plugin, 2) as ends:
         sender, receiver = ends.pop(0)
         receives = [receiver.irecv(each) for each in buffers]
-        sends = [sender.isend(data) for _ in range(5)]
+        # The last request of the end that stays has no partner, however fast the others are.
+        sends = [sender.isend(data) for _ in range(2 if closes == "sender" else 5)]
         settle(receives[:1], sender, receiver)
         first, (others, stays) = (
             (sender, (receives[1:], receiver)) if closes == "sender" else (receiver, (sends, sender))
