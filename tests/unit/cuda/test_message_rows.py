@@ -140,3 +140,24 @@ def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(tmp_path_factor
         return True
 
     assert world.run(on_rank) == [True, True]
+
+
+@pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
+def test_a_launch_is_prepared_for_a_node_and_a_placement(tmp_path_factory):
+    world = Emulated(tmp_path_factory.mktemp("emulated"), 0).world(SCENE.layout, SCENE.placement, num_sms=2)
+    routing, terms = (
+        Routing(torch.tensor([[0, 3], [1, 2], [2, 0]]), None),
+        ForwardingTerms(None, is_overflow_reported=False, sends_invalid_ids=False, ticket=3),
+    )
+
+    def on_rank(at: Rank) -> Any:
+        summary, counts = ForwardingSummary(3, 0), []
+        for node, nodes in ((0, [0, 1, 1, 2]), (1, [0, 1, 1, 2]), (1, [2, 1, 2, 2])):
+            summary.own_node = node  # as another summary at the same address would have it
+            kept = torch.tensor(nodes, dtype=torch.int32)
+            plan_forwarding(at.context.launcher(at.stream), routing, kept, summary, terms)
+            at.machine_is_idle()
+            counts.append((summary.num_rows_to_node, kept))
+        return [count for count, _ in counts]
+
+    assert world.run(on_rank)[0] == [[0, 2, 1], [2, 0, 1], [0, 0, 3]]
