@@ -6,16 +6,14 @@ PyTorch fill the caches anew. So a rank that waits stays in a loop of a few line
 
 from __future__ import annotations
 
-import ctypes
 import select
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fusco.control.atomics import load_acquire_at
-from fusco.control.machine_calls import address_of, call_at, yield_address
+from fusco.control.machine_calls import call_at, libc_address, yield_address
 from fusco.core.compiled import compiled
 
 Counters = npt.NDArray[np.int64]  # (num_counters, 2): the address of each, and the value that it should reach
@@ -48,7 +46,7 @@ class CounterWait:
 
     def __init__(self) -> None:
         self._words = np.zeros(_NUM_WORDS, np.int64)
-        self._words[:2] = _ppoll_address(), yield_address()
+        self._words[:2] = libc_address("ppoll"), yield_address()
         self.restart()
 
     def restart(self) -> None:
@@ -68,11 +66,6 @@ class CounterWait:
     def sleep(self, counters: Counters, sockets: list[int], *, is_any: bool) -> None:
         """Sleep as ``spin`` yields, for some milliseconds at most; a socket that becomes ready wakes this rank."""
         _sleep(counters, is_any, np.array(sockets, np.int64), self._words)
-
-
-@lru_cache(maxsize=1)
-def _ppoll_address() -> int:
-    return address_of(ctypes.CDLL(None).ppoll)
 
 
 @compiled(nogil=True)

@@ -61,7 +61,7 @@ _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
 @dataclass
 class LatestDispatch:
-    """What the latest dispatch has launched, to be repeated: all of it on one stream if it ``is_alone``.
+    """Launches of the latest dispatch, to be repeated: all of it on one stream if it ``is_alone``.
 
     Attributes:
         terms: of its messages.
@@ -89,7 +89,7 @@ class LatestDispatch:
 
 @dataclass
 class LatestCombine:
-    """What the latest combine has launched, to be repeated.
+    """Launches of the latest combine, to be repeated.
 
     Attributes:
         sums: the launches of ``combine_rows``, slice by slice, and then of this node's tokens.

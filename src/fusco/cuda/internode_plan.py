@@ -45,7 +45,7 @@ class InternodePlan(DevicePlan):
 
     @property
     def known_slices(self) -> list[list[HeldRows | RowRun]]:
-        """What ``slices`` has returned for each number of rows so far."""
+        """Results of ``slices`` so far, one for each number of rows in a slice."""
         return [slices for rows_per_slice, slices in self._slices.items() if rows_per_slice != _OWN]
 
     def slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:

@@ -116,8 +116,11 @@ class RepeatedCalls:
 
     def record(self, fingerprint: CollectiveFingerprint, counts: Sequence[Sequence[int]]) -> RepeatedRecord:
         """Return the record of a call with these counts of all ranks."""
-        conditions = _nothing_is_wrong(self.context)
-        return RepeatedRecord(self.memory, fingerprint, counts, conditions, self.descriptors)
+        return RepeatedRecord(self.memory, fingerprint, counts, self.conditions(), self.descriptors)
+
+    def conditions(self) -> list[Condition]:
+        """Return that no earlier call has an error to raise, which a repeated one would pass over."""
+        return _nothing_is_wrong(self.context)
 
 
 def is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:
@@ -137,7 +140,7 @@ def or_none(allocate: Callable[..., _Memory], *sizes: Any) -> _Memory | None:
 
 
 class Repeated:
-    """What repeated calls have in common.
+    """Base of repeated calls.
 
     Attributes:
         record: to agree with all ranks.

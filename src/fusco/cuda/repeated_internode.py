@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusco.control.repeated_record import Condition
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
@@ -45,6 +46,11 @@ class RepeatedInternodeCalls(RepeatedCalls):
 
     network: Network
     shuffle: InternodeShuffle
+
+    def conditions(self) -> list[Condition]:
+        """See ``RepeatedCalls``; also that no message of fixed size was too small."""
+        overflows = self.shuffle.message_rows.summary.overflow_addresses
+        return [*super().conditions(), *(Condition(address, -1, 0) for address in overflows)]
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
         """See ``RepeatedCalls``."""

@@ -32,8 +32,10 @@ from fusco import (
     TransportError,
 )
 from fusco.bench.null_device import NullLibrary, null_communicator, null_device
+from fusco.control.machine_calls import libc_address
 from fusco.core.errors import Stall
 from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.repeated_launches import NativeCall, RepeatedLaunches
 from fusco.cuda.nccl import NcclTransport
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
 from fusco.cuda.repeated_internode import RepeatedInternodeCombine, RepeatedInternodeDispatch
@@ -455,6 +457,33 @@ def test_an_overflow_is_raised_by_the_call_after_it():
             pair(comm, 4)
 
     Node().run(program)
+
+
+def test_an_overflow_of_messages_is_raised_by_the_call_after_it(repeats):
+    static = StaticRows(NUM_RANKS * MAX_TOKENS * NUM_TOPK, max_rows_to_node=3)
+
+    def program(comm, _other, _library):
+        x, _, weights = inputs(comm.rank, 0)
+        here, there = (torch.tensor([[3 * rank, 3 * rank + 1]] * MAX_TOKENS) for rank in (comm.rank, 1 - comm.rank))
+        for ids in (here, here, here, here, there):
+            comm.dispatch(x, ids, weights, static=static)
+        with pytest.raises(RowOverflowError, match=str(MAX_TOKENS)):
+            comm.dispatch(x, here, weights, static=static)
+
+    Node(topology=NODES).run(program)
+    assert repeats()[0] == 2 * 2
+
+
+def test_the_call_that_fails_is_named_among_many():
+    named = []
+    calls = [
+        NativeCall(
+            libc_address("abs"), (13 * (number == 299),), lambda error, number=number: named.append((number, error))
+        )
+        for number in range(300)
+    ]
+    RepeatedLaunches(calls, 1, 0, 0).launch(0)
+    assert named == [(299, 13)]
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])

@@ -312,7 +312,7 @@ def plan_slots(
 
 
 def plan_fields(shape: PlanShape, memory: int, topk_idx: int, topk_weights: int) -> list[Field]:
-    """Return the fields that change if a plan within a node is repeated, by the indices of their values.
+    """Return the fields that change if a plan is repeated, by the indices of their values.
 
     ``memory`` is the address of its tensors; the ticket is the first value.
     """

@@ -70,6 +70,11 @@ class ForwardingSummary:
         """The id of that pair."""
         return int(self._memory[self.num_nodes])
 
+    @property
+    def overflow_addresses(self) -> list[int]:
+        """Addresses of the int64 of each node that are zero unless it has an overflow."""
+        return [self.address + 8 * (self.num_nodes + 1 + node) for node in range(self.num_nodes)]
+
     def take_overflow(self) -> tuple[int, int, int] | None:
         """Return the largest overflow: the node, its tokens, and the limit; clear all."""
         words = self._words[self.num_nodes + 1 :]

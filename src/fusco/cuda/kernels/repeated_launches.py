@@ -21,6 +21,7 @@ TICKET = 0  # index of the value that a report is waited for; 0 waits for none
 NOT_REPORTED, INVALID_ID = -1, -2  # outcomes; a smaller one is an error of the driver
 _POLLS_PER_YIELD, _YIELDS_PER_MS = 500, 1000
 _LOW_HALF = 0xFFFFFFFF
+_CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there are more than 255 calls
 
 # Words of repeated launches, then of each field that changes, then of each call.
 _YIELD, _REPORT, _MAX_YIELDS, _NUM_FIELDS, _NUM_WORDS = range(5)
@@ -73,7 +74,7 @@ def _launch(words: Any, values: Any) -> int:
             *(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], words[at + 5], words[at + 6])
         )
         if error:
-            return INVALID_ID - (error << 8 | (call + 1))
+            return INVALID_ID - (error << _CALL_BITS | call)
         at += _CALL_WORDS
     return _wait(words, values[TICKET]) if values[TICKET] else 0
 
@@ -153,8 +154,8 @@ class RepeatedLaunches:
         self._pack(*values)
         outcome = int(_launch(self._words, self._values))
         if outcome < INVALID_ID:
-            error = INVALID_ID - outcome
-            self._fails[(error & 0xFF) - 1](error >> 8)
+            failed = INVALID_ID - outcome
+            self._fails[failed % (1 << _CALL_BITS)](failed >> _CALL_BITS)
         return outcome
 
 

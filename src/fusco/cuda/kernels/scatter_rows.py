@@ -31,7 +31,7 @@ class OwnRouting(NamedTuple):
 
 
 class ScatterTerms(NamedTuple):
-    """What a launch of ``scatter_rows`` does beyond its rows.
+    """Options of a launch of ``scatter_rows``.
 
     Attributes:
         clears_padding: True to set the slots between blocks to zero.

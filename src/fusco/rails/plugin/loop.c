@@ -148,12 +148,13 @@ static void step_channels(struct loop *loop, int64_t now, int64_t *wait_ns) {
   }
 }
 
-/* epoll_wait with a limit in nanoseconds, of which a chunk takes few at 10 Gbit/s; before Linux 5.11 in milliseconds. */
+/* epoll_wait with a limit in nanoseconds; in milliseconds, longer than a chunk takes at 10 Gbit/s, before Linux 5.11 and
+ * where a container's filter of system calls does not know the other (EPERM). */
 static int wait_for_events(const struct loop *loop, struct epoll_event *events, int64_t limit_ns) {
   struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
 #ifdef SYS_epoll_pwait2
   int num = (int)syscall(SYS_epoll_pwait2, loop->epoll_fd, events, MAX_EVENTS, &limit, NULL, 0);
-  if (num >= 0 || errno != ENOSYS) return num;
+  if (num >= 0 || errno == EINTR) return num;
 #endif
   return epoll_wait(loop->epoll_fd, events, MAX_EVENTS, (int)(limit.tv_sec * 1000 + (limit.tv_nsec + 999999) / 1000000));
 }
