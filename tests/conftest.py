@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Not searched for doctests: all conftests have the same module name, and attacks are no tests.
-collect_ignore_glob = ["*/conftest.py", "attack/*"]
+collect_ignore_glob = ["conftest.py", "*/conftest.py", "attack/*"]
 
 
 def pytest_configure(config):

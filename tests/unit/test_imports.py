@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -97,3 +98,10 @@ def test_every_public_name_is_there():
     assert sorted(fusco.__all__) == dir(fusco)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fusco.nothing  # noqa: B018
+
+
+def test_test_files_have_names_of_their_own():
+    """Pytest imports them by these names, so that all can be collected together."""
+    tests = Path(__file__).parents[1]
+    counts = Counter(path.name for path in tests.rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []

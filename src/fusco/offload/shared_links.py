@@ -42,7 +42,7 @@ class SharedLinks:
             OSError, SharedMemoryError, CompileError, LaunchError: if anything else is missing.
         """
         links, to_link = _find_links(machine, device, settings)
-        self._link = to_link.pop(device)
+        self._link, self._device, self._limit_s = to_link.pop(device), device, settings.timeout_s
         self._max_relays, self._next_try_s = settings.budget.max_relays, 0.0
         self.relays: list[Relay] = []
         self._ending, self._is_ending, self._keeper = (
@@ -90,10 +90,19 @@ class SharedLinks:
             self._board.reset_dead()
 
     def close(self) -> None:
-        """Give everything back. May be called again."""
+        """Give everything back. May be called again.
+
+        ``FuscoError`` if the watch of relays does not end within ``settings.timeout_s``; then nothing is given back
+        before the process ends, since the watch may still use it.
+        """
         self._is_ending.set()
         if self._keeper.is_alive():
-            self._keeper.join()
+            self._keeper.join(self._limit_s)
+            if self._keeper.is_alive():
+                raise FuscoError(
+                    f"GPU {self._device} could not give back its relays: the thread that watches their memory did not "
+                    f"end within {self._limit_s:g} s; it waits for NVML, or for a relay's chunks"
+                )
         with self._ending, ExitStack() as closing:  # all of them, whichever raises
             for relay in self.relays:
                 closing.callback(relay.close, "the copier was closed")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from simulated_gpus import GB, ILLEGAL_ADDRESS, PCIE, SimulatedGpus
 
 from fusco.core import c_library
-from fusco.core.errors import ClosedError, LaunchError, TransportError
+from fusco.core.errors import ClosedError, FuscoError, LaunchError, TransportError
 from fusco.offload import Copier, OffloadSettings, RelayBudget, shared_links
 from fusco.offload.links import NvmlError
 from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
@@ -292,6 +292,22 @@ def test_everything_is_given_back_though_one_relay_fails(tmp_path):
     assert {place for _, _, place in host.gpus.buffers.values()} == {1001}  # those of the relay that failed
     assert not host.board.exists()
     closing()
+
+
+def test_a_watch_that_does_not_end_is_an_error_in_time(tmp_path):
+    host, go_on = Host(tmp_path), threading.Event()
+    copier = host.open(0, timeout_s=0.1)
+    copier._links._keeper = stuck = threading.Thread(target=go_on.wait)
+    stuck.start()
+    with pytest.raises(
+        FuscoError, match=r"GPU 0 could not give back its relays: .* did not end within 0.1 s; it waits"
+    ):
+        copier.close()
+    assert all(relay.is_open for relay in copier.relays)
+    go_on.set()
+    stuck.join()
+    copier._links.close()
+    assert not any(relay.is_open for relay in copier.relays)
 
 
 def test_the_budget_is_never_exceeded(tmp_path):
