@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -71,6 +72,7 @@ class Watchdog:
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
         self._pause_s, self._counter_wait = _FIRST_PAUSE_S, CounterWait()
+        self._since_departure = math.inf  # in this wait, of a rank that it is for
 
     def add_network_probe(self, failure: Callable[[], str]) -> None:
         """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
@@ -144,7 +146,7 @@ class Watchdog:
         self._restart_pauses()
 
     def _restart_pauses(self) -> None:
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s, self._since_departure = _FIRST_PAUSE_S, math.inf
         self._counter_wait.restart()
 
     def wait_until(
@@ -194,8 +196,10 @@ class Watchdog:
             if dead := self._dead():
                 self._blame(waiting_for, dead, "; ".join(map(self._describe_end, dead)), has_left=True)
             self.find_fault(waiting_for, failure)
-        if not self._status_server.departures.keys().isdisjoint(concerned):
-            self._blame_the_departed(stall)
+        if self._status_server.departures.keys().isdisjoint(concerned):
+            self._since_departure = math.inf
+        else:
+            self._blame_the_departed(waiting_for, now)
         self.check_device()
         if now - self._since_progress > _PATIENCE * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
@@ -305,12 +309,13 @@ class Watchdog:
             self._blame(stall_of(gone), gone, "; ".join(map(self._describe_end, gone)), has_left=True)
         self.find_fault(stall_of(()), self._network_failure() or _DEVICE_GAVE_UP)
 
-    def _blame_the_departed(self, stall: Callable[[], Stall]) -> None:
-        """Raise if this rank still waits for a rank that has left."""
-        time.sleep(self._settling_s)
-        waiting_for = stall()
-        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
-        if not self._status_server.departures.keys().isdisjoint(concerned):
+    def _blame_the_departed(self, waiting_for: Stall, now: float) -> None:
+        """Raise once the wait has gone on for some time since a rank that it is for left.
+
+        Meanwhile the caller looks again: what that rank sent before it left may have come unseen.
+        """
+        self._since_departure = min(self._since_departure, now)
+        if now - self._since_departure >= self._settling_s:
             gone = self._dead_or_departed()
             self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
 

@@ -321,6 +321,14 @@ def test_data_from_a_rank_before_it_left_is_used(ranks):
     watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
 
 
+def test_data_that_came_unseen_before_a_rank_left_is_used(ranks):
+    def stall():  # between looking for data and looking for ranks that have left
+        ranks.local.departures[1] = "left"
+        return STALL
+
+    ranks.watchdog(timeout_s=20).wait_until(lambda: 1 in ranks.local.departures, stall)
+
+
 def test_leaving_reports_a_departure_and_no_failure(ranks):
     ranks.watchdog().leave("left")
     assert [other.departures for other in ranks.others] == [{0: "left"}] * 3
