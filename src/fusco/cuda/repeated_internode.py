@@ -16,7 +16,7 @@ from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
 from fusco.cuda.device_plan import DevicePlan, RowRun
-from fusco.cuda.internode import InternodeShuffle, LatestCombine, LatestDispatch
+from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.combine_rows import combine_fields
@@ -26,10 +26,12 @@ from fusco.cuda.kernels.plan import plan_fields
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, forwarding_fields
 from fusco.cuda.kernels.repeated_launches import CONSTANT, Field, NativeCall, PreparedFields, RepeatedLaunches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
+from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, SpareEvents
 from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second, or_none
 from fusco.cuda.routing_messages import RoutingMessages
+from fusco.cuda.slice_sender import forwarded_starts, num_rows_per_slice
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
@@ -144,7 +146,9 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         arrival = [record_event(calls.context.library, stream, value=event)] if request.static else []
         assert latest.plan
         planning = (latest.plan, plan_fields(shape, memory, ids, weights) + _received_fields(routing))
-        starts = calls.shuffle.forwarded_starts(plan.traffic, [row_bytes(payload) for payload in request.payloads])
+        starts = forwarded_starts(
+            calls.context.arena, plan.traffic, [row_bytes(payload) for payload in request.payloads]
+        )
         moved = (
             [Field("rows", row, entry=payload) for payload, row in enumerate(rows)],
             [Field("rows", CONSTANT, start, payload) for payload, start in enumerate(starts)],
@@ -269,7 +273,7 @@ class RepeatedInternodeCombine(Repeated):
         parts = [own_bytes, *(num_rows * size for num_rows in num_returned)]
         places = list(itertools.accumulate((math.ceil(part / _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
         self._scratch_bytes, node_to_place = places[-1], dict(zip(traffic.destinations, places[1:-1], strict=True))
-        sent = traffic.sends(0, calls.shuffle.rows_per_slice(traffic, size))
+        sent = traffic.sends(0, num_rows_per_slice(calls.context.layout, traffic, size))
         receives = [
             Message(piece.forwarder, node_to_place[piece.node] + piece.first * size, piece.num_rows * size)
             for piece in sent
