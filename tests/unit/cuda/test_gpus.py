@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusco import Capacity, ExpertPlacement, Settings, Topology
-from fusco.api.validation import check_device
+from fusco.api.create import check_device
 from fusco.core.config import EngineConfig
 from fusco.cuda.engine import open_library
 from fusco.cuda.kernels.library import Library
