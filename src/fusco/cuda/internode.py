@@ -43,7 +43,7 @@ from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.message_rows import MessageRows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Transfer, affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
@@ -51,6 +51,7 @@ from fusco.cuda.slice_sender import SliceSender, forwarded_starts, num_rows_per_
 from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
+from fusco.engine.published_rows import PublishedRows
 from fusco.planner.balancer import is_builtin
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing

@@ -15,42 +15,26 @@ from fusco.cuda.nccl import Message
 
 @dataclass
 class LatestDispatch:
-    """Launches of the latest dispatch, to be repeated: all of it on one stream if it ``is_alone``.
+    """Launches of the latest dispatch, to be repeated: all of it on one stream if it ``is_alone``."""
 
-    Attributes:
-        terms: of its messages.
-        forwarding: the launch of ``plan_forwarding``.
-        packed: the routing that it has packed.
-        gathers: launches of ``gather_rows``, with their parts and the number of the payload.
-        sends: messages of rows in the first slice.
-        receives: likewise.
-        counts: of all ranks.
-        plan: the launch of the plan.
-        scatters: the launches of ``scatter_rows``.
-    """
-
-    terms: ForwardingTerms
-    forwarding: PreparedLaunch
-    packed: torch.Tensor
+    terms: ForwardingTerms  # of its messages
+    forwarding: PreparedLaunch  # the launch of ``plan_forwarding``
+    packed: torch.Tensor  # the routing that it has packed
+    # launches of ``gather_rows``, with their parts and the number of the payload
     gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = field(default_factory=list)
-    sends: Sequence[Message] = ()
-    receives: Sequence[Message] = ()
-    counts: Sequence[tuple[int, ...]] = ()
-    plan: PreparedLaunch | None = None
-    scatters: Sequence[PreparedLaunch] = ()
+    sends: Sequence[Message] = ()  # messages of rows in the first slice, sent
+    receives: Sequence[Message] = ()  # likewise, received
+    counts: Sequence[tuple[int, ...]] = ()  # of all ranks
+    plan: PreparedLaunch | None = None  # the launch of the plan
+    scatters: Sequence[PreparedLaunch] = ()  # the launches of ``scatter_rows``
     is_alone: bool = False
 
 
 @dataclass
 class LatestCombine:
-    """Launches of the latest combine, to be repeated.
+    """Launches of the latest combine, to be repeated."""
 
-    Attributes:
-        sums: the launches of ``combine_rows``, slice by slice, and then of this node's tokens.
-        add: the launch of ``add_returned``, or ``None``.
-        sends: messages of sums in the last slice.
-    """
-
+    # the launches of ``combine_rows``, slice by slice, and then of this node's tokens
     sums: list[PreparedLaunch] = field(default_factory=list)
-    add: PreparedLaunch | None = None
-    sends: Sequence[Message] = ()
+    add: PreparedLaunch | None = None  # the launch of ``add_returned``, or ``None``
+    sends: Sequence[Message] = ()  # messages of sums in the last slice

@@ -190,15 +190,10 @@ class Network:
 
 @dataclass(frozen=True)
 class PreparedMessages:
-    """Messages that compiled code launches.
+    """Messages that compiled code launches."""
 
-    Attributes:
-        calls: see ``NcclTransport.calls``.
-        stall: the wait for them.
-    """
-
-    calls: Sequence[NativeCall]
-    stall: Stall
+    calls: Sequence[NativeCall]  # see ``NcclTransport.calls``
+    stall: Stall  # the wait for them
 
 
 class NcclWatchdog:

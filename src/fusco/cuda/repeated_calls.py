@@ -56,23 +56,14 @@ def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
 
 @dataclass(frozen=True)
 class RepeatedCalls:
-    """Makes calls that can be repeated, of those that have just been made.
-
-    Attributes:
-        context: of the rank.
-        planner: of the rank.
-        order: of its launches.
-        memory: of the node.
-        shuffle: has launched the kernels of the latest call, within a node or between nodes.
-        descriptors: of the connections to counterparts on other nodes.
-    """
+    """Makes calls that can be repeated, of those that have just been made."""
 
     context: CudaContext
     planner: DevicePlanner
     order: StreamOrder
     memory: NodeMemory
-    shuffle: Any
-    descriptors: Mapping[int, int] | None = None
+    shuffle: Any  # has launched the kernels of the latest call, within a node or between nodes
+    descriptors: Mapping[int, int] | None = None  # of the connections to counterparts on other nodes
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
         """Prepare a dispatch that has just been launched, if an earlier one was the same."""

@@ -40,11 +40,7 @@ _ALIGNMENT = 16  # of rows, in bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedInternodeCalls(RepeatedCalls):
-    """Makes calls between nodes that can be repeated.
-
-    Attributes:
-        network: of the rank.
-    """
+    """Makes calls between nodes that can be repeated."""
 
     network: Network
     shuffle: InternodeShuffle
@@ -55,7 +51,6 @@ class RepeatedInternodeCalls(RepeatedCalls):
         return [*super().conditions(), *(Condition(address, -1, 0) for address in overflows)]
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
-        """See ``RepeatedCalls``."""
         latest = self.shuffle.latest_dispatch
         circumstances = (latest.counts, plan.stream, request.static, request.launch, latest.terms[:-1])
         is_whole = is_second(request.known, circumstances) and _is_one_slice(plan, latest)
@@ -64,7 +59,6 @@ class RepeatedInternodeCalls(RepeatedCalls):
             request.known.repeated = RepeatedInternodeDispatch(self, request, plan, latest, num_slots)
 
     def keep_combine(self, request: CombineRequest[Any]) -> None:
-        """See ``RepeatedCalls``."""
         plan, latest = request.plan, self.shuffle.latest_combine
         circumstances = (plan.tables.shape, plan.first_row, plan.traffic, plan.stream, request.launch)
         is_whole = is_second(request.known, circumstances) and len(latest.sums) == 2 and _is_in_runs(plan)
@@ -164,7 +158,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         return [RepeatedLaunches(each, outputs.stop, plan.stream, report, _PATIENCE_MS) for each in together]
 
     def count(self, profile: CallProfile) -> None:
-        """See ``Repeated``."""
         super().count(profile)
         profile.internode_row_bytes, profile.internode_metadata_bytes = self._bytes
         profile.internode_empty_bytes = self._num_empty * self._row_bytes
@@ -172,7 +165,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
     def outputs(
         self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
     ) -> list[torch.Tensor] | None:
-        """See ``RepeatedDispatch``."""
         if static is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
             return None
         return super().outputs(payloads, static, launch)
@@ -184,7 +176,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         topk_weights: torch.Tensor | None,
         outputs: list[torch.Tensor],
     ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
-        """See ``RepeatedDispatch``."""
         ticket, tables, forwarding = self._planner.next_ticket(), self._memory.take(), self._forwardings.take()
         is_static, num_slots = self._static is not None, self._num_slots
         number = 0 if is_static else self._message_rows.next_ticket()
@@ -300,7 +291,6 @@ class RepeatedInternodeCombine(Repeated):
         return RepeatedLaunches(launches, num_values, plan.stream, 0)
 
     def count(self, profile: CallProfile) -> None:
-        """See ``Repeated``."""
         super().count(profile)
         profile.internode_row_bytes, profile.internode_metadata_bytes = self._bytes
         profile.internode_empty_bytes = self._num_empty * self._row_bytes

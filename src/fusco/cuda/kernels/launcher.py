@@ -42,18 +42,12 @@ class PreparedLaunch:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches kernels of a device for one rank.
+    """Launches kernels of a device for one rank."""
 
-    Attributes:
-        library: the device's kernels.
-        comm: a ``comm_type`` struct, the argument of kernels that work across the node's ranks.
-        stream: the handle of the stream to launch on.
-        prepared: launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams.
-    """
-
-    library: Library
-    comm: ctypes.Structure
-    stream: int
+    library: Library  # the device's kernels
+    comm: ctypes.Structure  # a ``comm_type`` struct, the argument of kernels that work across the node's ranks
+    stream: int  # the handle of the stream to launch on
+    # launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams
     prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent)
 
     @property
