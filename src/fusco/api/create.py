@@ -182,7 +182,8 @@ def connect_parts(
         engine: Engine[Any]
         if validator.device.type == "cuda":
             # Needs the extra packages of fusco[cuda].
-            from fusco.cuda.engine import CudaEngine, open_library  # noqa: PLC0415
+            from fusco.cuda.engine import CudaEngine  # noqa: PLC0415
+            from fusco.cuda.open_library import open_library  # noqa: PLC0415
             from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)
