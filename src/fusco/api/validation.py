@@ -199,8 +199,11 @@ class Validator:
         """
         self.require_not_capturing("all_to_all")
         for name, tensor in (("output", output), ("input", input_)):
-            if tensor is not None or name == "input":
-                self._rows_to_exchange(name, tensor)
+            if tensor is None and name == "output":
+                continue
+            self._tensor(name, tensor)
+            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
         source, world_size = plain(input_), self.placement.world_size
@@ -346,11 +349,6 @@ class Validator:
     @property
     def _is_capturing(self) -> bool:
         return self.device.index is not None and torch.cuda.is_current_stream_capturing()  # the CPU has no index
-
-    def _rows_to_exchange(self, name: str, tensor: Any) -> None:
-        self._tensor(name, tensor)
-        if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
-            raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from fusco.core.profile import Call
-from fusco.core.rows import aligned, is_plain
+from fusco.core.rows import aligned, plain
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
@@ -27,7 +27,6 @@ from fusco.engine.base import (
     RedispatchRequest,
 )
 from fusco.engine.published_rows import PublishedRows
-from fusco.planner.routing import Routing
 
 
 class IntranodeShuffle:
@@ -83,7 +82,8 @@ class IntranodeShuffle:
         """Launch plan and scatter; an exact size is read while rows move, if its bound is affordable."""
         routing, profile, own_rows, planner = request.routing, transfer.call.profile, self._own_rows, self._planner
         begin = perf_counter()
-        published = [(routing.topk_idx.contiguous(), detached_weights(routing))]
+        weights = None if routing.topk_weights is None else plain(routing.topk_weights)
+        published = [(routing.topk_idx.contiguous(), weights)]
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
 
@@ -134,9 +134,3 @@ def narrowed(outputs: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         if output.shape[0] != num_rows:
             output.resize_(num_rows, *output.shape[1:])
     return outputs
-
-
-def detached_weights(routing: Routing) -> torch.Tensor | None:
-    """Return the weights, detached and contiguous, or ``None``."""
-    weights = routing.topk_weights
-    return weights if weights is None or is_plain(weights) else weights.detach().contiguous()

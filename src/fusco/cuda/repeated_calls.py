@@ -41,19 +41,6 @@ def warm_up_repeated_calls() -> None:
     warm_up_repeated_launches()
 
 
-def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
-    """Return that no plan has found an invalid id or an overflow, and that no wait of the device has ended early."""
-    report, failure, abort = context.arena.report_address, *context.arena.failure_addresses
-    assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
-    assert Failure.is_set.offset == 0
-    return [
-        Condition(report + 8, _LOW_HALF, _LOW_HALF),
-        Condition(report + 24, _HIGH_HALF, 0),
-        Condition(failure, _LOW_HALF, 0),
-        Condition(abort, _LOW_HALF, 0),
-    ]
-
-
 @dataclass(frozen=True)
 class RepeatedCalls:
     """Makes calls that can be repeated, of those that have just been made."""
@@ -110,8 +97,20 @@ class RepeatedCalls:
         return RepeatedRecord(self.memory, fingerprint, counts, self.conditions(), self.descriptors)
 
     def conditions(self) -> list[Condition]:
-        """Return that no earlier call has an error to raise, which a repeated one would pass over."""
-        return _nothing_is_wrong(self.context)
+        """Return that no earlier call has an error to raise, which a repeated one would pass over.
+
+        No plan has found an invalid id or an overflow, and no wait of the device has ended early.
+        """
+        arena = self.context.arena
+        report, failure, abort = arena.report_address, *arena.failure_addresses
+        assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
+        assert Failure.is_set.offset == 0
+        return [
+            Condition(report + 8, _LOW_HALF, _LOW_HALF),
+            Condition(report + 24, _HIGH_HALF, 0),
+            Condition(failure, _LOW_HALF, 0),
+            Condition(abort, _LOW_HALF, 0),
+        ]
 
 
 def is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:

@@ -72,14 +72,9 @@ class Launcher:
     ) -> PreparedLaunch:
         """Return a launch of the kernel ``key[0]``, and keep it in ``prepared`` under the key.
 
-        Args:
-            key: the kernel's name, and everything that constants, launch shape and unchanged arguments depend on.
-            constants: compile-time constants; those of all kernels are added.
-            arguments: a struct; see ``PreparedLaunch``.
-            grid: see ``Kernel.launch``, as for the others.
-            num_threads: likewise.
-            shared_bytes: likewise.
-            is_dependent: likewise.
+        The rest of the key is everything that constants, launch shape and unchanged arguments depend on. Compile-time
+        constants of all kernels are added to ``constants``. See ``PreparedLaunch`` for the arguments, and
+        ``Kernel.launch`` for the launch shape.
         """
         kernel = self._find(str(key[0]), constants, arguments, num_threads)
         shape = {

@@ -249,17 +249,10 @@ def plan_slots(
     terms: PlanTerms,
     ticket: int,
 ) -> PreparedLaunch:
-    """Exchange routing within the node and fill the plan's tensors.
+    """Exchange routing within the node, fill the plan's tensors, and return the launch.
 
-    Args:
-        launcher: the rank's launcher.
-        tables: of all plans.
-        plan: has the sizes, and tensors for the results.
-        published: one entry for each node.
-        terms: see ``PlanTerms``.
-        ticket: number of the report; 0 if the host does not wait for it.
-
-    Returns the launch.
+    ``plan`` has the sizes, and tensors for the results. ``published`` has an entry for each node. ``ticket`` is the
+    number of the report; 0 if the host does not wait for it.
     """
     ids, made = published[0].topk_idx, plan.tables
     key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.shape.weight_bytes, *terms)

@@ -154,14 +154,10 @@ def plan_forwarding(
     summary: ForwardingSummary,
     terms: ForwardingTerms,
 ) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
-    """Plan what a rank sends to each other node, and pack the routing of it.
+    """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
-    Args:
-        launcher: of the rank.
-        routing: contiguous; weights of float32 or float64. An id that is no expert counts as none.
-        expert_to_node: int32 (num_experts,).
-        summary: written by the kernel.
-        terms: sizes of messages.
+    ``routing`` is contiguous, with weights of float32 or float64; an id that is no expert counts as none.
+    ``expert_to_node`` is int32 (num_experts,).
 
     Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of
     as many rows as are sent; and the launch. See the twin.

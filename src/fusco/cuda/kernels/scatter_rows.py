@@ -61,16 +61,9 @@ def scatter_rows(
 ) -> PreparedLaunch:
     """Write this rank's rows, and those that its peers push, to their slots.
 
-    Args:
-        launcher: the rank's launcher.
-        plan: has the offsets of blocks.
-        held: the rows and their slots.
-        payloads: the rows of this rank, and the outputs.
-        received: the offset, in every rank's arena, of each payload of the rows that each rank pushes: all payloads of
-            rank 0, then of rank 1, ...
-        terms: see ``ScatterTerms``.
-
-    Returns the launch, whose grid is the number of SMs that it takes.
+    ``plan`` has the offsets of blocks, ``held`` the rows and their slots, ``payloads`` the rows of this rank and the
+    outputs. ``received`` is the offset, in every rank's arena, of each payload of the rows that each rank pushes: all
+    payloads of rank 0, then of rank 1, ... Returns the launch, whose grid is the number of SMs that it takes.
     """
     num_local_experts = plan.tables.shape.num_local_experts if terms.clears_padding else 0
     row_bytes, routing = tuple(payload.row_bytes for payload in payloads), terms.routing
