@@ -83,7 +83,7 @@ class DevicePlan(PlannedRows):
 
     @property
     def addresses(self) -> RowAddresses:
-        """Of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
+        """Addresses of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
         return self.tables.addresses
 
     @property

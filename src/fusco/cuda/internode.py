@@ -43,7 +43,8 @@ from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.message_rows import MessageRows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
-from fusco.cuda.own_rows import OwnRows, Transfer, affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing

@@ -15,7 +15,8 @@ from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
-from fusco.cuda.own_rows import OwnRows, Planning, Transfer, affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Planning, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.tuning import pushes_early
 from fusco.engine.base import (

@@ -12,15 +12,13 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.recent import Recent
-from fusco.core.rows import row_bytes, wants_grad
+from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
-from fusco.cuda.output_bound import affordable_bound
-from fusco.engine.base import DispatchRequest
 from fusco.engine.published_rows import PublishedRows
 
 
@@ -112,17 +110,3 @@ class OwnRows:
                 for p in range(len(sizes))
             ]
         return offsets
-
-
-def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, row_bytes: Sequence[int]) -> int | None:
-    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
-    shape = plan.tables.shape
-    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
-    return affordable_bound(
-        shape.num_rows * shape.num_topk,
-        shape.num_local_experts,
-        request.expert_alignment,
-        len(plan.first_row) - 1,
-        sum(row_bytes),
-        needs_grad=needs_grad,
-    )

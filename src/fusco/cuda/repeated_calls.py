@@ -24,7 +24,7 @@ from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanMemory, plan_fields
 from fusco.cuda.kernels.repeated_launches import Field, RepeatedLaunches, warm_up_repeated_launches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
-from fusco.cuda.own_rows import affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
@@ -39,6 +39,19 @@ def warm_up_repeated_calls() -> None:
     """Compile both functions, or read them from the disk cache."""
     warm_up_repeated_record()
     warm_up_repeated_launches()
+
+
+def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
+    """Return that no plan has found an invalid id or an overflow, and that no wait of the device has ended early."""
+    report, failure, abort = context.arena.report_address, *context.arena.failure_addresses
+    assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
+    assert Failure.is_set.offset == 0
+    return [
+        Condition(report + 8, _LOW_HALF, _LOW_HALF),
+        Condition(report + 24, _HIGH_HALF, 0),
+        Condition(failure, _LOW_HALF, 0),
+        Condition(abort, _LOW_HALF, 0),
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,20 +110,8 @@ class RepeatedCalls:
         return RepeatedRecord(self.memory, fingerprint, counts, self.conditions(), self.descriptors)
 
     def conditions(self) -> list[Condition]:
-        """Return that no earlier call has an error to raise, which a repeated one would pass over.
-
-        No plan has found an invalid id or an overflow, and no wait of the device has ended early.
-        """
-        arena = self.context.arena
-        report, failure, abort = arena.report_address, *arena.failure_addresses
-        assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
-        assert Failure.is_set.offset == 0
-        return [
-            Condition(report + 8, _LOW_HALF, _LOW_HALF),
-            Condition(report + 24, _HIGH_HALF, 0),
-            Condition(failure, _LOW_HALF, 0),
-            Condition(abort, _LOW_HALF, 0),
-        ]
+        """Return that no earlier call has an error to raise, which a repeated one would pass over."""
+        return _nothing_is_wrong(self.context)
 
 
 def is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[KnownCall]:
