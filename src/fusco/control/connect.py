@@ -68,10 +68,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
         mesh = connecting(
-            lambda: TcpMesh(store_gather, counterparts, listen_on, secret),
-            "over TCP",
-            tuple(peers),
-            watchdog,
+            lambda: TcpMesh(store_gather, counterparts, listen_on, secret), "over TCP", tuple(peers), watchdog
         )
         resources.callback(mesh.close)
         watchdog.add_network_probe(lambda: mesh.failure)

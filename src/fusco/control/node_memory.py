@@ -18,9 +18,7 @@ from fusco.control.watchdog import Watchdog
 from fusco.core.compiled import compiled
 from fusco.core.errors import Stall
 
-NUM_COMPARED_INTS = (
-    RECORD_HEADER_INTS - 1
-)  # ints of a record that must be equal: all of the header but the bytes of text
+NUM_COMPARED_INTS = RECORD_HEADER_INTS - 1  # that must be equal in all records: the header but for the bytes of text
 _SPINS = 4_000  # polls before the interpreter goes on: about two microseconds, less than another call takes
 
 
@@ -163,20 +161,11 @@ def wait_for_flag(
     node: int | None = None,
     poll: Callable[[], object] = lambda: None,
 ) -> None:
-    """Wait until the flag of every rank of this node is at least ``value``.
+    """Wait until the flag of every rank of this node is at least ``value``; raises as ``Watchdog.wait_until``.
 
-    Args:
-        memory: of this node.
-        watchdog: limits the wait.
-        flag: index of the flag.
-        value: to wait for.
-        phase: the step, as an error names it.
-        expected: what the flag announces, as an error names it.
-        node: where that comes from: the ranks' counterparts on this node. ``None`` means the ranks themselves.
-        poll: called before every check; moves what other ranks wait for.
-
-    Raises:
-        PeerFailureError: see ``Watchdog``.
+    Errors name the step, ``phase``, and what the flag announces, ``expected``. That comes from the ranks' counterparts
+    on ``node``; ``None`` means from the ranks themselves. ``poll`` is called before every check; it moves what other
+    ranks wait for.
     """
 
     def is_ready() -> bool:

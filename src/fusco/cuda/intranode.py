@@ -19,14 +19,7 @@ from fusco.cuda.output_bound import affordable_bound_of
 from fusco.cuda.own_rows import OwnRows, Planning, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.tuning import pushes_early
-from fusco.engine.base import (
-    CombineRequest,
-    DispatchOutput,
-    DispatchRequest,
-    LateRejection,
-    Pending,
-    RedispatchRequest,
-)
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
 from fusco.engine.published_rows import PublishedRows
 
 

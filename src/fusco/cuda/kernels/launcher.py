@@ -77,12 +77,7 @@ class Launcher:
         ``Kernel.launch`` for the launch shape.
         """
         kernel = self._find(str(key[0]), constants, arguments, num_threads)
-        shape = {
-            "grid": grid,
-            "num_threads": num_threads,
-            "shared_bytes": shared_bytes,
-            "is_dependent": is_dependent,
-        }
+        shape = {"grid": grid, "num_threads": num_threads, "shared_bytes": shared_bytes, "is_dependent": is_dependent}
         prepared = self.prepared[key] = PreparedLaunch(kernel, arguments, shape)
         return prepared
 

@@ -84,11 +84,7 @@ def scatter_rows(
 
 
 def scatter_fields(
-    shape: PlanShape,
-    memory: int,
-    outputs: Sequence[int],
-    num_slots: int,
-    run: RowAddresses = FROM_FIRST_ROW,
+    shape: PlanShape, memory: int, outputs: Sequence[int], num_slots: int, run: RowAddresses = FROM_FIRST_ROW
 ) -> list[Field]:
     """Return the fields that change if a dispatch is repeated, but for its input, by the indices of their values.
 
