@@ -42,13 +42,12 @@ def survivors_of(num_ranks, ranks_per_node, function, *args):
     survivors = [rank for rank in range(num_ranks) if rank != VICTIM]
     try:
         world.start(function, num_ranks, *args)
-        outcomes = world.collect(survivors, timeout_s=COLLECTED_S)
+        fates = world.results(survivors, timeout_s=COLLECTED_S)
     finally:
         os.kill(world.processes[VICTIM].pid, signal.SIGKILL)
         world.close()
-    assert all(is_ok for is_ok, _ in outcomes), outcomes
     assert [world.processes[rank].exitcode for rank in survivors] == [0] * len(survivors)
-    return [fate for _, fate in outcomes]
+    return fates
 
 
 def assert_all_blame_the_victim(fates, fault, within_s):
