@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,18 @@ def run(*arguments):
 
 
 def test_help_answers_within_half_a_second():
-    best = 10.0
+    """Of a core, so that whatever else the machine does counts for little."""
+    best_s = math.inf
     for _ in range(5):
-        start = time.monotonic()
+        before = os.times()
         done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
-        best = min(best, time.monotonic() - start)
-        if best < 0.5:
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        best_s = min(best_s, seconds)
+        if best_s < 0.5:
             break
     assert "bench" in done.stdout
-    assert best < 0.5
+    assert best_s < 0.5
 
 
 def test_option_names_are_those_of_the_library():

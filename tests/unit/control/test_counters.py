@@ -15,7 +15,7 @@ from fusco.control.status_server import StatusServer
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 
-AT_ONCE_S = 0.5  # limit of what takes microseconds, on a loaded machine
+AT_ONCE_S = 5.0  # limit of what takes microseconds, on a loaded machine
 STALL = Stall("waiting", (), "a counter", "none")
 
 
