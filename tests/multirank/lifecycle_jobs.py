@@ -91,7 +91,7 @@ def refuse_and_end(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> s
     check_peers = watchdog._check_peers
 
     def check_late(waiting_for: Stall, now: float) -> None:
-        if not has_waited:
+        if not has_waited and waiting_for.phase.startswith("records of"):
             has_waited.append(dist.barrier(group))
             while not (watchdog.has_failed_rank or watchdog.has_departed_rank):
                 time.sleep(0.001)
