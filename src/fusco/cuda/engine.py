@@ -307,6 +307,9 @@ class CudaEngine:
         self._watchdog.wait_until(done.query, lambda: own_backlog("all launched work to complete"))
         self._watchdog.check_device()
 
+    def stop_watching(self) -> None:
+        self._peer_watch.close()
+
     def finish(self) -> None:
         if self._network:
             self._network.finish()

@@ -252,18 +252,19 @@ class NcclWatchdog:
 
     def _poll(self) -> None:
         while not self._is_closed.wait(_POLL_INTERVAL_S):
+            # Before looking at what is done: a rank may have left because its messages are.
+            is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
             while self._in_flight and self._in_flight[0].is_done():
                 if let_go := self._in_flight.popleft().let_go:
                     let_go()
                 self._since_progress = time.monotonic()
-            if stall := self._hopeless():
+            if stall := self._hopeless(is_failed):
                 self._give_up(stall)
                 return
 
-    def _hopeless(self) -> Stall | None:
+    def _hopeless(self, is_failed: bool) -> Stall | None:  # noqa: FBT001  of the network
         """Return a wait that is too long, or that will not end."""
         launched, replays = bool(self._in_flight), self._replays
-        is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
         if launched and (is_failed or time.monotonic() - self._since_progress > self._timeout_s):
             return self._in_flight[0].stall
         if replays and (replays.wait_s() > self._timeout_s or (is_failed and replays.are_waiting)):
