@@ -237,6 +237,6 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
 def _destroy_group() -> None:
     """Destroy the process group, as NCCL warns otherwise; briefly, since other ranks may have died."""
     try:
-        within(_LEAVING_S / 4, dist.destroy_process_group)
+        within(_LEAVING_S / 4, dist.destroy_process_group, "the end of the process group")
     except RuntimeError:
         pass  # this process ends in any case
