@@ -38,7 +38,7 @@ def alltoall(
         ),
     ] = None,
     bytes_per_rank: Annotated[int, typer.Option(min=1, help="Mean bytes that a rank sends to others.")] = 16 << 20,
-    skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
+    skew: options.Skew = 0.8,
     schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto",
     routing: options.RoutingOptions,
     slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,

@@ -123,10 +123,11 @@ def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tu
 
 
 def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: Any) -> PrefillJob:
-    from fusco.bench.prefill.job import TINY, ModelShape, PrefillJob
+    from fusco.bench.prefill.job import TINY, PrefillJob
+    from fusco.fsdp.qwen3 import Qwen3Shape
 
     model, layers, tokens = sizes
-    shape = TINY if model is ModelName.TINY else ModelShape()
+    shape = TINY if model is ModelName.TINY else Qwen3Shape()
     return PrefillJob(
         shape=replace(shape, num_layers=layers or shape.num_layers),
         tokens=tokens or (256 if model is ModelName.TINY else 8192),

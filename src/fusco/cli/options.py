@@ -81,6 +81,8 @@ AnyRanksPerNode = Annotated[
         help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, those of the job.",
     ),
 ]
+Skew = Annotated[float, typer.Option(min=0, max=100, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")]
+Draws = Annotated[int, typer.Option(min=1, max=1 << 20, help="Draws for each shape.")]
 RingDepth = Annotated[int, typer.Option(min=2, help="Slots of each ring.")]
 Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Limit of every wait in fusco, in seconds.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")]

@@ -15,7 +15,7 @@ from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
-from fusco.cli.running import Interrupted, Terminated, new_console, num_devices
+from fusco.cli.running import Interrupted, Terminated, check_room, new_console, num_devices
 from fusco.cli.train_presets import PRESETS, PresetName, SizeOptions
 from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
@@ -111,8 +111,6 @@ def train(
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
     found = num_devices(device.value)
-    if device is Device.CUDA and not found:
-        raise ValueError("--device cuda needs a GPU, and torch finds none")
     if joined is not None:
         if wanted not in (None, joined.world_size):
             raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")
@@ -134,6 +132,8 @@ def _run(
 
     if job.device == "cuda" and "fusco" in job.dispatchers:
         check_cuda_core()
+    if job.device == "cpu":
+        check_room("parameters and the optimizer's states (--layers, --hidden)", job.parameter_bytes, job.num_ranks)
     if joined is None:
         load_text(job)
     if json and not console.quiet:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 if TYPE_CHECKING:
-    from fusco.train.job import ModelShape
+    from fusco.fsdp.qwen3 import Qwen3Shape
 
 PresetName = Literal["small", "large"]
 
@@ -32,11 +32,11 @@ class Preset:
         """Return the preset with the user's values; ``None`` means not given."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
-    def shape(self) -> ModelShape:
+    def shape(self) -> Qwen3Shape:
         """Return the sizes of the model."""
-        from fusco.train.job import ModelShape
+        from fusco.train.job import byte_model
 
-        return ModelShape(
+        return byte_model(
             num_layers=self.layers,
             hidden=self.hidden,
             num_experts=self.num_experts,
