@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import fusco
-from bench_gpu import run_limited
+from bench_gpu import folder, run_limited
 from fusco.bench.environment import commit
 
 TOOLS = Path(__file__).parent
@@ -57,10 +57,18 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def parts_of(carried: Path, out: Path, device: str) -> dict[str, Part]:
-    """Return the parts that can run with what was carried, by name, the most important first."""
+def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Part]:
+    """Return the parts that can run with what was carried, by name, the most important first.
+
+    Args:
+        carried: folder of what fusco does not contain.
+        out: folder of results.
+        site: folder in which ``install`` puts packages.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    """
     python, is_cuda = (sys.executable,), device == "cuda"
-    peer = out / "peer" if is_cuda and (carried / "peer").exists() else None
+    peer = site / "peer" if is_cuda and (carried / "peer").exists() else None
     parts = {}
     if (carried / "megatron").exists():
         options = ("--megatron", str(carried / "megatron"), "--device", device)
@@ -82,38 +90,41 @@ def parts_of(carried: Path, out: Path, device: str) -> dict[str, Part]:
     parts["prefill"] = Part(command=(*python, *prefill), limit_s=330.0, deep_ep=peer or OURS)
     runner = python if is_cuda else (*python, str(TOOLS / "without_cuda.py"))
     two = ("--num-processes", "2")
-    if (folder := carried / "deep_ep").exists():  # 4096 tokens, hidden 7168, top-8 of 256 are its defaults
+    if (tests := carried / "deep_ep").exists():  # 4096 tokens, hidden 7168, top-8 of 256 are its defaults
         small = [] if is_cuda else SMALL_INTRANODE.split()
-        command = (*runner, str(folder / "test_intranode.py"), *two, *small)
-        parts["intranode-fusco"] = Part(command=command, limit_s=90.0, folder=folder)
+        command = (*runner, str(tests / "test_intranode.py"), *two, *small)
+        parts["intranode-fusco"] = Part(command=command, limit_s=90.0, folder=tests)
         if peer:
-            parts["intranode-deep_ep"] = Part(command=command, limit_s=60.0, folder=folder, deep_ep=peer)
-    if (folder := carried / "hybrid_ep").exists():  # without the option it looks for kernels by DeepEP's names
-        command = (*runner, str(folder / "test_hybrid_ep.py"), *two, "--nsys-profile")
+            parts["intranode-deep_ep"] = Part(command=command, limit_s=60.0, folder=tests, deep_ep=peer)
+    if (tests := carried / "hybrid_ep").exists():  # without the option it looks for kernels by DeepEP's names
+        command = (*runner, str(tests / "test_hybrid_ep.py"), *two, "--nsys-profile")
         sizes_of_test = {} if is_cuda else SMALL_HYBRID
-        parts["hybrid-fusco"] = Part(command=command, limit_s=90.0, folder=folder, environment=sizes_of_test)
+        parts["hybrid-fusco"] = Part(command=command, limit_s=90.0, folder=tests, environment=sizes_of_test)
     log = ("--json", str(out / "megatron-steps.json"))
     steps = (*python, str(TOOLS / "megatron_steps.py"), "--device", device, *log)
     parts["megatron-steps"] = Part(command=steps, limit_s=90.0)
     return parts
 
 
-def install(carried: Path, out: Path) -> None:
-    """Install carried wheels below ``out``, without a network."""
-    for source, target in (("wheels", "site"), ("peer", "peer")):
-        wheels = sorted(map(str, (carried / source).glob("*.whl")))
-        if wheels and not (out / target).exists():
-            options = ("--quiet", "--no-index", "--no-deps", "--target", str(out / target))
+def install(carried: Path, site: Path) -> None:
+    """Install carried wheels into folders of ``site``, without a network."""
+    for name in ("wheels", "peer"):
+        wheels = sorted(map(str, (carried / name).glob("*.whl")))
+        if wheels and not (site / name).exists():
+            options = ("--quiet", "--no-index", "--no-deps", "--target", str(site / name))
             subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)  # noqa: S603
 
 
-def run_parts(parts: Mapping[str, Part], out: Path, limit_s: float, *, resumes: bool = False) -> dict[str, str]:
+def run_parts(
+    parts: Mapping[str, Part], out: Path, limit_s: float, *, packages: Path | None = None, resumes: bool = False
+) -> dict[str, str]:
     """Run parts one by one, and return how each ended.
 
     Args:
         parts: by name.
         out: directory of their files, which is made.
         limit_s: of all parts, in seconds; a part that cannot begin before it is left out.
+        packages: folder that all parts import from.
         resumes: leaves out parts that were done with the same command and commit.
 
     """
@@ -125,7 +136,7 @@ def run_parts(parts: Mapping[str, Part], out: Path, limit_s: float, *, resumes: 
         origin = [commit(), *part.command]
         if ends.get(name) != ["done", *origin]:
             left_s = min(part.limit_s, deadline - start)
-            end = run_limited(command_of(part, out), log, left_s) if left_s > 0 else "left out"
+            end = run_limited(command_of(part, packages), log, left_s) if left_s > 0 else "left out"
             ends[name] = [end, *origin]
             path.write_text(json.dumps(ends))
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -137,9 +148,9 @@ def run_parts(parts: Mapping[str, Part], out: Path, limit_s: float, *, resumes: 
     return {name: ends[name][0] for name in parts}
 
 
-def command_of(part: Part, out: Path) -> list[str]:
+def command_of(part: Part, packages: Path | None) -> list[str]:
     """Return the command with its folder and the paths of its modules and libraries."""
-    ours = (part.deep_ep, out / "site", Path(fusco.__file__).parents[1], TOOLS, os.environ.get("PYTHONPATH"))
+    ours = (part.deep_ep, packages, Path(fusco.__file__).parents[1], TOOLS, os.environ.get("PYTHONPATH"))
     nvshmem = Path(torch.__file__).parents[1] / "nvidia" / "nvshmem" / "lib"  # DeepEP's library needs it
     paths = {"PYTHONPATH": ours, "LD_LIBRARY_PATH": (nvshmem, os.environ.get("LD_LIBRARY_PATH"))}
     variables = {name: os.pathsep.join(map(str, filter(None, parts))) for name, parts in paths.items()}
@@ -195,23 +206,26 @@ def _records(path: Path) -> list[dict[str, Any]]:
 def main() -> int:
     """Run the parts for which there are files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--carried", type=lambda name: Path(name).resolve(strict=True), required=True)
+    parser.add_argument("--carried", type=folder, required=True)
     parser.add_argument("--out", type=Path, default=Path("out/bench-frameworks"))
+    parser.add_argument("--site", type=Path, help="where to install the wheels; by default in the folder of --out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts")
     parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--resume", action="store_true")
     chosen = parser.parse_args()
     start, out = time.monotonic(), chosen.out.resolve()
-    parts = parts_of(chosen.carried, out, chosen.device)
+    site = (chosen.site or out).resolve()
+    parts = parts_of(chosen.carried, out, site, chosen.device)
     if unknown := set(chosen.only or ()) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))} here: there are {', '.join(parts)}")
     out.mkdir(parents=True, exist_ok=True)
-    install(chosen.carried, out)
+    install(chosen.carried, site)
     if not chosen.resume:
         (out / "prefill.jsonl").unlink(missing_ok=True)
     wanted = {name: part for name, part in parts.items() if not chosen.only or name in chosen.only}
-    ends = run_parts(wanted, out, chosen.minutes * 60 - (time.monotonic() - start), resumes=chosen.resume)
+    left_s = chosen.minutes * 60 - (time.monotonic() - start)
+    ends = run_parts(wanted, out, left_s, packages=site / "wheels", resumes=chosen.resume)
     summary = summarize(out, ends)
     (out / "summary.md").write_text(summary)
     sys.stdout.write(summary)

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -31,11 +32,13 @@ import torch
 import torch.distributed as dist
 
 import fusco
+from bench_gpu import folder
 from fusco.bench.environment import commit, hardware, versions
 from megatron_steps import do_without_transformer_engine
 from without_cuda import without_cuda
 
 DEEP_EP = Path(fusco.__file__).parent / "integrations" / "path"
+TEST = "tests/unit_tests/transformer/moe/test_token_dispatcher.py"
 BACKENDS = ("hybridep", "deepep")
 # By the method of Megatron's container: what its tests give to it besides what all have.
 TESTS: dict[str, dict[str, Any]] = {
@@ -94,7 +97,7 @@ def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any
     do_without_transformer_engine()
     _replace_training(device)
     sys.path.append(str(folder))  # behind the megatron-core that is installed
-    tests = importlib.import_module("tests.unit_tests.transformer.moe.test_token_dispatcher")
+    tests = importlib.import_module(TEST.removesuffix(".py").replace("/", "."))
     assert tests.is_deep_ep_available()
     assert tests.is_hybrid_ep_available()
     fused_a2a = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
@@ -173,11 +176,15 @@ def run_rank(folder: Path, device: str, log: Path | None) -> int:
 def main() -> int:
     """Start the ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megatron", type=lambda name: Path(name).resolve(strict=True), required=True)
+    parser.add_argument("--megatron", type=folder, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if importlib.util.find_spec("megatron") is None:
+        parser.error("megatron-core is not installed")
+    if not (chosen.megatron / TEST).exists():
+        parser.error(f"{chosen.megatron} has no {TEST}")
     if "LOCAL_RANK" in os.environ:
         return run_rank(chosen.megatron, chosen.device, chosen.json)
     if chosen.json:

@@ -111,18 +111,20 @@ def frameworks(monkeypatch):
 
 
 def test_frameworks_have_the_parts_that_were_carried(frameworks, tmp_path):
-    carried, out = tmp_path / "carried", tmp_path / "out"
+    carried, out, site = tmp_path / "carried", tmp_path / "out", tmp_path / "site"
     out.mkdir()
-    assert list(frameworks.parts_of(carried, out, "cuda")) == ["prefill", "megatron-steps"]
+    assert list(frameworks.parts_of(carried, out, site, "cuda")) == ["prefill", "megatron-steps"]
     for name in ("megatron", "deep_ep", "hybrid_ep", "peer"):
         (carried / name).mkdir(parents=True)
-    parts = frameworks.parts_of(carried, out, "cuda")
+    parts = frameworks.parts_of(carried, out, site, "cuda")
     names = ["megatron-tests", "prefill", "intranode-fusco", "intranode-deep_ep", "hybrid-fusco", "megatron-steps"]
     assert list(parts) == names
-    assert [name for name in names if parts[name].deep_ep == out / "peer"] == ["prefill", "intranode-deep_ep"]
-    assert [name for name in names if name not in frameworks.parts_of(carried, out, "cpu")] == ["intranode-deep_ep"]
+    assert [name for name in names if parts[name].deep_ep == site / "peer"] == ["prefill", "intranode-deep_ep"]
+    assert [name for name in names if name not in frameworks.parts_of(carried, out, site, "cpu")] == [
+        "intranode-deep_ep"
+    ]
     for device in ("cpu", "cuda"):
-        for part in frameworks.parts_of(carried, out, device).values():
+        for part in frameworks.parts_of(carried, out, site, device).values():
             script = Path(part.command[1])
             assert script.exists() or carried in script.parents or part.command[1] == "-m"
             assert "without_cuda.py" not in str(part.command) or device == "cpu"
@@ -133,8 +135,10 @@ def test_frameworks_have_the_parts_that_were_carried(frameworks, tmp_path):
 
 def test_frameworks_find_the_module_of_their_part_and_resume(frameworks, monkeypatch, tmp_path, capsys):
     (tmp_path / "deep_ep.py").write_text("")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "carried_package.py").write_text("")
     script = (
-        "import deep_ep, os, sys; print('[testing] passed'); print('[tuning] SMs 24, chunk 4:'); "
+        "import carried_package, deep_ep, os, sys; print('[testing] passed'); print('[tuning] SMs 24, chunk 4:'); "
         "print('Best', os.getcwd(), deep_ep.__file__, os.environ['TOKENS']); "
         "sys.exit('fusco' in deep_ep.__file__)"
     )
@@ -149,7 +153,8 @@ def test_frameworks_find_the_module_of_their_part_and_resume(frameworks, monkeyp
         command=(sys.executable, "-c", "import time; print('quiet'); time.sleep(9)"), limit_s=0.5
     )
     parts, out = {"peer": peer, "ours": sleeping, "late": peer}, tmp_path / "out"
-    assert frameworks.run_parts({**parts, "late": frameworks.Part(command=("false",), limit_s=0.0)}, out, 30.0) == {
+    first = {**parts, "late": frameworks.Part(command=("false",), limit_s=0.0)}
+    assert frameworks.run_parts(first, out, 30.0, packages=tmp_path / "packages") == {
         "peer": "done",
         "ours": "out of time",
         "late": "left out",
