@@ -61,13 +61,13 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
     from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
     from fusco.core.placement import ExpertPlacement
+    from fusco.core.requirements import check_cuda_core
     from fusco.core.topology import Topology
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up

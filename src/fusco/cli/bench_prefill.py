@@ -156,8 +156,8 @@ def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: 
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
     """Run the job; problems of the machine raise before any process starts."""
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.prefill.rank import num_steps, prefill_rank
+    from fusco.core.requirements import check_cuda_core
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     if job.device == "cuda":

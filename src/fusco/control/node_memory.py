@@ -102,16 +102,16 @@ class NodeMemory:
         return self.layout.topology.node_to_ranks[self.node]
 
     def counterpart(self, node: int) -> int:
-        """The rank with the same local rank on ``node``; the two exchange records and routing."""
+        """Return the rank with the same local rank on ``node``; the two exchange records and routing."""
         return self.layout.topology.node_to_ranks[node][self.local]
 
     def record(self, local: int, node: int) -> torch.Tensor:
-        """The record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
+        """Return the record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
         offset = self.layout.record_offset(node)
         return self.bytes[local][offset : offset + self.layout.record_bytes]
 
     def record_bytes(self, local: int, node: int) -> memoryview:
-        """The same record as a memoryview, which is faster to read and write than a tensor."""
+        """Return the same record as a memoryview, which is faster to read and write than a tensor."""
         return self._records[local, node]
 
     @property

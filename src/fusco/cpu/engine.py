@@ -35,7 +35,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
-from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
+from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
@@ -52,6 +52,7 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
+from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.sending import plan_stages, warm_up_stages
@@ -107,13 +108,13 @@ class CpuEngine:
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
-        published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
+        published = PublishedRows(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
         self._routing_exchange.publish(request.routing)
         self._stage(request.payloads, call)
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
-                plan = self._plan(request, forwarding, list(map(DispatchCounts.unpack, counts)), call)
+                plan = self._plan(request, forwarding, list(map(PublishedRows.unpack, counts)), call)
             rows = self._move_rows(plan, request.payloads, call)
             static, needed = request.static, plan.distribution.num_slots_needed
             if static and static.on_overflow == "raise" and needed > static.num_rows:
@@ -130,7 +131,7 @@ class CpuEngine:
         return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
 
     def _plan(
-        self, request: DispatchRequest, forwarding: NodeForwarding, counts: Sequence[DispatchCounts], call: Call
+        self, request: DispatchRequest, forwarding: NodeForwarding, counts: Sequence[PublishedRows], call: Call
     ) -> CpuPlan:
         num_tokens_to_node = [list(of_rank.num_rows_to_node) for of_rank in counts]
         traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
@@ -273,6 +274,9 @@ class CpuEngine:
 
     def synchronize(self) -> None:
         """Nothing is asynchronous."""
+
+    def stop_watching(self) -> None:
+        """Only waits of the host look for other ranks."""
 
     def finish(self) -> None:
         """A rank that has reached the end needs nothing more from its peers."""
