@@ -171,7 +171,6 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
-    from fusco.core.requirements import check_cuda_core
     from fusco.ranks.emulation import describe_emulation, emulated_network
     from fusco.ranks.torchrun import launched
 
