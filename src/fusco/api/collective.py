@@ -62,7 +62,7 @@ def run_collective(
             else:
                 known = request.known
                 fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
-                counts = session.agree(fingerprint, pending.counts, request.handle)
+                counts = session.agree(fingerprint, pending.counts, request.handle, pending.attachments)
             call.profile.planning_s += perf_counter() - begin - call.profile.staging_s
             if pending is not None:
                 try:

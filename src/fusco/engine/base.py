@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.control.record_exchange import Attachment
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
@@ -293,10 +294,12 @@ class Pending(Generic[ResultT]):
         counts: packed counts that this rank publishes; the same number of them on all ranks.
         run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
             ``LateRejection``.
+        attachments: data that goes to other nodes with the counts, by node.
     """
 
     counts: Sequence[int]
     run: Callable[[Sequence[tuple[int, ...]]], ResultT]
+    attachments: Mapping[int, Attachment] = field(default_factory=dict)
 
 
 class LateRejection(Exception):  # noqa: N818  no error itself: it carries one
