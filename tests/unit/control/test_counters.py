@@ -14,7 +14,7 @@ from fusco.control.status_server import StatusServer
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 
-AT_ONCE_S = 0.5  # limit of what takes microseconds, on a loaded machine
+AT_ONCE_S = 5.0  # limit of what takes microseconds, on a loaded machine
 STALL = Stall("waiting", (), "a counter", "none")
 
 
@@ -74,10 +74,10 @@ def test_a_socket_that_is_ready_wakes_the_rank(sockets):
     assert time.monotonic() - began >= 0.004  # nothing to read yet
     theirs.send(b"x")
     began = time.monotonic()
-    for _ in range(100):
+    for _ in range(500):
         wait.sleep(no_counters(), [readable(ours.fileno())], is_any=True)
         wait.sleep(no_counters(), [writable(ours.fileno())], is_any=True)
-    assert time.monotonic() - began < 0.4  # two hundred waits to their end take 0.8 s
+    assert time.monotonic() - began < 2.0  # a thousand waits to their end take 4 s
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 10.0])
