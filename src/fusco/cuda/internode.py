@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ class InternodeShuffle:
         self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
+
+    @cached_property
+    def repeated_routing(self) -> torch.Tensor:
+        """Memory for the routing that repeated dispatches send and receive, uint8 (2, ...)."""
+        return torch.empty(2, self._layout.repeated_routing_bytes // 2, dtype=torch.uint8, device=self._arena.device)
 
     def pending_error(self) -> RowOverflowError | None:
         """Return and clear the error of a message of fixed size that was too small."""
