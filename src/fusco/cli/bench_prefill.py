@@ -98,7 +98,7 @@ def prefill(
         seed=seed,
         timeout_s=timeout_s,
     )
-    place.bed.run_there((warm_up_cpu,))
+    place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
         write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)

@@ -120,10 +120,10 @@ def shuffle(
         device=device,
         num_sms=num_sms,
         has_timeline=timeline is not None,
-        rank_gbs=place.bed.rank_gbs,
+        rank_gbs=place.rank_gbs,
     )
     _check_timeline(run)
-    place.bed.run_there((warm_up_cpu,))
+    place.run_there((warm_up_cpu,))
     console = new_console(json)
     measured = _run_on_devices(run, console) if device == "cuda" else _run_on_cpus(run, console)
     if measured is None:

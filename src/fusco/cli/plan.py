@@ -35,7 +35,8 @@ def plan(
     from fusco.core.topology import Topology
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    record = explain(*workload.workloads([traffic], topology), balancer.value)
+    (planned,) = workload.workloads([traffic], topology)
+    record = explain(planned, balancer.value)
     _print(record, new_console(json))
     write_json_lines([record], json)
 
