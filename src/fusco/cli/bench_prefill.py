@@ -67,6 +67,9 @@ def prefill(
     seed: options.Seed = 0,
     timeout_s: options.Timeout = 60.0,
     json: options.JsonFile = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only cases that the file of --json has not, and add them to it.")
+    ] = False,
 ) -> None:
     """Measure the time to the first token of a Qwen3-MoE with random weights, its experts distributed over all ranks.
 
@@ -77,7 +80,7 @@ def prefill(
     """
     check_fsdp("fusco bench prefill")
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.prefill.records import SkippedRecord
+    from fusco.bench.prefill import records as results
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     topology, device = place.topology(num_cpu_nodes=1), place.device.value
@@ -98,13 +101,23 @@ def prefill(
         seed=seed,
         timeout_s=timeout_s,
     )
+    if resume and json in (None, STDOUT):
+        raise ValueError("--resume needs --json FILE, the file of the run that it resumes")
+    kept: list[PrefillRecord] = []
+    if resume and json:
+        job, kept = results.resume(job, json)
     place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
-        write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)
-    records = _run(job, console, json)
+        skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]
+        path = json.with_name(f"{json.name}.new") if resume else json
+        write_json_lines([*skips, *kept], path)
+        if resume:
+            path.replace(json)  # at once: other ranks may be reading it
+    records = _run(job, console, json) if job.cases else []
     if records is None:
         return
+    records = [*kept, *records]
     _print(job, records, skipped, console)
     if not all(record.verified for record in records):
         raise typer.Exit(1)
@@ -172,6 +185,7 @@ _COMPARED = ("baseline", "torch")  # the first of these that has run
 
 
 def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
+    from fusco.bench.prefill.iterations import outliers
     from fusco.bench.prefill.variants import VARIANTS
 
     one, shape = records[0], job.shape
@@ -200,8 +214,11 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
     for name, why in skipped.items():
         console.print(f"{name} skipped: {why}", markup=False, highlight=False, soft_wrap=True)
     for record in records:
+        where = f"{record.routing}, {record.batch}, {record.variant}"
         for error in record.errors:
-            console.print(f"[red]{record.routing}, {record.batch}, {record.variant}: {error}[/]")
+            console.print(f"[red]{where}: {error}[/]")
+        for line in outliers(record.iterations):
+            console.print(f"{where}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(record: PrefillRecord, first: PrefillRecord, compared_ms: float) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
@@ -145,7 +145,7 @@ def _print_usage_error(error: Any) -> None:
         return
     text = error.format_message()
     words = [word for arg in sys.argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    options = getattr(getattr(error, "param", None), "opts", ())
+    options: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
     if given := [after for option, after in pairwise(words) if option in options]:
         text = f"{options[0]} {', '.join(given)}: {error.message.removeprefix('Value error, ')}"
     _print_error("error", text.rstrip(".") + (f" (see {error.ctx.command_path} --help)" if error.ctx else ""))

@@ -76,7 +76,7 @@ class PlaceOptions:
 
         On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
         """
-        from fusco.api.validation import check_cuda_core
+        from fusco.core.requirements import check_cuda_core
         from fusco.core.topology import Topology
         from fusco.ranks.torchrun import launched
 

@@ -125,8 +125,8 @@ def _run(
     job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run]:
     """Train. Problems of the machine or the text raise before any process starts."""
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.json_lines import write_json_lines
+    from fusco.core.requirements import check_cuda_core
     from fusco.train.text import load_text
     from fusco.train.world import run_here, run_joined
 

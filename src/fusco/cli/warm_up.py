@@ -47,7 +47,7 @@ def warm_up(
     """
     import torch
 
-    from fusco.api.validation import check_cuda_core
+    from fusco.core.requirements import check_cuda_core
     from fusco.cuda.kernels.warm_up import KernelShape
 
     architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")

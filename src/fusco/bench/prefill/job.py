@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from fusco.bench.prefill.batches import prompt_lengths
@@ -35,6 +36,7 @@ class PrefillJob:
     num_iterations: int  # timed prefills of each variant
     seed: int = 0  # of weights, token ids and random routing
     timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
+    done: tuple[tuple[str, str], ...] = ()  # cases that are not run again: a routing and a batch
 
     def __post_init__(self) -> None:
         if self.shape.num_experts % self.num_ranks:
@@ -43,6 +45,11 @@ class PrefillJob:
             check_routing(routing, self.shape.num_experts, self.shape.num_topk)
         for batch in self.batches:
             prompt_lengths(batch, self.tokens, self.num_ranks)
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Routings and batches that are to run."""
+        return [case for case in product(self.routings, self.batches) if case not in self.done]
 
     @property
     def num_local_experts(self) -> int:
