@@ -75,7 +75,9 @@ def shuffle(
         Literal["in-turn", "staged"], typer.Option(help="Order of the nodes that a rank sends to.")
     ] = "in-turn",
     timeout_s: options.Timeout = 60.0,
-    num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
+    num_sms: Annotated[
+        int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take. Default: its own choice.")
+    ] = None,
     iterations: options.Iterations = 20,
     timeline: Annotated[
         Path | None,
