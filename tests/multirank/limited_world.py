@@ -41,7 +41,7 @@ class LimitedWorld:
 
 def limited_world(world_of, num_ranks):
     """A world whose default group has exactly ``num_ranks`` ranks, as device meshes require."""
-    from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
+    from fsdp_runs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
 
     device = world_of.removesuffix("-nodes")
     # Kernels are compiled when they are first used.

@@ -55,10 +55,9 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
                 progress.advance()
             num_warm_ups = _num_warm_ups(workload)
             for iteration in range(num_warm_ups + run.num_iterations):
+                kept = result.iterations if iteration >= num_warm_ups else {}
                 for name, shuffle in variants.items():
-                    measured = _measure(shuffle, group)
-                    if iteration >= num_warm_ups:
-                        result.iterations.setdefault(name, []).append(measured)
+                    kept.setdefault(name, []).append(_measure(shuffle, group))
                 progress.advance()
             results.append(result)
     return results

@@ -19,8 +19,8 @@ from fusco.cli.testbed import PlaceOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusco.bench.alltoall import ExchangeResult
-    from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
+    from fusco.bench.alltoall import ExchangeResult, ExchangeRun
+    from fusco.bench.alltoall_record import ExchangeRecord
     from fusco.bench.links import LinkPeaks
     from fusco.bench.traffic import Workload
     from fusco.core.topology import Topology
@@ -54,7 +54,8 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall_record import ExchangeRun, summarize
+    from fusco.bench.alltoall import ExchangeRun
+    from fusco.bench.alltoall_record import summarize
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
     from fusco.core.config import Settings
@@ -81,11 +82,11 @@ def alltoall(
             mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
             device=place.device.value,
-            rank_gbs=place.bed.rank_gbs,
+            rank_gbs=place.rank_gbs,
         )
         for kind in kinds
     ]
-    place.bed.run_there((warm_up_cpu, warm_up))
+    place.run_there((warm_up_cpu, warm_up))
     console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
@@ -134,7 +135,7 @@ def _run(
         check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
     return run_on_ranks(
         run_rank,
-        (run.topology, [each.rank_bytes for each in runs], run.mode, run.settings, run.device, num_iterations),
+        (runs, num_iterations),
         num_ranks,
         num_steps(len(runs), num_iterations),
         console,

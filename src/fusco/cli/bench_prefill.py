@@ -61,7 +61,8 @@ def prefill(
         list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
     ] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="Default: float32, on CUDA bfloat16.")
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Dtype of weights and rows. Default: float32, on CUDA bfloat16."),
     ] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None,
     seed: options.Seed = 0,
@@ -106,7 +107,7 @@ def prefill(
     kept: list[PrefillRecord] = []
     if resume and json:
         job, kept = results.resume(job, json)
-    place.bed.run_there((warm_up_cpu,))
+    place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
         skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]

@@ -75,7 +75,9 @@ def shuffle(
         Literal["in-turn", "staged"], typer.Option(help="Order of the nodes that a rank sends to.")
     ] = "in-turn",
     timeout_s: options.Timeout = 60.0,
-    num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
+    num_sms: Annotated[
+        int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take. Default: its own choice.")
+    ] = None,
     iterations: options.Iterations = 20,
     timeline: Annotated[
         Path | None,
@@ -120,10 +122,10 @@ def shuffle(
         device=device,
         num_sms=num_sms,
         has_timeline=timeline is not None,
-        rank_gbs=place.bed.rank_gbs,
+        rank_gbs=place.rank_gbs,
     )
     _check_timeline(run)
-    place.bed.run_there((warm_up_cpu,))
+    place.run_there((warm_up_cpu,))
     console = new_console(json)
     measured = _run_on_devices(run, console) if device == "cuda" else _run_on_cpus(run, console)
     if measured is None:

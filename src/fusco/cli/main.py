@@ -33,7 +33,7 @@ from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, error_
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
 _FIRST_RANK_REPORTS_S = 5.0  # with more ranks than cores, interpreters start seconds apart
 
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of a copy that comes with typer
+_UsageError: type[Exception] = typer.BadParameter.mro()[1]  # of click, or of a copy that comes with typer
 
 app = typer.Typer(
     name="fusco",

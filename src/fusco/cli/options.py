@@ -109,7 +109,7 @@ TraceFile = Annotated[
         help="Routing to replay: npz or npy of ids (tokens, layers, topk). Default: the Qwen3-30B-A3B trace shipped.",
     ),
 ]
-TraceKey = Annotated[str | None, typer.Option(help="Array of an npz trace.")]
+TraceKey = Annotated[str | None, typer.Option(help="Array of an npz trace. Default: the one of ids.")]
 Layer = Annotated[
     int | None, typer.Option(min=0, help="Layer of the trace. Default: 0; with batches of a prefill all in turn.")
 ]

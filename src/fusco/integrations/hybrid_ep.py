@@ -2,7 +2,8 @@
 
 Contract: DeepEP, branch hybrid-ep, ``deep_ep/hybrid_ep_buffer.py`` (MIT licence), and its callers in Megatron-core
 0.19 and NeMo Automodel 0.7. Calls run on the current stream. Nothing here has gradients: frameworks call it from their
-own autograd functions.
+own autograd functions. Arguments that a docstring does not name are accepted and ignored: rows may come as uint8 with
+scales in any call, kernels are cached always, and fusco has no permutation apart, blocks, or shared buffers to set.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
-from fusco.integrations.dense_routing import dense_weights, map_to_indices
+from fusco.integrations.dense_routing import dense_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.rank_rows import (
@@ -31,8 +32,7 @@ from fusco.integrations.rank_rows import (
     dispatch_again,
     ranks_of,
 )
-
-_TOPK_STEP = 4  # the number of experts per token that a map allows for is rounded up to a multiple of it
+from fusco.integrations.routing_maps import RoutingMaps
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,9 @@ class HybridEPBuffer:
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
             num_local_experts: experts of each rank, unless a call says otherwise.
-            use_fp8: ignored; rows may come as uint8 with scales in any call.
             num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
             num_sms_combine_api: multiprocessors of a combine.
-            num_sms_preprocessing_api: accepted and ignored, as are blocks, cached kernels, shared buffers and MNNVL:
-                fusco has no such parts.
-            num_blocks_permute: ignored; there is no permutation of its own.
-            num_blocks_unpermute: ignored.
-            load_cached_kernels: ignored; kernels are cached always.
-            use_shared_buffer: ignored.
-            enable_custom_allgather: ignored.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
-            use_mnnvl: ignored.
         """
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
         self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -106,8 +97,7 @@ class HybridEPBuffer:
             )
         )
         self._num_experts = num_local_experts * self.group_size
-        self._num_topk = 0
-        self._lost_on_host: torch.Tensor | None = None
+        self._maps = RoutingMaps()
         self._dispatch_launch, self._combine_launch = (
             Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
         )
@@ -165,7 +155,6 @@ class HybridEPBuffer:
             topk_weights: float32 (num_tokens, num_topk); unused if there are ``probs``.
             num_of_experts_per_rank: experts of each rank.
             num_of_experts: experts of all ranks together.
-            use_fp8: ignored.
             routing_map: bool (num_tokens, num_experts).
             probs: float32 (num_tokens, num_experts), the weights.
             scaling_factor: float32 (num_tokens, hidden_dim / 128).
@@ -174,9 +163,6 @@ class HybridEPBuffer:
             pad_multiple: every expert's block is padded with zero rows to a multiple of this.
             handle: of an earlier dispatch: the same routing, which is not planned again.
             non_blocking: do not wait for the number of rows; needs ``num_permuted_tokens``.
-            fuse_permute_dispatch: ignored.
-            num_dispatched_tokens: ignored.
-            use_host_meta: ignored.
 
         Returns:
             Rows (num_rows, hidden_dim); the weight of each row, float32 (num_rows,), or ``None`` without weights; the
@@ -189,8 +175,8 @@ class HybridEPBuffer:
         num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
         lost = None
         if routing_map is not None:
-            topk_idx = self._indices(routing_map)
-            lost = self._count_lost(routing_map, topk_idx)
+            topk_idx = self._maps.indices_of(routing_map)
+            lost = self._maps.count_lost(routing_map, topk_idx)
         if topk_idx is None:
             raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
         if probs is not None:
@@ -214,14 +200,13 @@ class HybridEPBuffer:
             return comm, padded, sent
 
         comm, ids, sent = self._comms_of(num_experts).run(self._need(payloads, ids), hidden.device, dispatch)
-        if self._num_topk:  # other ranks may have seen tokens with more experts
-            self._num_topk = max(self._num_topk, ids.shape[1])
+        self._maps.widen(ids.shape[1])
         counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
         if lost is not None:
             has_overflow = has_overflow | (lost > 0)
         if not non_blocking:
             counts = counts_on_host(sent)
-            self._require_none_lost()
+            self._maps.require_none_lost()
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
@@ -245,9 +230,6 @@ class HybridEPBuffer:
             hidden: (num_rows, hidden_dim) in the layout of the dispatch.
             probs: float32 (num_rows,), a value of each row that goes back to its token and expert.
             handle: of the dispatch.
-            pad_multiple: ignored.
-            fuse_unpermute_combine: ignored.
-            num_dispatched_tokens: ignored.
 
         Returns:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
@@ -291,7 +273,7 @@ class HybridEPBuffer:
         else:
             num_experts = self._count_experts(None, num_of_experts, routing_map)
             if routing_map is not None:
-                topk_idx = self._indices(routing_map)
+                topk_idx = self._maps.indices_of(routing_map)
             if topk_idx is None:
                 raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
             if probs is not None:
@@ -370,33 +352,6 @@ class HybridEPBuffer:
         """Return the columns of this rank's experts among those of its node."""
         num_local = sent.num_experts // self.group_size
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
-
-    def _indices(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Return a map as indices. Calls on the CPU, and the first with any, count the experts of tokens first."""
-        if not self._num_topk or not routing_map.is_cuda:
-            num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 0
-            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, routing_map.shape[1]))
-        return map_to_indices(routing_map, max(self._num_topk, 1))
-
-    def _count_lost(self, routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor | None:
-        """Return how many experts of a map the indices lack, int64 (1,); ``None`` on the CPU, where they lack none.
-
-        Its copy on the host is there when the host has waited for the dispatch that follows on the stream.
-        """
-        self._lost_on_host = None
-        if not routing_map.is_cuda:
-            return None
-        lost = (routing_map.sum() - (topk_idx >= 0).sum())[None]
-        self._lost_on_host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._lost_on_host.copy_(lost, non_blocking=True)
-        return lost
-
-    def _require_none_lost(self) -> None:
-        if self._lost_on_host is not None and int(self._lost_on_host):
-            raise ValueError(
-                f"routing_map has tokens with more than {self._num_topk} experts, the most of the first call rounded "
-                f"up; pass topk_idx, whose width may grow"
-            )
 
     def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
         return Need(
