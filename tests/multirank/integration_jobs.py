@@ -12,7 +12,8 @@ from comparison import assert_same_bits
 from fusco import ClosedError, PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
-from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
+from fusco.integrations.elastic_buffer import ElasticBuffer
+from fusco.integrations.ep_handle import EPHandle
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from generator import Case, any_bits, values
 from law import Law

@@ -108,4 +108,4 @@ def _agreed(
         return session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
     known = request.known
     fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
-    return session.agree(fingerprint, pending.counts, request.handle)
+    return session.agree(fingerprint, pending.counts, request.handle, pending.attachments)

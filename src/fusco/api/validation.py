@@ -198,9 +198,7 @@ class Validator:
         For ``output=None`` the request has a new tensor.
         """
         self.require_not_capturing("all_to_all")
-        for name, tensor in (("output", output), ("input", input_)):
-            if tensor is None and name == "output":
-                continue
+        for name, tensor in (*([] if output is None else [("output", output)]), ("input", input_)):
             self._tensor(name, tensor)
             if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
                 raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")

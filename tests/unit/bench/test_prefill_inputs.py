@@ -20,13 +20,14 @@ from fusco.bench.prefill import variants
 from fusco.bench.prefill.batches import describe, prompt_lengths
 from fusco.bench.prefill.gate import LAYER_LIMITS, Deviation, compare_layer, compare_logits, relative_error
 from fusco.bench.prefill.iterations import CallClock, Iteration, measure, outliers
-from fusco.bench.prefill.job import TINY, ModelShape, PrefillJob
+from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
 from fusco.bench.prefill.records import Case, Measured, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
 from fusco.bench.stopwatch import SectionTimer
 from fusco.cli import bench_prefill
 from fusco.cli.main import app
+from fusco.fsdp.qwen3 import Qwen3Shape
 
 SHAPE = replace(TINY, hidden=32, num_heads=2, num_key_value_heads=1, head_dim=16, moe_intermediate=16, vocab=64)
 JOB = PrefillJob(
@@ -125,7 +126,7 @@ def test_a_rank_has_its_experts_only_and_the_weights_do_not_depend_on_the_ranks(
 
 
 def test_the_default_shape_is_that_of_qwen3_30b_a3b():
-    job = replace(JOB, shape=ModelShape(), num_ranks=1, dtype="bfloat16")
+    job = replace(JOB, shape=Qwen3Shape(), num_ranks=1, dtype="bfloat16")
     assert job.parameter_bytes / 2 == pytest.approx(30.53e9, rel=1e-3)
 
 
