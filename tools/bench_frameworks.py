@@ -133,8 +133,9 @@ def run_parts(
     ends = json.loads(path.read_text()) if resumes and path.exists() else {}
     for name, part in parts.items():
         start, log = time.monotonic(), out / f"{name}.txt"
-        origin = [commit(), *part.command]
+        origin = [commit(), *(each.replace(str(out), "OUT") for each in part.command)]
         if ends.get(name) != ["done", *origin]:
+            log.unlink(missing_ok=True)
             left_s = min(part.limit_s, deadline - start)
             end = run_limited(command_of(part, packages), log, left_s) if left_s > 0 else "left out"
             ends[name] = [end, *origin]

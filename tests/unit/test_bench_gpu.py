@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from fusco.cli.main import app
@@ -194,3 +195,18 @@ def test_a_summary_has_the_prefills_table(frameworks, tmp_path):
     assert "| routing | batch | fusco | torch | torch / fusco |" in lines
     assert "| random | skewed: 8, 1 | 100.0 (slowest 263.0) | 150.0 | 1.50 |" in lines
     assert "| random | 1 x 8 | NOT VERIFIED | - | - |" in lines
+
+
+def test_code_that_names_cuda_runs_on_the_cpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("without_cuda")
+    with tool.without_cuda():
+        moved = [torch.zeros(2, device=torch.device("cuda", 1)), torch.ones(2).cuda(), torch.ones(2).to("cuda:0")]
+        moved += [torch.ones(2, pin_memory=True), torch.nn.Linear(2, 2).cuda().weight]
+        torch.set_default_device("cuda")
+        moved.append(torch.ones(2))
+        torch.set_default_device(None)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("a name"):
+            torch.cuda.current_stream().record_event().synchronize()
+    assert {each.device.type for each in moved} == {"cpu"}
+    assert torch.cuda.Stream.__module__.startswith("torch.")
