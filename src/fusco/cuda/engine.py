@@ -168,8 +168,8 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         report = self._arena.plan_report
         if invalid := report.take_invalid_pair(is_static=True):  # no host waits for such a dispatch
-            src, *pair = invalid
-            reason = describe_invalid_id(*pair, self._placement.num_experts)
+            src, token, k, bad_id = invalid
+            reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
             return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
         if overflow := report.take_overflow():
             needed, limit = overflow
