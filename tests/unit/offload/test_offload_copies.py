@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import math
 import os
 import signal
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -15,7 +18,7 @@ from simulated_gpus import GB, ILLEGAL_ADDRESS, PCIE, SimulatedGpus
 
 from fusco.core import c_library
 from fusco.core.errors import ClosedError, FuscoError, LaunchError, TransportError
-from fusco.offload import Copier, OffloadSettings, RelayBudget, shared_links
+from fusco.offload import Copier, OffloadSettings, RelayBudget, relay, shared_links
 from fusco.offload.links import NvmlError
 from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
@@ -251,6 +254,46 @@ def test_memory_that_runs_low_is_given_back_and_taken_again(host):
     assert again.borrowed_bytes
 
 
+def test_a_relay_that_did_not_drain_in_time_is_used_again(host, monkeypatch):
+    copier, free = host.open(0), host.gpus.links.free
+    copy, before = host.start(0, 64 * MB), free[1]
+    copier.links.mover.step()  # chunks are on the relay
+    monkeypatch.setattr(relay, "_DRAIN_S", 0.0)
+    free[1] = RelayBudget().low_bytes - 1
+    with pytest.raises(TransportError, match="did not end in 0 s"):
+        copier.links.keep()
+    free[1] = before
+    host.finish(copy)
+    for _ in range(2):  # given back, and taken again
+        copier.links._next_try_s = 0.0
+        copier.links.keep()
+    assert copier.reason == ""
+    again = host.start(0, 256 * MB)
+    host.finish(again)
+    assert again.borrowed_bytes
+
+
+@pytest.mark.parametrize("limit_s", [1e10, math.inf])  # 2**63 ns and more
+def test_the_limit_of_a_wait_may_be_any_number(host, limit_s):
+    host.open(0)
+    copy, waited = host.start(0, 64 * MB), []
+
+    def wait():
+        try:
+            copy.synchronize(limit_s)
+            waited.append(None)
+        except (FuscoError, OverflowError) as error:
+            waited.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert not waited
+    host.finish(copy)
+    waiting.join(10)
+    assert waited == [None]
+
+
 def test_memory_that_cannot_be_read_is_given_back_and_taken_again(host):
     copier, links = host.open(0), host.gpus.links
     read, links.free_bytes = links.free_bytes, mock.Mock(side_effect=NvmlError("nvmlDeviceGetMemoryInfo failed"))
@@ -433,6 +476,21 @@ def test_a_closed_copier(tmp_path):
     assert host.gpus.contexts == {1000: 1, 1001: 0}  # the caller's
 
 
+def test_the_memory_of_a_copy_that_does_not_end_is_not_freed(host):
+    class Kept:
+        """A tensor of a copy."""
+
+    copier, kept = host.open(0, timeout_s=0.01), Kept()
+    host.gpus.work(host.streams[0], 100.0)
+    copier.copy(TO_HOST, 1 << 40, 1 << 50, 64 * MB, kept)
+    reference = weakref.ref(kept)
+    del kept
+    with pytest.raises(TransportError, match="it waits for earlier work of its stream"):
+        copier.close()
+    gc.collect()
+    assert reference() is not None
+
+
 def test_a_copier_that_is_closed_while_another_thread_waits(tmp_path):
     host = Host(tmp_path)
     mover = host.open(0).links.mover
@@ -523,9 +581,11 @@ def test_settings_that_cannot_be(wrong, error):
 
 
 def test_relays_that_cannot_be(tmp_path):
+    host = Host(tmp_path)
     with pytest.raises(
         ValueError, match=r"relays of GPU 0 must be other GPUs among the 2 of this process, got \[0, 2\]"
     ):
-        Host(tmp_path).open(0, relays=(0, 1, 2))
+        host.open(0, relays=(0, 1, 2))
+    assert host.gpus.contexts[1000] == 1  # of the host; the copier has given its own back
     with pytest.raises(ValueError, match="high_bytes must be at least low_bytes"):
         RelayBudget(high_bytes=MB)
