@@ -104,6 +104,38 @@ def shuffle(scene: Scene) -> None:
     scene.comm.shuffle({}, {})
 
 
+def combine_all(scene: Scene) -> None:
+    scene.comm.combine_all([scene.y], scene.handle)
+
+
+def dispatch_weights(scene: Scene) -> None:
+    scene.comm.dispatch_weights(scene.weights, scene.handle)
+
+
+def combine_weights(scene: Scene) -> None:
+    scene.comm.combine_weights(scene.y[:, 0], scene.handle)
+
+
+# Mistakes in what is made of arguments before a verb.
+
+
+def combine_all_of_a_list(scene: Scene) -> None:
+    scene.comm.combine_all([scene.y.tolist()], scene.handle)  # type: ignore[list-item]
+
+
+def dispatch_weights_of_a_list(scene: Scene) -> None:
+    scene.comm.dispatch_weights(scene.weights.tolist(), scene.handle)  # type: ignore[arg-type]
+
+
+def combine_weights_of_too_few_rows(scene: Scene) -> None:
+    scene.comm.combine_weights(scene.y[1:, 0], scene.handle)
+
+
+def fail_before_a_verb(scene: Scene) -> None:
+    with scene.comm.rejecting():
+        raise LookupError("no such layer")
+
+
 # Mistakes in dispatch.
 
 
