@@ -218,6 +218,7 @@ class Membership:
     def _settle(self) -> None:
         """Wait for the devices of all ranks, so that no rank releases memory that another still reads."""
         if self._engine.is_asynchronous:
+            self._engine.stop_watching()  # a rank that gets through before this one disconnects
             with self._session.collective("settle"):
                 self._session.agree(CollectiveFingerprint("settle"))
         self._engine.finish()

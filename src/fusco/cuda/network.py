@@ -82,15 +82,9 @@ class Network:
         timeout_s: float,
         on_stall: Callable[[], None],
     ) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks. All messages are on ``stream``, unless ``exchange`` names another one.
 
-        Args:
-            store_gather: all-gathers with all ranks.
-            watchdog: waits for all ranks.
-            stream: the stream of all messages.
-            num_remote_nodes: the number of other nodes.
-            timeout_s: NCCL is aborted after this long without progress.
-            on_stall: called just before NCCL is aborted.
+        NCCL is aborted after ``timeout_s`` without progress; ``on_stall`` is called just before.
         """
         device = stream.device
         self._nccl = NcclTransport(
@@ -190,15 +184,10 @@ class Network:
 
 @dataclass(frozen=True)
 class PreparedMessages:
-    """Messages that compiled code launches.
+    """Messages that compiled code launches."""
 
-    Attributes:
-        calls: see ``NcclTransport.calls``.
-        stall: the wait for them.
-    """
-
-    calls: Sequence[NativeCall]
-    stall: Stall
+    calls: Sequence[NativeCall]  # see ``NcclTransport.calls``
+    stall: Stall  # the wait for them
 
 
 class NcclWatchdog:
@@ -252,18 +241,19 @@ class NcclWatchdog:
 
     def _poll(self) -> None:
         while not self._is_closed.wait(_POLL_INTERVAL_S):
+            # Before looking at what is done: a rank may have left because its messages are.
+            is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
             while self._in_flight and self._in_flight[0].is_done():
                 if let_go := self._in_flight.popleft().let_go:
                     let_go()
                 self._since_progress = time.monotonic()
-            if stall := self._hopeless():
+            if stall := self._hopeless(is_failed):
                 self._give_up(stall)
                 return
 
-    def _hopeless(self) -> Stall | None:
+    def _hopeless(self, is_failed: bool) -> Stall | None:  # noqa: FBT001  of the network
         """Return a wait that is too long, or that will not end."""
         launched, replays = bool(self._in_flight), self._replays
-        is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
         if launched and (is_failed or time.monotonic() - self._since_progress > self._timeout_s):
             return self._in_flight[0].stall
         if replays and (replays.wait_s() > self._timeout_s or (is_failed and replays.are_waiting)):

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,18 @@ def run(*arguments):
 
 
 def test_help_answers_within_half_a_second():
-    best = 10.0
+    """Of a core, so that whatever else the machine does counts for little."""
+    best_s = math.inf
     for _ in range(5):
-        start = time.monotonic()
+        before = os.times()
         done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
-        best = min(best, time.monotonic() - start)
-        if best < 0.5:
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        best_s = min(best_s, seconds)
+        if best_s < 0.5:
             break
     assert "bench" in done.stdout
-    assert best < 0.5
+    assert best_s < 0.5
 
 
 def test_option_names_are_those_of_the_library():
@@ -137,12 +140,29 @@ def test_plan_refuses_what_no_memory_holds(arguments):
     assert f"Invalid value for '{arguments[0]}'" in done.output
 
 
-def test_bad_input_is_a_sentence_and_exit_code_2():
-    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--num-topk", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "error: the trace has top-8, num_topk is 4" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "shuffle", "--num-topk", "4"], "error: the trace has top-8, num_topk is 4\n"),
+        (["plan", "--nodes", "0"], "error: --nodes 0: "),
+        (["plan", "--hidden=x"], "error: --hidden x: "),
+        (["bench", "host", "--ranks", "1", "--ranks", "0"], "error: --ranks 1, 0: "),
+        (["plan", "--json", "/nowhere/a"], "error: --json /nowhere/a: there is no directory /nowhere"),
+        (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),
+        (["nothing"], "error: No such command 'nothing'"),
+        (["train", "--layers", "10000000"], "error: parameters and the optimizer's states (--layers, --hidden) need"),
+        (["warm-up", "--arch", "sm_1"], "error: --arch 'sm_1' is none that this NVRTC compiles for: sm_"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fusco", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    written = capsys.readouterr()
+    assert written.err.startswith(message)
+    assert written.err.count("\n") == 1
+    assert not written.out
 
 
 @pytest.mark.parametrize(
@@ -184,8 +204,8 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("cuda") else find_spec(name))
     monkeypatch.setattr("fusco.ranks.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    if arguments == ["train"] and not is_recent(installed("transformers"), LEAST_OF_FSDP["transformers"]):
-        pytest.skip("fusco train needs transformers")
+    if arguments == ["train"] and not all(is_recent(installed(name), least) for name, least in LEAST_OF_FSDP.items()):
+        pytest.skip("fusco train needs newer packages")
     done = run(*arguments, "--device", "cuda")
     assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'"
 
@@ -428,3 +448,15 @@ def test_balancers_are_compared(tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["balancer"] for record in records} == set(BALANCERS)
     assert all(record["busiest_ratio"] >= 1 for record in records)
+
+
+@pytest.mark.parametrize("content", ["", "text"])
+def test_rails_leaves_a_file_that_is_no_board(content, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "board"
+    path.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["fusco", "rails", "--once", "--board", str(path)])
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    assert re.search(r"no board of rails", capsys.readouterr().err)
+    assert path.read_text() == content
