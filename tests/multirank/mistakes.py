@@ -90,6 +90,11 @@ def shuffle_to_all(scene: Scene) -> None:
     scene.comm.shuffle({rank: whole(torch.zeros(2)) for rank in range(scene.comm.topology.world_size)}, {})
 
 
+def fail_before_a_verb(scene: Scene) -> None:
+    with scene.comm.rejecting():
+        raise LookupError("no such layer")
+
+
 def exchange_of_quantised_rows(scene: Scene) -> None:
     source = quantised(torch.ones(4, HIDDEN))
     scene.comm.all_to_all(torch.empty_like(source), source)
@@ -102,6 +107,9 @@ GOOD: dict[str, Callable[[Scene], Any]] = {
     "combine": Scene.combine,
     "shuffle": lambda s: s.comm.shuffle({}, {}),
     "all_to_all": lambda s: s.comm.all_to_all(torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN)),
+    "combine_all": lambda s: s.comm.combine_all([s.y], s.handle),
+    "dispatch_weights": lambda s: s.comm.dispatch_weights(s.weights, s.handle),
+    "combine_weights": lambda s: s.comm.combine_weights(s.y[:, 0], s.handle),
 }
 
 
@@ -191,6 +199,16 @@ BAD_INPUTS = {
     "combine_with_other_weights": Mistake(
         lambda s: s.combine(weights="softmax"), VALUE, ["must be 'topk' or None, got 'softmax'"], "combine"
     ),
+    "combine_all_of_a_list": Mistake(
+        lambda s: s.comm.combine_all([s.y.tolist()], s.handle), TYPE, ["y must be a tensor", "list"], "combine_all"
+    ),
+    "dispatch_weights_of_a_list": Mistake(
+        lambda s: s.comm.dispatch_weights(s.weights.tolist(), s.handle), TYPE, ["payload 0", "list"], "dispatch_weights"
+    ),
+    "combine_weights_of_too_few_rows": Mistake(
+        lambda s: s.comm.combine_weights(s.y[1:, 0], s.handle), VALUE, ["values must have shape ("], "combine_weights"
+    ),
+    "fail_before_a_verb": Mistake(fail_before_a_verb, "LookupError", ["no such layer"], "shuffle"),
     "shuffle_with_an_unknown_rank": Mistake(
         lambda s: s.comm.shuffle({17: whole(torch.zeros(2))}, {}), VALUE, ["[17]", "4"], "shuffle"
     ),

@@ -110,6 +110,15 @@ def test_bad_calls_are_refused_in_a_sentence(world):
     assert first[-1].startswith("NotImplementedError: fusco's deep_ep has DeepEP's normal mode only")
 
 
+def test_a_mistake_of_one_rank_is_told_to_all_others_at_once(world):
+    of_others, of_rank_1 = world.run(jobs.mistakes_of_one_rank, 2)
+    assert all(seconds < 10 for _, seconds in [*of_others, *of_rank_1]), (of_others, of_rank_1)
+    for (theirs, _), (own, _) in zip(of_others, of_rank_1, strict=True):
+        assert not own.startswith("RejectedInputError")
+        assert theirs.startswith("RejectedInputError: ")
+        assert f"rank 1 rejected its input: {own.partition(': ')[2]}" in theirs
+
+
 def test_the_others_name_a_rank_that_leaves_in_a_layer(world):
     *others, _ = world.run(jobs.killed_in_a_layer, 4)
     assert all("rank 3" in text for text in others), others

@@ -131,9 +131,9 @@ def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per
 @pytest.mark.cpu_only
 def test_rows_that_were_sent_with_records_are_taken_off_the_network_if_ranks_disagree(world):
     setup = dataclasses.replace(SETUP, settings=Settings(timeout_s=TIMEOUT_S))  # whose slices hold all rows
-    check_rejection(make(world, jobs.id_too_large, jobs.dispatch, setup), "ValueError", ["8"])
-    for call in (jobs.dispatch_other_width, jobs.combine):
-        assert kinds(make(world, call, jobs.dispatch, setup)) == ["MismatchError"] * 4
+    check_rejection(make(world, "id_too_large", setup), "ValueError", ["8"])
+    for name in ("dispatch_other_width", "combine_while_others_dispatch"):
+        assert kinds(make(world, name, setup)) == ["MismatchError"] * 4
 
 
 def test_a_closed_communicator_says_so(world):

@@ -229,7 +229,7 @@ class Communicator(Membership):
             Sums (num_tokens, ...) of each.
         """
         if not self._engine.is_asynchronous:  # whose messages are numbered by the collective
-            return tuple(self._sum(y.detach(), handle, None, launch) for y in ys)
+            return tuple(self._sum(_detached(y), handle, None, launch) for y in ys)
 
         def prepare(request: CombineAllRequest[Any], call: Call) -> Pending[tuple[torch.Tensor, ...]]:
             pending = [self._engine.prepare_combine(part, call) for part in request.parts]
@@ -239,7 +239,7 @@ class Communicator(Membership):
             self._session,
             self._engine,
             "combine_all",
-            lambda: self._validator.validate_combine_all([y.detach() for y in ys], handle, launch),
+            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
             prepare,
         )
 
@@ -255,7 +255,7 @@ class Communicator(Membership):
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
         """
-        (rows,) = self._move_again([topk_weights.detach()], handle, launch)
+        (rows,) = self._move_again([_detached(topk_weights)], handle, launch)
         return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
 
     def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
@@ -269,7 +269,15 @@ class Communicator(Membership):
         Returns:
             float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
         """
-        (sums,) = self.combine_all([rows_of_weights(values.detach(), handle)], handle, launch=launch)
+        with self.rejecting():
+            if not isinstance(values, torch.Tensor):
+                raise TypeError(f"values must be a tensor, got {type(values).__name__}")
+            if values.shape != (handle.num_rows,):
+                raise ValueError(
+                    f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}"
+                )
+            rows = rows_of_weights(values.detach(), handle)
+        (sums,) = self.combine_all([rows], handle, launch=launch)
         return sums
 
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
@@ -420,6 +428,11 @@ class Communicator(Membership):
             lambda y, handle: self._sum(y, handle, "topk", mirrored),
             lambda ys, handle: self.combine_all(ys, handle, launch=mirrored),
         )
+
+
+def _detached(rows: Any) -> Any:
+    """Return a tensor without its graph; anything else as it is, for the verb to reject."""
+    return rows.detach() if isinstance(rows, torch.Tensor) else rows
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

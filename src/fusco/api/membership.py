@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fusco.api.create import CommunicatorParts
-from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
@@ -121,6 +121,32 @@ class Membership:
             yield timeline
         finally:
             self._engine.record(NO_TIMELINE)
+
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """Make an error inside a rejection of the collective that all other ranks call: they raise at once.
+
+        For adapters that look at arguments before they call a verb. On all other ranks the verb raises
+        ``RejectedInputError``, and the communicator stays usable. Inside, no verb may be called.
+
+            with comm.rejecting():
+                rows = rows_of(layer_input)  # may raise
+            comm.dispatch(rows, topk_idx)
+        """
+        try:
+            yield
+        except Exception as error:
+            with cleanup_after(error, "the other ranks could not be notified"):
+                self._reject(str(error) or type(error).__name__)
+            raise
+
+    def _reject(self, reason: str) -> None:
+        self._session.access.enter(REJECTION, is_for_owner=True)
+        try:
+            with self._session.collective(REJECTION):
+                self._session.agree(CollectiveFingerprint(REJECTION, rejection=reason))
+        finally:
+            self._session.access.leave()
 
     def close(self) -> None:
         """Wait until every rank closes, then release all resources; a second call does nothing.

@@ -13,6 +13,8 @@ from typing import TypeAlias
 from fusco.control.layout import RECORD_TEXT_BYTES
 from fusco.core.errors import MismatchError, RejectedInputError
 
+REJECTION = "rejection"  # operation of a rank that takes part only to say that it cannot, whatever the others call
+
 Fields: TypeAlias = Mapping[str, int | float | str | list[str]]
 
 
@@ -70,7 +72,7 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     if not local.rejection and all(other is local or other == local for other in fingerprints):
         return
     operations = _group_by([fingerprint.operation for fingerprint in fingerprints])
-    if len(operations) > 1:
+    if len(operations) > 1 and REJECTION not in operations:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")
     operation = local.operation
 

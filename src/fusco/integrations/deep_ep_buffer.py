@@ -197,15 +197,24 @@ class Buffer:
             ``None`` for a cached dispatch, with element 0 int32 (num_ranks, num_ranks) whose column of this rank has
             the cumulated rows of source ranks; the event.
         """
-        wait_for(previous_event)
         payloads = list(x) if isinstance(x, tuple) else [x]
-        launch = self._launch(config)
         if handle is not None:
-            again = dispatch_again(payloads, checked_handle(handle[1]), launch)
+            with self._rows.comms.rejecting_latest():
+                wait_for(previous_event)
+                known, launch = checked_handle(handle[1]), self._launch(config)
+            again = dispatch_again(payloads, known, launch)
             return again if isinstance(x, tuple) else again[0], None, None, [], None, finished(async_finish)
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ValueError("dispatch needs is_token_in_rank and num_tokens_per_expert, or a handle")
-        routing = (topk_idx, topk_weights, len(num_tokens_per_expert))
+        with self._rows.comms.rejecting():
+            wait_for(previous_event)
+            launch = self._launch(config)
+            if is_token_in_rank is None or num_tokens_per_expert is None:
+                raise ValueError("dispatch needs is_token_in_rank and num_tokens_per_expert, or a handle")
+            num_experts = len(num_tokens_per_expert)
+            if num_experts % self.group_size:
+                raise ValueError(
+                    f"num_tokens_per_expert has {num_experts} experts, not as many on all {self.group_size} ranks"
+                )
+            routing = (topk_idx, topk_weights, num_experts)
         arrived, sent = self._rows.dispatch(
             payloads, is_token_in_rank, routing, num_static_rows=num_worst_tokens, launch=launch
         )
@@ -243,9 +252,10 @@ class Buffer:
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
         """
-        wait_for(previous_event)
-        sent, launch = checked_handle(handle[1]), self._launch(config)
-        parts = (x,) if topk_weights is None else (x, topk_weights.float())
+        with self._rows.comms.rejecting_latest():
+            wait_for(previous_event)
+            sent, launch = checked_handle(handle[1]), self._launch(config)
+            parts = (x,) if topk_weights is None else (x, topk_weights.float())
         sums, *of_tokens = combine(parts, sent, launch)
         for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
             sums += each

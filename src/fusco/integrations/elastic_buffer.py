@@ -177,23 +177,31 @@ class ElasticBuffer:
             Rows (num_rows, hidden), or rows and scales; ``None``; the weight of each row, float32 (num_rows,), or
             ``None`` without weights; the handle; the event.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        if use_tma_aligned_col_major_sf:
-            _refuse("use_tma_aligned_col_major_sf=True")
-        payloads = [each.contiguous() for each in (x if isinstance(x, tuple) else (x,))]
-        launch = Launch(num_sms=num_sms or None)
-        if handle is not None:
-            rows, weights = _dispatch_again(payloads, topk_weights, checked_ep_handle(handle), launch)
-        else:
-            if not do_expand:
-                _refuse("do_expand=False (version 1's Buffer has that layout)")
-            if topk_idx is None or num_experts is None:
-                raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
-            kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
-            max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-            asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
-            handle = self._dispatch(payloads, topk_weights, asked, launch, is_static=do_cpu_sync is False)
+        given, expert_rows = x if isinstance(x, tuple) else (x,), self._rows_of(num_experts)
+        comms, asked, static = expert_rows.comms, None, None
+        with comms.rejecting() if handle is None else comms.rejecting_latest():
+            wait_for(previous_event, previous_event_before_epilogue)
+            if use_tma_aligned_col_major_sf:
+                _refuse("use_tma_aligned_col_major_sf=True")
+            payloads, launch = [each.contiguous() for each in given], Launch(num_sms=num_sms or None)
+            topk_weights = None if topk_weights is None else topk_weights.float()
+            if handle is None:
+                if not do_expand:
+                    _refuse("do_expand=False (version 1's Buffer has that layout)")
+                if topk_idx is None or num_experts is None:
+                    raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
+                kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
+                max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+                asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
+                static = self._static_rows(asked) if do_cpu_sync is False else None
+            else:
+                checked_ep_handle(handle)
+        if asked is not None:
+            handle = _dispatch(expert_rows, payloads, topk_weights, asked, static, launch)
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
+        else:
+            assert handle is not None
+            rows, weights = _dispatch_again(payloads, topk_weights, handle, launch)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
         received = rows if isinstance(x, tuple) else rows[0]
@@ -228,11 +236,14 @@ class ElasticBuffer:
         Returns:
             Sums (num_tokens, hidden); the values, float32 (num_tokens, num_topk), or ``None``; the event.
         """
-        wait_for(previous_event, previous_event_before_epilogue)
-        sent, parts = checked_ep_handle(handle).sent, [x.contiguous()]
-        if topk_weights is not None:
-            parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.dispatched.handle))
-        launch = Launch(num_sms=num_sms or handle.num_sms or None)
+        with self._rows_of(None).comms.rejecting_latest():
+            wait_for(previous_event, previous_event_before_epilogue)
+            sent = checked_ep_handle(handle).sent
+        with sent.comm.rejecting():
+            parts = [x.contiguous()]
+            if topk_weights is not None:
+                parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.dispatched.handle))
+            launch = Launch(num_sms=num_sms or handle.num_sms or None)
         sums, *of_tokens = sent.comm.combine_all(parts, sent.dispatched.handle, launch=launch)
         for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
             sums += each
@@ -243,46 +254,52 @@ class ElasticBuffer:
             _refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _dispatch(
-        self,
-        payloads: list[torch.Tensor],
-        topk_weights: torch.Tensor | None,
-        asked: DispatchRequest,
-        launch: Launch,
-        *,
-        is_static: bool,
-    ) -> EPHandle:
-        """Dispatch as asked for."""
-        alignment, num_experts = asked.expert_alignment, asked.num_experts
-        num_local = num_experts // self.num_ranks
-        static = None
-        if is_static:
-            if not asked.num_max_tokens_per_rank:
-                raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
-            num_pairs = self.num_ranks * asked.num_max_tokens_per_rank * min(asked.topk_idx.shape[1], num_local)
-            static = StaticRows(-(-(num_pairs + num_local * (alignment - 1)) // alignment) * alignment)
+    def _rows_of(self, num_experts: int | None) -> ExpertRows:
+        """Return what dispatches to so many experts; for an unknown number, the one that was used last, if any."""
+        if num_experts is None:
+            return next(reversed(self._by_num_experts.values()), None) or ExpertRows(self.group, self.num_ranks)
         if num_experts not in self._by_num_experts:
             self._by_num_experts[num_experts] = ExpertRows(self.group, num_experts)
-        sent = self._by_num_experts[num_experts].dispatch(
-            payloads,
-            asked.topk_idx,
-            None if topk_weights is None else topk_weights.float(),
-            expert_alignment=alignment,
-            with_weights=topk_weights is not None,
-            static=static,
-            launch=launch,
-        )
-        counts = sent.dispatched.num_rows_per_expert
-        blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
-        on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]
-        return EPHandle(
-            **vars(asked),
-            num_expanded_tokens=len(sent.dispatched.rows),
-            num_recv_tokens_per_expert_list=on_host,
-            num_unaligned_recv_tokens_per_expert=counts.int(),
-            psum_num_recv_tokens_per_expert=(blocks.cumsum(0) - blocks + counts).int(),
-            sent=sent,
-        )
+        return self._by_num_experts[num_experts]
+
+    def _static_rows(self, asked: DispatchRequest) -> StaticRows:
+        if not asked.num_max_tokens_per_rank:
+            raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
+        alignment, num_local = asked.expert_alignment, asked.num_experts // self.num_ranks
+        num_pairs = self.num_ranks * asked.num_max_tokens_per_rank * min(asked.topk_idx.shape[1], num_local)
+        return StaticRows(-(-(num_pairs + num_local * (alignment - 1)) // alignment) * alignment)
+
+
+def _dispatch(
+    expert_rows: ExpertRows,
+    payloads: list[torch.Tensor],
+    topk_weights: torch.Tensor | None,
+    asked: DispatchRequest,
+    static: StaticRows | None,
+    launch: Launch,
+) -> EPHandle:
+    """Dispatch as asked for."""
+    alignment = asked.expert_alignment
+    sent = expert_rows.dispatch(
+        payloads,
+        asked.topk_idx,
+        topk_weights,
+        expert_alignment=alignment,
+        with_weights=topk_weights is not None,
+        static=static,
+        launch=launch,
+    )
+    counts = sent.dispatched.num_rows_per_expert
+    blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]
+    return EPHandle(
+        **vars(asked),
+        num_expanded_tokens=len(sent.dispatched.rows),
+        num_recv_tokens_per_expert_list=on_host,
+        num_unaligned_recv_tokens_per_expert=counts.int(),
+        psum_num_recv_tokens_per_expert=(blocks.cumsum(0) - blocks + counts).int(),
+        sent=sent,
+    )
 
 
 def _dispatch_again(
@@ -291,7 +308,7 @@ def _dispatch_again(
     """Send other rows, and other weights if there are some, along a handle."""
     comm, sent = handle.sent.comm, handle.sent.dispatched.handle
     rows = comm.dispatch_again(payloads, sent, launch=launch)
-    return rows, None if topk_weights is None else comm.dispatch_weights(topk_weights.float(), sent, launch=launch)
+    return rows, None if topk_weights is None else comm.dispatch_weights(topk_weights, sent, launch=launch)
 
 
 def _refuse(what: str) -> NoReturn:

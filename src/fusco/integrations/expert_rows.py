@@ -41,11 +41,15 @@ def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
 
 
 class ExpertRows:
-    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
+    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients.
+
+    Attributes:
+        comms: the communicators.
+    """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Nothing is allocated before the first call."""
-        self._comms = GrowingCommunicator(group, num_experts)
+        self.comms = GrowingCommunicator(group, num_experts)
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
@@ -80,23 +84,24 @@ class ExpertRows:
             )
             return SentRows(comm, sent)
 
-        first = payloads[0]
-        need = Need(
-            num_topk=topk_idx.shape[1],
-            max_tokens_per_rank=max(len(first), 1),
-            # Results of FP8 rows come back in 16 bits.
-            max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
-        )
-        return self._comms.run(need, first.device, dispatch)
+        with self.comms.rejecting():
+            first = payloads[0]
+            need = Need(
+                num_topk=topk_idx.shape[1],
+                max_tokens_per_rank=max(len(first), 1),
+                # Results of FP8 rows come back in 16 bits.
+                max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
+            )
+        return self.comms.run(need, first.device, dispatch)
 
     @property
     def is_closed(self) -> bool:
         """True after ``abort``."""
-        return self._comms.is_closed
+        return self.comms.is_closed
 
     def abort(self) -> None:
         """Release all communicators without waiting for other ranks."""
-        self._comms.abort()
+        self.comms.abort()
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from fusco.core.errors import (
     RejectedInputError,
     RowOverflowError,
     SharedMemoryError,
+    cleanup_after,
 )
 
 _Result = TypeVar("_Result")
@@ -50,6 +52,10 @@ class Need:
 _FIELDS = tuple(field.name for field in fields(Need))
 
 
+class _RejectedHereError(ValueError):
+    """This rank has rejected a call before it began."""
+
+
 class GrowingCommunicator:
     """The communicator of a group that is large enough for every call so far.
 
@@ -73,6 +79,7 @@ class GrowingCommunicator:
         self._num_experts, self._ranks_per_node = num_experts, ranks_per_node
         self._settings = settings or Settings()
         self._capacity: Need | None = None
+        self._device = torch.device("cpu")  # of the communicators, once there is one
         self._communicators: list[Communicator] = []
         self._finalizer = weakref.finalize(self, _leave, self._communicators)
 
@@ -93,6 +100,35 @@ class GrowingCommunicator:
             if not self._is_rejection(error, device) or not self._grow(need, device):
                 raise
         return self._run(call)
+
+    @contextmanager
+    def rejecting(self) -> Iterator[None]:
+        """Make an error inside a rejection of the ``run`` that all other ranks call: they raise at once, too."""
+        try:
+            yield
+        except Exception as error:
+            with cleanup_after(error, "the other ranks could not be notified"), suppress(_RejectedHereError):
+                self._reject(str(error) or type(error).__name__)
+            raise
+
+    def _reject(self, reason: str) -> None:
+        def call(comm: Communicator, _: Need) -> None:
+            with comm.rejecting():
+                raise _RejectedHereError(reason)
+
+        nothing = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
+        if self._capacity is None:
+            self._grow(nothing, self._device, reason)
+        else:
+            self.run(nothing, self._device, call)
+
+    @contextmanager
+    def rejecting_latest(self) -> Iterator[None]:
+        """Likewise for calls along a handle, which is most likely of the latest communicator."""
+        with ExitStack() as stack:
+            if self._communicators:
+                stack.enter_context(self._communicators[-1].rejecting())
+            yield
 
     def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
         assert self._capacity is not None
@@ -115,13 +151,22 @@ class GrowingCommunicator:
         """Release all communicators without waiting for other ranks."""
         self._finalizer()
 
-    def _grow(self, need: Need, device: torch.device) -> bool:
-        """Make a larger communicator if a rank needs one; a collective. Returns whether one was made."""
+    def _grow(self, need: Need, device: torch.device, rejection: str = "") -> bool:
+        """Make a larger communicator if a rank needs one; a collective. Returns whether one was made.
+
+        With a rejection, all ranks raise: this one ``_RejectedHereError``, others ``RejectedInputError``.
+        """
         group = self._group()
         if group is None:
             raise ClosedError("the process group of these calls is destroyed")
         gather = StoreGather(group, self._settings.timeout_s)
-        needs = [Need(**values) for values in gather.all_gather("what the call needs", asdict(need))]
+        entries = gather.all_gather("what the call needs", [asdict(need), rejection])
+        if rejection:
+            raise _RejectedHereError(rejection)
+        reasons = [f"rank {rank} rejected its input: {reason}" for rank, (_, reason) in enumerate(entries) if reason]
+        if reasons:
+            raise RejectedInputError(f"the call was cancelled on all ranks, since {'; '.join(reasons)}")
+        needs = [Need(**values) for values, _ in entries]
         if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
             return False
         capacity = needs[0]
@@ -140,6 +185,7 @@ class GrowingCommunicator:
                 device=device,
             )
         )
+        self._device = device
         self._capacity = capacity  # only now: the next call tries again if there is no room for it
         return True
 

@@ -169,21 +169,24 @@ class HybridEPBuffer:
             scales of each row or ``None``; the rows of each local expert with padding, int64, in host memory unless
             ``non_blocking``; the handle, whose last element is int32 (1,) on the device, one if something was dropped.
         """
-        payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
-            return self._dispatch_again(payloads, handle, probs, topk_weights)
-        num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
-        lost = None
-        if routing_map is not None:
-            topk_idx = self._maps.indices_of(routing_map)
-            lost = self._maps.count_lost(routing_map, topk_idx)
-        if topk_idx is None:
-            raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
-        if probs is not None:
-            topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
-        static = _static_rows(num_permuted_tokens) if non_blocking else None
-        weights = None if topk_weights is None else topk_weights.float()
-        ids = topk_idx
+            return self._dispatch_again((hidden, scaling_factor), handle, probs, topk_weights)
+        with self._comms_of(self._num_experts).rejecting():
+            num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
+        comms = self._comms_of(num_experts)
+        with comms.rejecting():
+            payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
+            lost = None
+            if routing_map is not None:
+                topk_idx = self._maps.indices_of(routing_map)
+                lost = self._maps.count_lost(routing_map, topk_idx)
+            if topk_idx is None:
+                raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
+            if probs is not None:
+                topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+            static = _static_rows(num_permuted_tokens) if non_blocking else None
+            weights = None if topk_weights is None else topk_weights.float()
+            ids, need = topk_idx, self._need(payloads, topk_idx)
 
         def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, torch.Tensor, Dispatched]:
             padded = _padded(ids, capacity.num_topk, -1)
@@ -199,14 +202,15 @@ class HybridEPBuffer:
             )
             return comm, padded, sent
 
-        comm, ids, sent = self._comms_of(num_experts).run(self._need(payloads, ids), hidden.device, dispatch)
+        comm, ids, sent = comms.run(need, hidden.device, dispatch)
         self._maps.widen(ids.shape[1])
         counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
         if lost is not None:
             has_overflow = has_overflow | (lost > 0)
         if not non_blocking:
             counts = counts_on_host(sent)
-            self._maps.require_none_lost()
+            with comm.rejecting():
+                self._maps.require_none_lost()
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
@@ -235,11 +239,16 @@ class HybridEPBuffer:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
             token was not sent to; ``None`` without ``probs``.
         """
-        sent = _sent(handle)
-        launch = self._combine_launch
-        if probs is None:
-            return sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch), None
-        parts = (hidden.contiguous(), rows_of_weights(probs.reshape(-1).float(), sent.handle))
+        with self._comms_of(self._num_experts).rejecting_latest():
+            sent = _sent(handle)
+        launch, values_of_rows = self._combine_launch, None
+        with sent.comm.rejecting():
+            rows = hidden.contiguous()
+            if probs is not None:
+                values_of_rows = rows_of_weights(probs.reshape(-1).float(), sent.handle)
+        if values_of_rows is None:
+            return sent.comm.combine(rows, sent.handle, weights=None, launch=launch), None
+        parts = (rows, values_of_rows)
         sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
         return sums, dense_weights(sent.topk_idx, values, sent.num_experts)
 
@@ -268,18 +277,20 @@ class HybridEPBuffer:
         """
         payloads = [each for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
-            sent = checked_handle(handle[0])
+            with self._rank_rows.comms.rejecting_latest():
+                sent = checked_handle(handle[0])
             rows = dispatch_again(payloads, sent, self._dispatch_launch)
         else:
-            num_experts = self._count_experts(None, num_of_experts, routing_map)
-            if routing_map is not None:
-                topk_idx = self._maps.indices_of(routing_map)
-            if topk_idx is None:
-                raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
-            if probs is not None:
-                topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
-            is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
-            routing = (topk_idx, topk_weights, num_experts)
+            with self._rank_rows.comms.rejecting():
+                num_experts = self._count_experts(None, num_of_experts, routing_map)
+                if routing_map is not None:
+                    topk_idx = self._maps.indices_of(routing_map)
+                if topk_idx is None:
+                    raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
+                if probs is not None:
+                    topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+                is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
+                routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
         experts_of_rows, weights = sent.local_routing()
         of_node = None
@@ -304,27 +315,33 @@ class HybridEPBuffer:
         Returns:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
-        if handle is None:
-            raise ValueError("combine needs the handle of a dispatch")
-        sent = checked_handle(handle[0])
+        with self._rank_rows.comms.rejecting_latest():
+            if handle is None:
+                raise ValueError("combine needs the handle of a dispatch")
+            sent = checked_handle(handle[0])
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
-        return combine_dense(hidden, probs[:, self._local(sent)], sent, self._combine_launch)
+        with sent.comm.rejecting():
+            values = probs[:, self._local(sent)]
+        return combine_dense(hidden, values, sent, self._combine_launch)
 
     def _dispatch_again(
         self,
-        payloads: list[torch.Tensor],
+        given: tuple[torch.Tensor | None, ...],
         handle: tuple[Any, ...],
         probs: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
-        sent = _sent(handle)
+        with self._comms_of(self._num_experts).rejecting_latest():
+            sent = _sent(handle)
+        with sent.comm.rejecting():
+            payloads = [each.contiguous() for each in given if each is not None]
+            if probs is not None:
+                topk_weights = probs.gather(1, sent.topk_idx.clamp(min=0))
+            weights = None if topk_weights is None else topk_weights.float()
         rows = sent.comm.dispatch_again(payloads, sent.handle, launch=self._dispatch_launch)
-        if probs is not None:
-            topk_weights = probs.float().gather(1, sent.topk_idx.clamp(min=0))
-        weights = None
-        if topk_weights is not None:
-            weights = sent.comm.dispatch_weights(topk_weights.float(), sent.handle, launch=self._dispatch_launch)
+        if weights is not None:
+            weights = sent.comm.dispatch_weights(weights, sent.handle, launch=self._dispatch_launch)
         return rows[0], weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
 
     def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:

@@ -46,8 +46,9 @@ class FuscoTokenDispatcher(MoETokenDispatcher):
         """Return tokens (num_tokens, hidden) and the weights of their experts (num_tokens, num_topk)."""
         self._shape = tokens.shape
         tokens = tokens.view(-1, self._shape[-1])
-        self._topk_idx = map_to_indices(routing_map.view(len(tokens), -1), self.config.moe_router_topk)
-        return tokens, probs.view(len(tokens), -1).gather(1, self._topk_idx.clamp(min=0))
+        with self._rows.comms.rejecting():
+            self._topk_idx = map_to_indices(routing_map.view(len(tokens), -1), self.config.moe_router_topk)
+            return tokens, probs.view(len(tokens), -1).gather(1, self._topk_idx.clamp(min=0))
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send tokens to their experts; return the rows that arrived and their weights (num_rows,)."""

@@ -67,11 +67,15 @@ class RankRouting:
 
 
 class RankRows:
-    """Dispatch and combine of rank-major rows, on a communicator that grows."""
+    """Dispatch and combine of rank-major rows, on a communicator that grows.
+
+    Attributes:
+        comms: the communicator.
+    """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._comms = GrowingCommunicator(group, self._num_ranks, ranks_per_node=ranks_per_node)
+        self.comms = GrowingCommunicator(group, self._num_ranks, ranks_per_node=ranks_per_node)
 
     def dispatch(
         self,
@@ -96,18 +100,20 @@ class RankRows:
             Rows of each payload, and the routing.
         """
         topk_idx, topk_weights, num_experts = routing
-        words = self._words(payloads[0], topk_idx, topk_weights)
-        sent = [*(payload.contiguous() for payload in payloads), words]
-        ranks = torch.arange(self._num_ranks, device=words.device)
-        ranks_of_tokens = torch.where(is_token_in_rank, ranks, -1)
-        if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
-            ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
-        static = StaticRows(num_static_rows) if num_static_rows else None
+        with self.comms.rejecting():
+            words = self._words(payloads[0], topk_idx, topk_weights)
+            sent = [*(payload.contiguous() for payload in payloads), words]
+            ranks = torch.arange(self._num_ranks, device=words.device)
+            ranks_of_tokens = torch.where(is_token_in_rank, ranks, -1)
+            if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
+                ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
+            static = StaticRows(num_static_rows) if num_static_rows else None
+            need = _need(sent, ranks_of_tokens.shape[1])
 
         def dispatch(comm: Communicator, _: Need) -> tuple[Communicator, Dispatched]:
             return comm, comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
 
-        comm, arrived = self._comms.run(_need(sent, ranks_of_tokens.shape[1]), words.device, dispatch)
+        comm, arrived = self.comms.run(need, words.device, dispatch)
         rank_routing = RankRouting(
             comm, arrived.handle, self._rank, arrived.payloads[-1], topk_idx, num_experts, arrived.num_rows_per_expert
         )
@@ -115,7 +121,7 @@ class RankRows:
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks."""
-        self._comms.abort()
+        self.comms.abort()
 
     def _words(
         self, like: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
@@ -131,14 +137,18 @@ def dispatch_again(
     payloads: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Send other rows along a routing."""
-    return routing.comm.dispatch_again([each.contiguous() for each in payloads], routing.handle, launch=launch)
+    with routing.comm.rejecting():
+        rows = [each.contiguous() for each in payloads]
+    return routing.comm.dispatch_again(rows, routing.handle, launch=launch)
 
 
 def combine(
     parts: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Add up the rows of each token, one from each rank, in each of several tensors: (num_tokens, hidden)."""
-    return routing.comm.combine_all([part.contiguous() for part in parts], routing.handle, launch=launch)
+    with routing.comm.rejecting():
+        rows = [part.contiguous() for part in parts]
+    return routing.comm.combine_all(rows, routing.handle, launch=launch)
 
 
 def combine_dense(
@@ -149,9 +159,11 @@ def combine_dense(
     Returns (num_tokens, hidden), and float32 (num_tokens, num_experts). Values of experts that a row was not sent for
     are ignored.
     """
-    assert routing.topk_idx is not None
-    idx = routing.local_idx()
-    values = local_values.float().gather(1, idx.clamp(min=0)) * (idx >= 0)
+    with routing.comm.rejecting():
+        if routing.topk_idx is None:
+            raise ValueError("values of experts can be combined only if the dispatch had topk_idx")
+        idx = routing.local_idx()
+        values = local_values.float().gather(1, idx.clamp(min=0)) * (idx >= 0)
     sums, of_tokens = combine((rows, values), routing, launch)
     places = torch.where(routing.topk_idx < 0, routing.num_experts, routing.topk_idx)
     dense = of_tokens.new_zeros(len(of_tokens), routing.num_experts + 1)

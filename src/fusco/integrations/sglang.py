@@ -47,7 +47,8 @@ class FuscoDispatcher(BaseDispatcher):
             Rows and weights by local expert, and the ends of the experts' rows: the start of a block, which is a
             multiple of 128, and its number of rows.
         """
-        ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
+        with self._rows.comms.rejecting():
+            ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
         sent = self._sent = self._rows.dispatch([hidden_states], ids, weights, expert_alignment=_ALIGNMENT)
         counts = sent.dispatched.num_rows_per_expert
         blocks = (counts + _ALIGNMENT - 1).div(_ALIGNMENT, rounding_mode="floor") * _ALIGNMENT
@@ -63,11 +64,12 @@ class FuscoDispatcher(BaseDispatcher):
 
     def combine(self, combine_input: Any) -> torch.Tensor:
         """Return the sums of each token's rows, to which experts have applied the weights."""
-        if combine_input.format != CombineInputFormat.DEEPEP_V2 or combine_input.routewise_layout is not None:
-            raise ValueError(f"fusco combines weighted rows of DeepEP's second version, got {combine_input.format}")
-        if self._sent is None:
-            raise ValueError("combine needs a dispatch before it")
-        sent, self._sent = self._sent, None
+        with self._rows.comms.rejecting_latest():
+            if combine_input.format != CombineInputFormat.DEEPEP_V2 or combine_input.routewise_layout is not None:
+                raise ValueError(f"fusco combines weighted rows of DeepEP's second version, got {combine_input.format}")
+            if self._sent is None:
+                raise ValueError("combine needs a dispatch before it")
+            sent, self._sent = self._sent, None
         return sent.combine(combine_input.hidden_states, is_weighted=False)
 
 

@@ -47,15 +47,16 @@ def fused_moe_forward(
         fc1_1_2_weight: gates and the other factors (num_local_experts, 2 * inner, hidden).
         swiglu_limit: must be ``None``.
     """
-    if swiglu_limit is not None:
-        raise NotImplementedError(f"fusco's experts have no swiglu_limit, got {swiglu_limit}")
-    if fc1_1_2_weight is None:
-        if fc1_1_weight is None or fc1_2_weight is None:
-            raise ValueError("experts need fc1_1_2_weight, or fc1_1_weight and fc1_2_weight")
-        fc1_1_2_weight = torch.cat([fc1_1_weight, fc1_2_weight], dim=1)
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
     # As many multiprocessors as under FSDP, whose collectives run at the same time.
     rows, launch = ExpertRows.of_group(get_parallel_state().ep_group, num_experts), Launch(num_sms=FSDP_SMS)
+    with rows.comms.rejecting():
+        if swiglu_limit is not None:
+            raise NotImplementedError(f"fusco's experts have no swiglu_limit, got {swiglu_limit}")
+        if fc1_1_2_weight is None:
+            if fc1_1_weight is None or fc1_2_weight is None:
+                raise ValueError("experts need fc1_1_2_weight, or fc1_1_weight and fc1_2_weight")
+            fc1_1_2_weight = torch.cat([fc1_1_weight, fc1_2_weight], dim=1)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
     sent = rows.dispatch([x], selected_experts, routing_weights, with_weights=False, launch=launch)
     counts, up, down = sent.dispatched.num_rows_per_expert, fc1_1_2_weight.mT, fc2_weight.mT
     sizes = sent.counts_on_host.tolist()

@@ -92,16 +92,22 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             Rows (num_rows, hidden); ``None``; the rows of each local expert; the expert of each row, int64
             (num_rows, 1); and its weight, float32 (num_rows, 1).
         """
-        if quant_config.quant_dtype is not None and not defer_input_quant:
-            raise NotImplementedError(f"fusco's vLLM adapter is for unquantised rows, not {quant_config.quant_dtype}")
-        if num_experts != self._num_experts:
-            raise ValueError(f"num_experts={num_experts}, but the layer was made for {self._num_experts}")
-        self._check_map(expert_map)
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(f"weights are applied to the input for one expert per token, got {topk_ids.shape[1]}")
-            a1 = a1 * topk_weights.to(a1.dtype)
-        sent = self._sent = self._rows.dispatch([a1.contiguous()], topk_ids, topk_weights.float())
+        with self._rows.comms.rejecting():
+            if quant_config.quant_dtype is not None and not defer_input_quant:
+                raise NotImplementedError(
+                    f"fusco's vLLM adapter is for unquantised rows, not {quant_config.quant_dtype}"
+                )
+            if num_experts != self._num_experts:
+                raise ValueError(f"num_experts={num_experts}, but the layer was made for {self._num_experts}")
+            self._check_map(expert_map)
+            if apply_router_weight_on_input:
+                if topk_ids.shape[1] != 1:
+                    raise ValueError(
+                        f"weights are applied to the input for one expert per token, got {topk_ids.shape[1]}"
+                    )
+                a1 = a1 * topk_weights.to(a1.dtype)
+            a1, weights_of_tokens = a1.contiguous(), topk_weights.float()
+        sent = self._sent = self._rows.dispatch([a1], topk_ids, weights_of_tokens)
         rows, weights, counts = sent.dispatched.rows, sent.dispatched.weights, sent.dispatched.num_rows_per_expert
         assert weights is not None
         experts = torch.arange(self._local_experts.start, self._local_experts.stop, device=rows.device)
@@ -128,9 +134,10 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             apply_router_weight_on_input: weights are applied already.
             weight_and_reduce_impl: says whether experts have applied the weights.
         """
-        if self._sent is None:
-            raise ValueError("finalize needs a prepare before it")
-        sent, self._sent = self._sent, None
+        with self._rows.comms.rejecting_latest():
+            if self._sent is None:
+                raise ValueError("finalize needs a prepare before it")
+            sent, self._sent = self._sent, None
         rows, is_weighted = fused_expert_output, False
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             is_weighted = not apply_router_weight_on_input  # in the sums, in float32

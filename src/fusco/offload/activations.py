@@ -55,7 +55,8 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
 
     Use it around a forward pass; backward may run inside or outside. A tensor leaves the GPU while forward goes on, and
     the next ones return while backward computes. Results are bit-identical. Tensors that stay where they are: those
-    not on a GPU, parameters, small ones, and ones whose memory has gaps.
+    not on a GPU, parameters, small ones, subclasses such as ``DTensor``, and ones whose memory has gaps or has other
+    values than they (conjugated or negated views).
 
         with fusco.offload.offload_activations():
             loss = model(batch).loss
@@ -210,12 +211,12 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a piece of memory without gaps or overlaps, in any order.
+    """Return whether a tensor's elements fill a piece of memory without gaps or overlaps, in any order, as they are.
 
     >>> is_dense(torch.empty(2, 3).t()), is_dense(torch.empty(2, 3)[:, :2]), is_dense(torch.empty(1, 3).expand(2, 3))
     (True, False, False)
     """
-    if tensor.layout != torch.strided:
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

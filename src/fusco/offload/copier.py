@@ -7,6 +7,7 @@ import os
 import threading
 from contextlib import AbstractContextManager
 
+from fusco.control.keeping import leak
 from fusco.core.announcements import announce
 from fusco.core.errors import ClosedError, FuscoError, LaunchError
 from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
@@ -49,7 +50,11 @@ class Copier:
         self._events: list[int] = []  # free ones
         self._under_way: dict[Copy, tuple[int, object]] = {}  # with their event and what they keep
         self._lock, self._is_closed, self._pid = threading.Lock(), False, os.getpid()
-        self._links, self._reason = self._open_links()
+        try:
+            self._links, self._reason = self._open_links()
+        except BaseException:
+            self._resources.close()
+            raise
         self._too_small = f"copies of less than min_bytes, {self.settings.min_bytes:,}, are not worth it"
         atexit.register(self.close)
 
@@ -147,6 +152,9 @@ class Copier:
         try:
             for copy in list(self._under_way):
                 copy.synchronize()
+        except FuscoError:
+            leak(dict(self._under_way))  # the GPU may still read and write the memory of copies that have not ended
+            raise
         finally:
             if self._links is not None:
                 self._links.close()

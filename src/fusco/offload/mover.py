@@ -18,6 +18,7 @@ from fusco.rails.rail import MAX_RAILS
 MAX_SLOTS = 64  # chunks of a path that may be under way
 QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
 TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
+_LONGEST_S = 1e9  # of a wait: nanoseconds are counted in 64 bits
 SOURCE = Path(__file__).with_name("mover.c")
 
 
@@ -121,7 +122,7 @@ class Mover:
         with self._using() as handle:
             if handle is None:
                 return int(job.state) if job.state >= DONE else FAILED
-            timeout_ns = ctypes.c_int64(int(1e9 * timeout_s))
+            timeout_ns = ctypes.c_int64(int(1e9 * min(timeout_s, _LONGEST_S)))
             return int(self._library.fusco_wait(handle, ctypes.byref(job), ctypes.c_int(state), timeout_ns))
 
     def order(self, job: Job, stream: int) -> int:

@@ -45,6 +45,7 @@ class Relay:
         self._host, self.device, self.link = host, device, link
         self.held_bytes, self.reason = 0, "it was not opened"
         self._resources: Resources | None = None
+        self._is_draining = False  # also after an error: a drained path is given no chunks until it is opened again
 
     @property
     def is_open(self) -> bool:
@@ -92,7 +93,7 @@ class Relay:
         except OSError as error:
             self.close(f"its memory was given back, since {error}")
             return True
-        if self._host.budget.decide(free_bytes, self.held_bytes) == "keep":
+        if self._host.budget.decide(free_bytes, self.held_bytes) == "keep" and not self._is_draining:
             return False
         self.close(f"its memory was given back when only {free_bytes / (1 << 20):,.0f} MiB were free")
         return True
@@ -101,6 +102,7 @@ class Relay:
         """Drain the link and give everything back; raises ``TransportError`` if it does not drain."""
         if self._resources is None:
             return
+        self._is_draining = True
         rails = [2 * self.link + direction for direction in _DIRECTIONS]
         end = time.monotonic() + _DRAIN_S
         while under_way := sum([self._host.mover.drain_path(rail) for rail in rails]):
@@ -112,7 +114,7 @@ class Relay:
         try:
             self._resources.close()
         finally:
-            self._resources, self.held_bytes, self.reason = None, 0, reason
+            self._resources, self.held_bytes, self.reason, self._is_draining = None, 0, reason, False
 
     def _take(self, resources: Resources) -> Sequence[PathStreams]:
         """Map the buffers of both directions, once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -132,6 +134,42 @@ def test_permuted_tensors_keep_their_strides():
         (y := x.permute(2, 0, 1) * 2).square().sum().backward()
     assert y.stride() == (1, 48, 8)
     assert torch.equal(x.grad, 8 * x.detach())
+
+
+class RawMover(LateMover):
+    """Copies bytes at once, as the driver does, of tensors of any dtype."""
+
+    def is_movable(self, tensor):
+        return True
+
+    def _copy(self, source, name):
+        to = torch.empty(source.shape, dtype=source.dtype)
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+        self.copies.append(copy := LateCopy(to, source, self.log, name))
+        copy.is_done = True
+        return to, copy
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda x: torch._neg_view(x.abs())], ids=["conjugated", "negated"])
+def test_views_that_change_values_as_they_are_read_give_the_same_gradients(view):
+    def gradient(hooks):
+        x = torch.randn(64, dtype=torch.complex64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        with hooks:
+            y = view(x * 1)
+            (y * y).abs().sum().backward()
+        return x.grad
+
+    mover = RawMover()
+    hooks = offload_activations(min_bytes=4, mover=mover, max_pending_bytes=0)
+    assert torch.equal(gradient(hooks), gradient(contextlib.nullcontext()))
+    assert mover.copies  # others have left
+
+
+def test_subclasses_stay():
+    class Own(torch.Tensor):
+        pass
+
+    assert not is_dense(torch.zeros(4).as_subclass(Own))
 
 
 def test_a_tensor_that_is_written_before_it_has_left():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import signal
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -12,9 +15,9 @@ from simulated_copiers import MB, Host
 from simulated_gpus import GB, ILLEGAL_ADDRESS, PCIE
 
 from fusco.core import c_library
-from fusco.core.errors import ClosedError, LaunchError, TransportError
+from fusco.core.errors import ClosedError, FuscoError, LaunchError, TransportError
 from fusco.offload import OffloadSettings, RelayBudget
-from fusco.offload.mover import DONE, FAILED, FROM_HOST
+from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.board import Board
 from fusco.rails.limits import Limits
@@ -103,6 +106,27 @@ def test_every_wait_has_a_limit_and_says_for_what(host):
     host.copiers[0]._under_way.clear()
 
 
+@pytest.mark.parametrize("limit_s", [1e10, math.inf])  # 2**63 ns and more
+def test_the_limit_of_a_wait_may_be_any_number(host, limit_s):
+    host.open(0)
+    copy, waited = host.start(0, 64 * MB), []
+
+    def wait():
+        try:
+            copy.synchronize(limit_s)
+            waited.append(None)
+        except (FuscoError, OverflowError) as error:
+            waited.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert not waited
+    host.finish(copy)
+    waiting.join(10)
+    assert waited == [None]
+
+
 def test_a_closed_copier(tmp_path):
     host = Host(tmp_path)
     copier = host.open(0)
@@ -116,6 +140,21 @@ def test_a_closed_copier(tmp_path):
     assert not host.gpus.buffers
     assert not host.board.exists()
     assert host.gpus.contexts == {1000: 1, 1001: 0}  # the caller's
+
+
+def test_the_memory_of_a_copy_that_does_not_end_is_not_freed(host):
+    class Kept:
+        """A tensor of a copy."""
+
+    copier, kept = host.open(0, timeout_s=0.01), Kept()
+    host.gpus.work(host.streams[0], 100.0)
+    copier.copy(TO_HOST, 1 << 40, 1 << 50, 64 * MB, kept)
+    reference = weakref.ref(kept)
+    del kept
+    with pytest.raises(TransportError, match="it waits for earlier work of its stream"):
+        copier.close()
+    gc.collect()
+    assert reference() is not None
 
 
 def test_a_copier_that_is_closed_while_another_thread_waits(tmp_path):
@@ -174,9 +213,11 @@ def test_settings_that_cannot_be(wrong, error):
 
 
 def test_relays_that_cannot_be(tmp_path):
+    host = Host(tmp_path)
     with pytest.raises(
         ValueError, match=r"relays of GPU 0 must be other GPUs among the 2 of this process, got \[0, 2\]"
     ):
-        Host(tmp_path).open(0, relays=(0, 1, 2))
+        host.open(0, relays=(0, 1, 2))
+    assert host.gpus.contexts[1000] == 1  # of the host; the copier has given its own back
     with pytest.raises(ValueError, match="high_bytes must be at least low_bytes"):
         RelayBudget(high_bytes=MB)

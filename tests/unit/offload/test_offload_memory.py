@@ -10,7 +10,7 @@ from simulated_copiers import MB, Host
 from simulated_gpus import GB
 
 from fusco.core.errors import FuscoError, LaunchError, TransportError
-from fusco.offload import RelayBudget, shared_links
+from fusco.offload import RelayBudget, relay, shared_links
 from fusco.offload.links import NvmlError
 
 
@@ -37,6 +37,25 @@ def test_memory_that_runs_low_is_given_back_and_taken_again(host):
     assert "MiB of its memory are free, of 4,096 that must be" in copier.reason
     host.gpus.links.free[1], copier.links._next_try_s = 50 * GB, 0.0
     copier.links.keep()
+    assert copier.reason == ""
+    again = host.start(0, 256 * MB)
+    host.finish(again)
+    assert again.borrowed_bytes
+
+
+def test_a_relay_that_did_not_drain_in_time_is_used_again(host, monkeypatch):
+    copier, free = host.open(0), host.gpus.links.free
+    copy, before = host.start(0, 64 * MB), free[1]
+    copier.links.mover.step()  # chunks are on the relay
+    monkeypatch.setattr(relay, "_DRAIN_S", 0.0)
+    free[1] = RelayBudget().low_bytes - 1
+    with pytest.raises(TransportError, match="did not end in 0 s"):
+        copier.links.keep()
+    free[1] = before
+    host.finish(copy)
+    for _ in range(2):  # given back, and taken again
+        copier.links._next_try_s = 0.0
+        copier.links.keep()
     assert copier.reason == ""
     again = host.start(0, 256 * MB)
     host.finish(again)
