@@ -18,7 +18,7 @@ from fusco.cuda.kernels import compiler
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
-from fusco.cuda.kernels.comm import Failure, Report
+from fusco.cuda.kernels.comm import BadPair, Failure, Report
 from fusco.cuda.kernels.compiler import SOURCE_DIR, Compiler
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.gather_rows import gather_type
@@ -294,15 +294,15 @@ def test_a_struct_of_another_size_does_not_compile(tmp_path):
         Compiler("sm_90", tmp_path).compile("copy_segments", {**SMALLEST, "ARGUMENT_BYTES": 48})
 
 
-@pytest.mark.parametrize(("struct", "source"), [(Report, "plan.cu"), (Failure, "comm.cuh")])
+@pytest.mark.parametrize(("struct", "source"), [(Report, "plan.cu"), (BadPair, "plan.cu"), (Failure, "comm.cuh")])
 def test_words_in_host_memory_stand_where_the_source_says(struct, source):
     """No kernel takes these by value, so that no size is checked when it is compiled."""
     text = (SOURCE_DIR / source).read_text()
     body = re.sub(r"//.*", "", text.split(f"struct {struct.__name__} {{", 1)[1].split("};", 1)[0])
-    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32}
+    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "BadPair": BadPair}
     declared = [
         (name.strip(), types[kind])
-        for kind, names in re.findall(r"([ui]32) ([^;]+);", body)
+        for kind, names in re.findall(r"(u32|i32|BadPair) ([^;]+);", body)
         for name in names.split(",")
     ]
     assert declared == list(struct._fields_)

@@ -8,7 +8,7 @@ from fusco.ranks.failures import RankFailedError, RankFailure
 
 
 def raised(error):
-    def fail():
+    def fail(**_):
         raise error
 
     try:
