@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_jobs import Run, dispatcher_of, mesh_of
 from fsdp_models import Batch, loss_sum, make_model, num_targets, together
+from fsdp_runs import Run, dispatcher_of, mesh_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_jobs import Run, difference, mesh_of, parallel
 from fsdp_models import loss_sum, make_batch, make_model, num_targets, together
+from fsdp_runs import Run, difference, mesh_of, parallel
 from torch import nn
 
 from fusco import fsdp

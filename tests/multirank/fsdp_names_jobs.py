@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from fsdp_architectures import find_roots, make_root
-from fsdp_jobs import LIMIT_S, mesh_of
 from fsdp_models import SEQUENCE, make_model
+from fsdp_runs import LIMIT_S, mesh_of
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_jobs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from fsdp_models import SEQUENCE, alone, make_model
+from fsdp_runs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from gradient_jobs import launches
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

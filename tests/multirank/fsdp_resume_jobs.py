@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_architectures import make_root
-from fsdp_jobs import mesh_of
 from fsdp_models import make_model
+from fsdp_runs import mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from fsdp_jobs import LIMIT_S, difference, mesh_of
 from fsdp_models import SEQUENCE, VOCABULARY, make_batch, make_model
+from fsdp_runs import LIMIT_S, difference, mesh_of
 from torch import nn
 
 from fusco import Settings, fsdp

@@ -26,12 +26,10 @@ class LimitedWorld:
             self._world.run(self._first, self._world_size)
         self._world.start(function, self._world_size, *args, **kwargs)
         try:
-            outcomes = self._world.collect(range(self._world_size), timeout_s=self._limit_s)
-            assert all(is_ok for is_ok, _ in outcomes), outcomes
+            return self._world.results(range(self._world_size), timeout_s=self._limit_s)
         except BaseException:
             self.close()
             raise
-        return [outcome for _, outcome in outcomes]
 
     def close(self):
         if self._world:
@@ -43,7 +41,7 @@ class LimitedWorld:
 
 def limited_world(world_of, num_ranks):
     """A world whose default group has exactly ``num_ranks`` ranks, as device meshes require."""
-    from fsdp_jobs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
+    from fsdp_runs import LIMIT_S, import_models  # noqa: PLC0415  needs transformers
 
     device = world_of.removesuffix("-nodes")
     # Kernels are compiled when they are first used.

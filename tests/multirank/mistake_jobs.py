@@ -13,17 +13,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from mistakes import GOOD, HIDDEN, MISTAKES, Scene, whole
 from rank_setup import Setup, check_combine, law_of
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
-from torch.testing._internal.two_tensor import TwoTensor
 
 import fusco
 from comparison import assert_same_bits, world_rows
 from fusco.cpu.recycler import OutputRecycler
 from generator import any_bits
-
-HIDDEN = 3
 
 
 @dataclass(frozen=True)
@@ -35,18 +31,6 @@ class Outcome:
     seconds: float
 
 
-@dataclass
-class Scene:
-    """A communicator after one dispatch, and valid arguments for the next calls."""
-
-    comm: fusco.Communicator
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    handle: fusco.Handle
-    y: torch.Tensor
-
-
 def attempt(call: Callable[[], Any]) -> Outcome:
     start = time.monotonic()
     try:
@@ -56,21 +40,16 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     return Outcome("", "", time.monotonic() - start)
 
 
-def make_mistake(
-    group: dist.ProcessGroup,
-    setup: Setup,
-    mistaken_rank: int,
-    mistake: Callable[[Scene], Any],
-    good_call: Callable[[Scene], Any],
-) -> Outcome:
-    """Call ``mistake`` on one rank and ``good_call`` on all others; afterwards all collectives work."""
+def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, name: str) -> Outcome:
+    """Make a call of ``MISTAKES`` on one rank, and its verb on all others; afterwards all collectives work."""
+    mistake = MISTAKES[name]
     with setup.open(group) as comm:
         case = setup.case("ragged", 5, comm.topology.world_size, setup.num_topk)
         ids, weights = case.topk_idx(comm.rank), case.topk_weights(comm.rank)
         x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
         dispatched = comm.dispatch(x, ids, weights)
         scene = Scene(comm, x, ids, weights, dispatched.handle, dispatched.rows.clone())
-        outcome = attempt(lambda: (mistake if comm.rank == mistaken_rank else good_call)(scene))
+        outcome = attempt(lambda: (mistake.call if comm.rank == mistaken_rank else GOOD[mistake.verb])(scene))
         check_that_it_works(comm, setup)
     return outcome
 
@@ -83,328 +62,6 @@ def check_that_it_works(comm: fusco.Communicator, setup: Setup) -> None:
     assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch after a mistake")
     y = world_rows(law, HIDDEN, torch.float32, 1)
     check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y)
-
-
-# Good calls.
-
-
-def dispatch(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights)
-
-
-def dispatch_again(scene: Scene) -> None:
-    scene.comm.dispatch_again(scene.x, scene.handle)
-
-
-def combine(scene: Scene) -> None:
-    scene.comm.combine(scene.y, scene.handle)
-
-
-def shuffle(scene: Scene) -> None:
-    scene.comm.shuffle({}, {})
-
-
-# Mistakes in dispatch.
-
-
-def ids_of_wrong_dtype(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids.float(), scene.weights)
-
-
-def ids_of_wrong_shape(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids[:, 0])
-
-
-def ids_as_list(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids.tolist(), scene.weights)  # type: ignore[arg-type]
-
-
-def id_too_large(scene: Scene) -> None:
-    ids = scene.ids.clone()
-    ids[0, 1] = scene.comm.placement.num_experts
-    scene.comm.dispatch(scene.x, ids, scene.weights)
-
-
-def id_below_minus_one(scene: Scene) -> None:
-    ids = scene.ids.clone()
-    ids[0, 0] = -2
-    scene.comm.dispatch(scene.x, ids, scene.weights)
-
-
-def ids_on_another_device(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids.to("meta"))
-
-
-def too_many_experts(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids.repeat(1, 2))
-
-
-def too_many_tokens(scene: Scene) -> None:
-    scene.comm.dispatch(torch.ones(100, HIDDEN), torch.zeros(100, scene.ids.shape[1], dtype=torch.int64))
-
-
-def rows_too_wide(scene: Scene) -> None:
-    scene.comm.dispatch(torch.ones(len(scene.ids), 65), scene.ids, scene.weights)
-
-
-def rows_too_wide_together(scene: Scene) -> None:
-    scene.comm.dispatch([torch.ones(len(scene.ids), 33)] * 2, scene.ids, scene.weights)
-
-
-def rows_without_elements(scene: Scene) -> None:
-    scene.comm.dispatch(torch.ones(len(scene.ids), 0), scene.ids, scene.weights)
-
-
-def too_few_rows(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x[1:], scene.ids, scene.weights)
-
-
-def no_payload(scene: Scene) -> None:
-    scene.comm.dispatch([], scene.ids, scene.weights)
-
-
-def nine_payloads(scene: Scene) -> None:
-    scene.comm.dispatch([scene.x] * 9, scene.ids, scene.weights)
-
-
-def rows_of_no_tensor(scene: Scene) -> None:
-    scene.comm.dispatch(None, scene.ids, scene.weights)  # type: ignore[arg-type]
-
-
-def rows_on_another_device(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x.to("meta"), scene.ids, scene.weights)
-
-
-def sparse_rows(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x.to_sparse(), scene.ids, scene.weights)
-
-
-def weights_of_wrong_shape(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights[:, :1])
-
-
-def weights_of_wrong_dtype(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.ids)
-
-
-def weights_wanted_but_not_given(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, with_weights=True)
-
-
-def alignment_of_zero(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=0)
-
-
-def alignment_of_no_integer(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=1.5)  # type: ignore[arg-type]
-
-
-def alignment_beyond_counting(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights, expert_alignment=10**12)
-
-
-def weights_that_cannot_be_read(scene: Scene) -> None:
-    out_of_memory = torch.OutOfMemoryError("no memory for weights")
-    weights = scene.weights.bfloat16()  # which travel as float32
-    with mock.patch.object(torch.Tensor, "float", side_effect=out_of_memory):
-        scene.comm.dispatch(scene.x, scene.ids, weights)
-
-
-def too_few_static_rows(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights, static=fusco.StaticRows(1))
-
-
-def gradients_of_two_payloads(scene: Scene) -> None:
-    scene.comm.dispatch([scene.x, scene.x.clone().requires_grad_()], scene.ids, scene.weights)
-
-
-# Tensors without plain memory.
-
-
-def quantised_rows(scene: Scene) -> None:
-    scene.comm.dispatch(torch.quantize_per_tensor(scene.x, 0.1, 0, torch.qint8), scene.ids, scene.weights)
-
-
-def nested_rows(scene: Scene) -> None:
-    rows = torch.nested.nested_tensor([torch.ones(HIDDEN) for _ in scene.x])
-    scene.comm.dispatch(rows, scene.ids, scene.weights)
-
-
-def fake_rows(scene: Scene) -> None:
-    scene.comm.dispatch(FakeTensorMode().from_tensor(scene.x), scene.ids, scene.weights)
-
-
-def freed_rows(scene: Scene) -> None:
-    rows = scene.x.clone()
-    rows.untyped_storage().resize_(0)
-    scene.comm.dispatch(rows, scene.ids, scene.weights)
-
-
-def rows_of_a_mesh(scene: Scene) -> None:
-    class OfMesh(TwoTensor):
-        """A tensor subclass whose values are in other tensors, as in DTensor."""
-
-    scene.comm.dispatch(OfMesh(scene.x, scene.x), scene.ids, scene.weights)
-
-
-def fake_ids(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, FakeTensorMode().from_tensor(scene.ids), scene.weights)
-
-
-def rows_under_grad(scene: Scene) -> None:
-    torch.func.grad(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows.sum())(scene.x)
-
-
-def plain_rows_under_grad(scene: Scene) -> None:
-    torch.func.grad(lambda x: (scene.comm.dispatch(scene.x, scene.ids, scene.weights), x.sum())[1])(scene.x)
-
-
-def rows_under_vmap(scene: Scene) -> None:
-    torch.func.vmap(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows)(scene.x[None])
-
-
-def rows_under_jvp(scene: Scene) -> None:
-    torch.func.jvp(lambda x: scene.comm.dispatch(x, scene.ids, scene.weights).rows, (scene.x,), (scene.x,))
-
-
-def rows_with_a_tangent(scene: Scene) -> None:
-    with forward_ad.dual_level():
-        scene.comm.dispatch(forward_ad.make_dual(scene.x, scene.x), scene.ids, scene.weights)
-
-
-def rows_while_faking(scene: Scene) -> None:
-    with FakeTensorMode():
-        scene.comm.dispatch(scene.x, scene.ids, scene.weights)
-
-
-def y_under_grad(scene: Scene) -> None:
-    torch.func.grad(lambda y: scene.comm.combine(y, scene.handle).sum())(scene.y)
-
-
-def shuffle_of_freed_memory(scene: Scene) -> None:
-    base = torch.zeros(2)
-    segments = whole(base)
-    base.untyped_storage().resize_(0)
-    scene.comm.shuffle({0: segments}, {})
-
-
-def exchange(scene: Scene) -> None:
-    scene.comm.all_to_all(torch.zeros(4, HIDDEN), torch.ones(4, HIDDEN))
-
-
-def exchange_of_quantised_rows(scene: Scene) -> None:
-    source = torch.quantize_per_tensor(torch.ones(4, HIDDEN), 0.1, 0, torch.qint8)
-    scene.comm.all_to_all(torch.empty_like(source), source)
-
-
-# Mistakes in dispatch_again and combine.
-
-
-def again_with_other_tokens(scene: Scene) -> None:
-    scene.comm.dispatch_again(torch.ones(len(scene.x) + 1, HIDDEN), scene.handle)
-
-
-def again_along_no_handle(scene: Scene) -> None:
-    scene.comm.dispatch_again(scene.x, scene.handle.plan)  # type: ignore[arg-type]
-
-
-def y_of_wrong_length(scene: Scene) -> None:
-    scene.comm.combine(torch.ones(len(scene.y) + 1, HIDDEN), scene.handle)
-
-
-def y_of_three_dimensions(scene: Scene) -> None:
-    scene.comm.combine(scene.y[:, :, None], scene.handle)
-
-
-def y_of_wrong_dtype(scene: Scene) -> None:
-    scene.comm.combine(scene.y.long(), scene.handle)
-
-
-def y_too_wide(scene: Scene) -> None:
-    scene.comm.combine(torch.ones(len(scene.y), 65), scene.handle)
-
-
-def y_of_no_tensor(scene: Scene) -> None:
-    scene.comm.combine(scene.y.tolist(), scene.handle)  # type: ignore[arg-type]
-
-
-def combine_with_a_tensor_of_weights(scene: Scene) -> None:
-    scene.comm.combine(scene.y, scene.handle, weights=torch.ones(len(scene.y)))  # type: ignore[arg-type]
-
-
-def combine_with_other_weights(scene: Scene) -> None:
-    scene.comm.combine(scene.y, scene.handle, weights="softmax")  # type: ignore[arg-type]
-
-
-# Mistakes in shuffle.
-
-
-def shuffle_with_an_unknown_rank(scene: Scene) -> None:
-    scene.comm.shuffle({17: whole(torch.zeros(2))}, {})
-
-
-def shuffle_of_no_segments(scene: Scene) -> None:
-    scene.comm.shuffle({0: torch.zeros(2)}, {})  # type: ignore[dict-item]
-
-
-def shuffle_of_no_mapping(scene: Scene) -> None:
-    scene.comm.shuffle(None, {})  # type: ignore[arg-type]
-
-
-def shuffle_without_receive(scene: Scene) -> None:
-    scene.comm.shuffle({}, None)  # type: ignore[arg-type]
-
-
-def shuffle_with_a_string(scene: Scene) -> None:
-    scene.comm.shuffle({"a": whole(torch.zeros(2))}, {})  # type: ignore[dict-item]
-
-
-def whole(base: torch.Tensor) -> fusco.Segments:
-    return fusco.Segments(base, torch.tensor([0]), torch.tensor([base.nbytes]))
-
-
-# Calls that do not match those of the other ranks.
-
-
-def dispatch_other_width(scene: Scene) -> None:
-    scene.comm.dispatch(torch.ones(len(scene.x), HIDDEN + 1), scene.ids, scene.weights)
-
-
-def dispatch_other_dtype(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x.half(), scene.ids, scene.weights)
-
-
-def dispatch_other_num_topk(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids[:, 1:], scene.weights[:, 1:])
-
-
-def dispatch_without_weights(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids)
-
-
-def dispatch_other_weights(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x, scene.ids, scene.weights.double())
-
-
-def dispatch_with_gradients(scene: Scene) -> None:
-    scene.comm.dispatch(scene.x.clone().requires_grad_(), scene.ids, scene.weights)
-
-
-def dispatch_more_payloads(scene: Scene) -> None:
-    scene.comm.dispatch([scene.x, scene.x], scene.ids, scene.weights)
-
-
-def combine_other_dtype(scene: Scene) -> None:
-    scene.comm.combine(scene.y.bfloat16(), scene.handle)
-
-
-def combine_unweighted(scene: Scene) -> None:
-    scene.comm.combine(scene.y, scene.handle, weights=None)
-
-
-def shuffle_to_all(scene: Scene) -> None:
-    everyone = range(scene.comm.topology.world_size)
-    scene.comm.shuffle({rank: whole(torch.zeros(2)) for rank in everyone}, {})
 
 
 # Communicators that are closed, foreign, or cannot be created.

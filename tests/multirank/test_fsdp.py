@@ -12,9 +12,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
+import fsdp_error_jobs as error_jobs
 import fsdp_jobs as jobs
-from fsdp_jobs import Run
+import fsdp_transformers_jobs as transformers_jobs
 from fsdp_models import SEQUENCE, make_model
+from fsdp_runs import Run
 
 from fusco import StaticRows
 from fusco.fsdp import TorchDispatcher
@@ -177,30 +179,30 @@ def test_gradient_accumulation(four, ep_size):
     ],
 )
 def test_what_cannot_be_sharded_is_named(four, run, changes, text):
-    assert four.run(jobs.error_of, run, changes) == [text] * 4
+    assert four.run(error_jobs.error_of, run, changes) == [text] * 4
 
 
 @pytest.mark.cpu_only
 def test_an_unknown_checkpointing_mode(four):
-    for text in four.run(jobs.error_of, Run(recomputes="all"), {}):
+    for text in four.run(error_jobs.error_of, Run(recomputes="all"), {}):
         assert text == "activation_checkpointing must be one of ('none', 'full', 'selective'), got 'all'"
 
 
 @pytest.mark.cpu_only
 def test_a_model_without_experts(four):
-    for text in four.run(jobs.error_of, Run(), {"decoder_sparse_step": 5}):
+    for text in four.run(error_jobs.error_of, Run(), {"decoder_sparse_step": 5}):
         assert text.startswith("Qwen3MoeForCausalLM has no module of experts")
 
 
 @pytest.mark.cpu_only
 def test_weights_that_differ_between_ranks(four):
-    for text in four.run(jobs.error_of, Run(), {}, seed_by_rank=True):
+    for text in four.run(error_jobs.error_of, Run(), {}, seed_by_rank=True):
         assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")
 
 
 @pytest.mark.cpu_only
 def test_what_cannot_be_parallelized_is_rejected_on_all_ranks_before_anything_changes(four):
-    for rank, errors in enumerate(four.run(jobs.errors_of_misuse)):
+    for rank, errors in enumerate(four.run(error_jobs.errors_of_misuse)):
         ours, theirs = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
         wrong_group = f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}"
         assert errors["another group"] == wrong_group
@@ -228,15 +230,15 @@ def test_experts_are_sharded_a_layer_at_a_time(four, ep_size):
 @pytest.mark.cpu_only
 def test_meshes_that_do_not_fit(four):
     assert (
-        four.run(jobs.error_of_mesh, 3, 1)
+        four.run(error_jobs.error_of_mesh, 3, 1)
         == ["ep_size=3 times dp_replicate=1 does not divide the 4 ranks of the default process group"] * 4
     )
-    assert four.run(jobs.error_of_mesh, 0, 1) == ["ep_size must be positive, got 0"] * 4
+    assert four.run(error_jobs.error_of_mesh, 0, 1) == ["ep_size must be positive, got 0"] * 4
 
 
 @pytest.mark.cpu_only
 def test_more_tokens_than_the_dispatcher_was_made_for(four):
-    for text in four.run(jobs.error_of_too_many_tokens):
+    for text in four.run(error_jobs.error_of_too_many_tokens):
         assert "max_tokens_per_rank=1" in text
 
 
@@ -247,7 +249,7 @@ def test_more_tokens_than_the_dispatcher_was_made_for(four):
     ids=["static rows", "torch"],
 )
 def test_experts_implementations_with_static_rows_or_another_dispatcher(four, options):
-    for differences in four.run(jobs.differences_through_experts_functions, "qwen3", 4, **options):
+    for differences in four.run(transformers_jobs.differences_through_experts_functions, "qwen3", 4, **options):
         assert_small(differences)
 
 
@@ -258,7 +260,7 @@ def test_experts_implementations_with_static_rows_or_another_dispatcher(four, op
 @pytest.mark.parametrize(("ep_size", "tp_size"), [(2, 1), (4, 1), (4, 2)])
 def test_models_that_transformers_distributes(four, tmp_path, ep_size, tp_size):
     make_model("qwen3").save_pretrained(tmp_path)
-    for differences in four.run(jobs.differences_through_transformers, tmp_path, ep_size, tp_size):
+    for differences in four.run(transformers_jobs.differences_through_transformers, tmp_path, ep_size, tp_size):
         assert_small(differences)
 
 
@@ -266,7 +268,7 @@ def test_models_that_transformers_distributes(four, tmp_path, ep_size, tp_size):
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, kind, ep_size):
-    for differences in four.run(jobs.differences_through_experts_functions, kind, ep_size):
+    for differences in four.run(transformers_jobs.differences_through_experts_functions, kind, ep_size):
         assert_small(differences)
 
 
@@ -276,24 +278,24 @@ def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, k
 )
 def test_transformers_cannot_distribute_experts_of_another_formula(four, tmp_path):
     make_model("qwen3").save_pretrained(tmp_path)
-    for text in four.run(jobs.error_of_another_formula_through_transformers, tmp_path):
+    for text in four.run(transformers_jobs.error_of_another_formula_through_transformers, tmp_path):
         assert text.startswith("Qwen3MoeExperts computes something else than fusco")
 
 
 @pytest.mark.cpu_only
 def test_experts_of_another_formula_cannot_call_fusco_by_name(two):
-    for text in two.run(jobs.error_of_another_formula_by_name):
+    for text in two.run(transformers_jobs.error_of_another_formula_by_name):
         assert text.startswith("Qwen3MoeExperts computes something else than fusco")
 
 
 @pytest.mark.cpu_only
 def test_models_that_call_fusco_by_name_are_not_kept_alive(two):
-    two.run(jobs.check_that_models_go)
+    two.run(transformers_jobs.check_that_models_go)
 
 
 @pytest.mark.cpu_only
 def test_experts_that_are_not_distributed(four):
-    for text in four.run(jobs.error_of_undistributed_experts):
+    for text in four.run(error_jobs.error_of_undistributed_experts):
         assert text == (
             "MixtralExperts has 8 experts and this rank has 8 of them, but 2 ranks share them: distribute its "
             "parameters on dimension 0 first"

@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 
 import fsdp_checkpoint_jobs as jobs
 import transformers
-from fsdp_jobs import Run
 from fsdp_models import make_model
+from fsdp_runs import Run
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
 import fsdp_ops_jobs as jobs
-from fsdp_jobs import Run
+from fsdp_runs import Run
 from test_fsdp import assert_small
 
 from fusco import Launch

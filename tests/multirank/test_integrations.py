@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deep_ep_jobs
 import integration_jobs as jobs
 import pytest
 
@@ -64,6 +65,10 @@ def test_a_handle_replays_rows_and_weights(world):
     world.run(jobs.check_replay, 2)
 
 
+def test_one_buffer_serves_layers_with_different_numbers_of_experts(world):
+    world.run(jobs.check_layers_with_different_experts, 2)
+
+
 def test_rows_of_bytes_come_back_wider(world):
     world.run(jobs.check_fp8, 2)
 
@@ -74,16 +79,16 @@ def test_a_dispatch_that_does_not_block_has_the_rows_asked_for(world):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_deep_ep_moves_one_row_for_each_token_and_rank(world, num_ranks):
-    world.run(jobs.check_deep_ep, num_ranks)
+    world.run(deep_ep_jobs.check_deep_ep, num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_second_versions_rows_are_by_expert(world, num_ranks):
-    world.run(jobs.check_elastic, num_ranks)
+    world.run(deep_ep_jobs.check_elastic, num_ranks)
 
 
 def test_the_second_version_refuses_other_layouts_in_a_sentence(world):
-    texts, _ = world.run(jobs.elastic_refusals, 2)
+    texts, _ = world.run(deep_ep_jobs.elastic_refusals, 2)
     assert len(texts) == 8
     assert texts[1].startswith("NotImplementedError: fusco's ElasticBuffer has DeepEP's expanded dispatch")
     assert texts[4] == "ValueError: dispatch with do_cpu_sync=False needs num_max_tokens_per_rank"

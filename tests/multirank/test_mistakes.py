@@ -7,6 +7,7 @@ import dataclasses
 import mistake_jobs as jobs
 import pytest
 from mistake_jobs import Outcome
+from mistakes import BAD_INPUTS, MISMATCHES, MISTAKES, NOT_MOVABLE
 from rank_setup import Setup
 
 from fusco import Settings
@@ -27,94 +28,16 @@ def kinds(outcomes: list[Outcome]) -> list[str]:
     return [outcome.kind for outcome in outcomes]
 
 
-def make(world, mistake, good_call, setup=SETUP) -> list[Outcome]:
-    return world.run(jobs.make_mistake, 4, setup, MISTAKEN, mistake, good_call)
-
-
-# The invalid call, the call of the others, and the error: its type and phrases of its text.
-BAD_INPUTS = [
-    (jobs.ids_of_wrong_dtype, jobs.dispatch, "TypeError", ["int32 or int64", "torch.float32"]),
-    (jobs.ids_of_wrong_shape, jobs.dispatch, "ValueError", ["topk_idx"]),
-    (jobs.ids_as_list, jobs.dispatch, "TypeError", ["topk_idx", "list"]),
-    (jobs.id_too_large, jobs.dispatch, "ValueError", ["topk_idx[0, 1] = 8", "0 to 7"]),
-    (jobs.id_below_minus_one, jobs.dispatch, "ValueError", ["topk_idx[0, 0] = -2", "0 to 7"]),
-    (jobs.ids_on_another_device, jobs.dispatch, "ValueError", ["topk_idx", "meta", "the communicator on"]),
-    (jobs.too_many_experts, jobs.dispatch, "ValueError", ["6 experts per token", "3"]),
-    (jobs.too_many_tokens, jobs.dispatch, "ValueError", ["100 tokens", "max_tokens_per_rank=20"]),
-    (jobs.rows_too_wide, jobs.dispatch, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
-    (jobs.rows_too_wide_together, jobs.dispatch, "ValueError", ["264 bytes", "max_bytes_per_token=256"]),
-    (jobs.rows_without_elements, jobs.dispatch, "ValueError", ["without elements"]),
-    (jobs.too_few_rows, jobs.dispatch, "ValueError", ["payload 0", "tokens"]),
-    (jobs.no_payload, jobs.dispatch, "ValueError", ["1 to 8 payloads", "got 0"]),
-    (jobs.nine_payloads, jobs.dispatch, "ValueError", ["1 to 8 payloads", "got 9"]),
-    (jobs.rows_of_no_tensor, jobs.dispatch, "TypeError", ["payload 0", "NoneType"]),
-    (jobs.rows_on_another_device, jobs.dispatch, "ValueError", ["payload 0", "meta", "the communicator on"]),
-    (jobs.sparse_rows, jobs.dispatch, "TypeError", ["payload 0", "sparse"]),
-    (jobs.weights_of_wrong_shape, jobs.dispatch, "ValueError", ["topk_weights has shape"]),
-    (jobs.weights_of_wrong_dtype, jobs.dispatch, "TypeError", ["topk_weights", "torch.int64"]),
-    (jobs.weights_wanted_but_not_given, jobs.dispatch, "ValueError", ["with_weights"]),
-    (jobs.alignment_of_zero, jobs.dispatch, "ValueError", ["expert_alignment", "0"]),
-    (jobs.alignment_of_no_integer, jobs.dispatch, "TypeError", ["expert_alignment", "1.5"]),
-    (
-        jobs.alignment_beyond_counting,
-        jobs.dispatch,
-        "ValueError",
-        ["at most 2147483647, got 1000000000000"],
-    ),
-    (jobs.weights_that_cannot_be_read, jobs.dispatch, "OutOfMemoryError", ["no memory for weights"]),
-    (jobs.gradients_of_two_payloads, jobs.dispatch, "ValueError", ["single payload"]),
-    (jobs.again_with_other_tokens, jobs.dispatch_again, "ValueError", ["payload 0", "tokens"]),
-    (jobs.again_along_no_handle, jobs.dispatch_again, "TypeError", ["handle", "Plan"]),
-    (jobs.y_of_wrong_length, jobs.combine, "ValueError", ["y must be"]),
-    (jobs.y_of_three_dimensions, jobs.combine, "ValueError", ["y must be"]),
-    (jobs.y_of_wrong_dtype, jobs.combine, "TypeError", ["torch.int64"]),
-    (jobs.y_too_wide, jobs.combine, "ValueError", ["260 bytes", "max_bytes_per_token=256"]),
-    (jobs.y_of_no_tensor, jobs.combine, "TypeError", ["y must be a tensor", "list"]),
-    (jobs.combine_with_a_tensor_of_weights, jobs.combine, "TypeError", ["must be 'topk' or None, got a tensor"]),
-    (jobs.combine_with_other_weights, jobs.combine, "ValueError", ["must be 'topk' or None, got 'softmax'"]),
-    (jobs.shuffle_with_an_unknown_rank, jobs.shuffle, "ValueError", ["[17]", "4"]),
-    (jobs.shuffle_of_no_segments, jobs.shuffle, "TypeError", ["Segments", "Tensor"]),
-    (jobs.shuffle_of_no_mapping, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
-    (jobs.shuffle_without_receive, jobs.shuffle, "TypeError", ["mappings", "NoneType"]),
-    (jobs.shuffle_with_a_string, jobs.shuffle, "TypeError", ["ranks, which are integers, got 'a'"]),
-]
-
-
-# Likewise, with TypeError as the type: tensors without plain memory.
-NOT_MOVABLE = [
-    (jobs.quantised_rows, jobs.dispatch, ["payload 0 is quantised (torch.qint8)"]),
-    (jobs.nested_rows, jobs.dispatch, ["payload 0 is a nested tensor"]),
-    (jobs.fake_rows, jobs.dispatch, ["payload 0 is a FakeTensor"]),
-    (jobs.freed_rows, jobs.dispatch, ["payload 0 has", "its storage has 0"]),
-    (jobs.rows_of_a_mesh, jobs.dispatch, ["payload 0 is a OfMesh", "to_local() of a DTensor"]),
-    (jobs.fake_ids, jobs.dispatch, ["topk_idx is a FakeTensor"]),
-    (jobs.rows_under_grad, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
-    (jobs.plain_rows_under_grad, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
-    (jobs.rows_under_vmap, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
-    (jobs.rows_under_jvp, jobs.dispatch, ["dispatch was called inside a transform of torch.func"]),
-    (jobs.rows_with_a_tangent, jobs.dispatch, ["payload 0 has a tangent"]),
-    (jobs.rows_while_faking, jobs.dispatch, ["dispatch was called while PyTorch traces"]),
-    (jobs.y_under_grad, jobs.combine, ["combine was called inside a transform of torch.func"]),
-    (jobs.shuffle_of_freed_memory, jobs.shuffle, ["the base of segments for rank 0 has 8 bytes", "storage has 0"]),
-    (jobs.exchange_of_quantised_rows, jobs.exchange, ["output is quantised (torch.qint8)"]),
-]
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("mistake", "good_call", "phrases"), NOT_MOVABLE, ids=[mistake.__name__ for mistake, *_ in NOT_MOVABLE]
-)
-def test_tensors_without_plain_memory_are_rejected_before_any_transfer(world, mistake, good_call, phrases):
-    check_rejection(make(world, mistake, good_call), "TypeError", phrases)
+def make(world, name, setup=SETUP) -> list[Outcome]:
+    return world.run(jobs.make_mistake, 4, setup, MISTAKEN, name)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "good_call", "kind", "phrases"), BAD_INPUTS, ids=[mistake.__name__ for mistake, *_ in BAD_INPUTS]
+    "name", [*BAD_INPUTS, *(pytest.param(name, marks=pytest.mark.cpu_only) for name in NOT_MOVABLE)]
 )
-def test_bad_input_is_rejected_on_its_rank_and_cancels_the_collective_on_all_others(
-    world, mistake, good_call, kind, phrases
-):
-    check_rejection(make(world, mistake, good_call), kind, phrases)
+def test_bad_input_is_rejected_on_its_rank_and_cancels_the_collective_on_all_others(world, name):
+    mistake, outcomes = MISTAKES[name], make(world, name)
+    check_rejection(outcomes, mistake.kind, mistake.phrases)
 
 
 def check_rejection(outcomes, kind, phrases):
@@ -126,7 +49,7 @@ def check_rejection(outcomes, kind, phrases):
 
 @pytest.mark.cpu_only
 def test_too_few_static_rows(world):
-    outcomes = make(world, jobs.too_few_static_rows, jobs.dispatch)
+    outcomes = make(world, "too_few_static_rows")
     assert kinds(outcomes) == ["RowOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
     assert "StaticRows(1)" in outcomes[MISTAKEN].text
 
@@ -189,43 +112,20 @@ def test_a_handle_of_another_communicator(world):
         assert all("another communicator" in outcome.text for outcome in outcomes)
 
 
-# Calls that do not match, and phrases of the error of all ranks.
-MISMATCHES = [
-    (jobs.dispatch_other_width, jobs.dispatch, ["['float32[3]'] on ranks 0, 1, 3", "['float32[4]'] on rank 2"]),
-    (jobs.dispatch_other_dtype, jobs.dispatch, ["float32[3]", "float16[3]"]),
-    (jobs.dispatch_other_num_topk, jobs.dispatch, ["num_topk is 3 on ranks 0, 1, 3, 2 on rank 2"]),
-    (jobs.dispatch_without_weights, jobs.dispatch, ["topk_weights", "none on rank 2"]),
-    (jobs.dispatch_other_weights, jobs.dispatch, ["topk_weights", "torch.float64 on rank 2"]),
-    (jobs.dispatch_with_gradients, jobs.dispatch, ["requires_grad"]),
-    (jobs.dispatch_more_payloads, jobs.dispatch, ["payloads"]),
-    (jobs.combine_other_dtype, jobs.combine, ["float32[3]", "bfloat16[3] on rank 2"]),
-    (jobs.combine_unweighted, jobs.combine, ["is_weighted"]),
-    (jobs.combine, jobs.dispatch, ["different collectives", "dispatch on ranks 0, 1, 3", "combine on rank 2"]),
-    (jobs.dispatch, jobs.combine, ["combine on ranks 0, 1, 3", "dispatch on rank 2"]),
-    (jobs.dispatch_again, jobs.dispatch, ["dispatch on ranks 0, 1, 3", "dispatch_again on rank 2"]),
-    (jobs.shuffle, jobs.combine, ["shuffle on rank 2"]),
-    (jobs.shuffle_to_all, jobs.shuffle, ["rank 2 sends 8 bytes to rank 0, which expects 0"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "others_call", "phrases"),
-    MISMATCHES,
-    ids=[f"{call.__name__}-{other.__name__}" for call, other, _ in MISMATCHES],
-)
-def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, call, others_call, phrases):
-    outcomes = make(world, call, others_call)
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, name):
+    outcomes = make(world, name)
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert len({outcome.text for outcome in outcomes}) == 1
-    assert all(phrase in outcomes[0].text for phrase in phrases), outcomes[0].text
+    assert all(phrase in outcomes[0].text for phrase in MISTAKES[name].phrases), outcomes[0].text
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per_node):
     setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
-    rejected = make(world, jobs.id_too_large, jobs.dispatch, setup)
+    rejected = make(world, "id_too_large", setup)
     assert kinds(rejected) == ["RejectedInputError", "RejectedInputError", "ValueError", "RejectedInputError"]
-    assert kinds(make(world, jobs.combine, jobs.dispatch, setup)) == ["MismatchError"] * 4
+    assert kinds(make(world, "combine_while_others_dispatch", setup)) == ["MismatchError"] * 4
 
 
 @pytest.mark.cpu_only

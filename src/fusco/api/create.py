@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.collective import REFUSALS
-from fusco.api.validation import Validator, check_device
+from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
@@ -20,10 +20,11 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
-from fusco.core.errors import PeerFailureError, cleanup_after
+from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
+from fusco.core.requirements import check_cuda_core
 from fusco.core.topology import Topology
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
@@ -31,6 +32,8 @@ from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
 from fusco.rails.rail import configured_rails
+
+_MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +96,11 @@ class CommunicatorConfig:
 
 @dataclass(frozen=True)
 class CommunicatorParts:
-    """Parts of a communicator on one rank.
+    """Parts of a communicator on one rank."""
 
-    Attributes:
-        session: keeps all ranks in the same collective; its ``close`` frees all connections.
-        engine: moves rows; closed before the session.
-        validator: checks arguments.
-    """
-
-    session: Session
-    engine: Engine[Any]
-    validator: Validator
+    session: Session  # keeps all ranks in the same collective; its ``close`` frees all connections
+    engine: Engine[Any]  # moves rows; closed before the session
+    validator: Validator  # checks arguments
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -119,6 +116,31 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None or not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
     return group
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """Return the device of a communicator, with its index; ``ValueError`` if it does not exist or cannot be used."""
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this torch ({torch.__version__}) finds no CUDA device")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    check_cuda_core()
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _MIN_CAPABILITY:
+        raise ValueError(
+            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
+            f"fusco needs {'.'.join(map(str, _MIN_CAPABILITY))} (A100) or newer"
+        )
+    return torch.device("cuda", index)
 
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
@@ -155,22 +177,35 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
 def connect_parts(
     store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
 ) -> CommunicatorParts:
-    """Connect to all other ranks and make the engine; after a failure everything is closed again."""
+    """Connect to all other ranks and make the engine; after a failure everything is closed again.
+
+    The other ranks learn at once of an error that is this rank's alone: they may be through already.
+    """
+
+    def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
+        if error is not None and not isinstance(error, FuscoError):
+            reason = f"rank {store_gather.rank} failed while it made the communicator: {type(error).__name__}: {error}"
+            with cleanup_after(error, "the other ranks could not be notified"):
+                connections.watchdog.give_up(reason)
+
     with ExitStack() as resources:
         engine: Engine[Any]
         if validator.device.type == "cuda":
             # Needs the extra packages of fusco[cuda].
-            from fusco.cuda.engine import CudaEngine, open_library  # noqa: PLC0415
+            from fusco.cuda.engine import CudaEngine  # noqa: PLC0415
+            from fusco.cuda.open_library import open_library  # noqa: PLC0415
             from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
+            resources.push(report)
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
             connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
             resources.callback(connections.close)
+            resources.push(report)
             engine = on_cpu = CpuEngine(connections, config)
             connections = replace(connections, mesh=on_cpu.mesh or connections.mesh)
         resources.callback(engine.close)

@@ -28,11 +28,7 @@ class Repeats:
         self._session, self._validator, self._is_enabled = session, validator, is_enabled
 
     def dispatch(
-        self,
-        payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        *options: Any,
+        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
     ) -> DispatchOutput[Any] | None:
         """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` as of ``validate_dispatch``."""
         if not self._is_enabled:

@@ -20,6 +20,7 @@ from fusco.schedule.stages import IntArray
 
 VARIANTS = ("fusco", "all_to_all_single")
 _NUM_WARM_UPS = 2
+_Variants = dict[str, tuple[Callable[[], object], torch.Tensor]]  # a call and its output by name
 
 
 @dataclass
@@ -39,21 +40,29 @@ def num_steps(num_matrices: int, num_iterations: int) -> int:
     return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRun:
+    """One matrix of a run, and its configuration; runs together differ in their matrices only."""
+
+    matrix: str
+    rank_bytes: IntArray
+    topology: Topology
+    bytes_per_rank: int
+    skew: float
+    seed: int
+    mode: ScheduleMode | None
+    settings: Settings
+    device: str = "cpu"
+    rank_gbs: float = 0.0
+
+
 def run_rank(
-    group: dist.ProcessGroup,
-    topology: Topology,
-    matrices: Sequence[IntArray],
-    schedule: ScheduleMode | None,
-    settings: Settings,
-    device: str,
-    num_iterations: int,
-    progress_port: int | None,
+    group: dist.ProcessGroup, runs: Sequence[ExchangeRun], num_iterations: int, progress_port: int | None
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
-    rank = dist.get_rank(group)
+    rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
     advance = ProgressReporter.of_rank(rank, progress_port).advance
     links, results = measure_links(group, topology, device), []
-    finish: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     with Communicator(
         group,
         num_experts=topology.world_size,
@@ -61,34 +70,36 @@ def run_rank(
         max_tokens_per_rank=1,
         max_bytes_per_token=1,
         ranks_per_node=topology.ranks_per_node,
-        settings=settings,
+        settings=runs[0].settings,
         device=device,
     ) as comm:
-        for matrix in matrices:
-            result = ExchangeResult()
-            variants = _variants(comm, group, matrix, schedule, device)
-            result.errors = _verify(variants, rank)
+        for run in runs:
+            variants = _variants(comm, group, run)
+            results.append(ExchangeResult(_verify(variants, rank)))
             advance()
             for iteration in range(_NUM_WARM_UPS + num_iterations):
-                for name, (call, _) in variants.items():
-                    finish()
-                    dist.barrier(group)
-                    start = time.perf_counter()
-                    call()
-                    finish()
-                    if iteration >= _NUM_WARM_UPS:
-                        result.seconds[name].append(time.perf_counter() - start)
-                        if name == "fusco":
-                            result.profiles.append(comm.profile)
+                _time(variants, comm, group, results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult())
                 advance()
-            results.append(result)
     return links, results
 
 
-def _variants(
-    comm: Communicator, group: dist.ProcessGroup, matrix: IntArray, schedule: ScheduleMode | None, device: str
-) -> dict[str, tuple[Callable[[], object], torch.Tensor]]:
+def _time(variants: _Variants, comm: Communicator, group: dist.ProcessGroup, result: ExchangeResult) -> None:
+    """Time one call of each variant."""
+    finish: Callable[[], None] = torch.cuda.synchronize if variants["fusco"][1].is_cuda else lambda: None
+    for name, (call, _) in variants.items():
+        finish()
+        dist.barrier(group)
+        start = time.perf_counter()
+        call()
+        finish()
+        result.seconds[name].append(time.perf_counter() - start)
+        if name == "fusco":
+            result.profiles.append(comm.profile)
+
+
+def _variants(comm: Communicator, group: dist.ProcessGroup, run: ExchangeRun) -> _Variants:
     """Return a call and its output for each variant, on the same random bytes."""
+    matrix, schedule, device = run.rank_bytes, run.mode, run.device
     send, receive = matrix[comm.rank].tolist(), matrix[:, comm.rank].tolist()
     generator = torch.Generator().manual_seed(comm.rank)
     sent = torch.randint(0, 256, (sum(send),), dtype=torch.uint8, generator=generator, device="cpu").to(device)
@@ -99,7 +110,7 @@ def _variants(
     }
 
 
-def _verify(variants: dict[str, tuple[Callable[[], object], torch.Tensor]], rank: int) -> list[str]:
+def _verify(variants: _Variants, rank: int) -> list[str]:
     for i, (call, output) in enumerate(variants.values()):
         output.fill_(255 * i)  # neither can pass on old contents of memory
         call()

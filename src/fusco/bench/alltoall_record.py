@@ -8,15 +8,12 @@ from statistics import median
 
 import numpy as np
 
-from fusco.bench.alltoall import ExchangeResult
+from fusco.bench.alltoall import ExchangeResult, ExchangeRun
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.links import LinkPeaks
-from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
-from fusco.core.topology import Topology
 from fusco.schedule.cost import CPU_LINKS, CUDA_LINKS, schedule_for
-from fusco.schedule.schedule import ScheduleMode
-from fusco.schedule.stages import IntArray, lower_bound_bytes
+from fusco.schedule.stages import lower_bound_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +59,6 @@ class ExchangeRecord(Measurement):
     ring_depth: int
     device: str
     errors: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeRun:
-    """One matrix of a run, and its configuration."""
-
-    matrix: str
-    rank_bytes: IntArray
-    topology: Topology
-    bytes_per_rank: int
-    skew: float
-    seed: int
-    mode: ScheduleMode | None
-    settings: Settings
-    device: str = "cpu"
-    rank_gbs: float = 0.0
 
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from fusco.bench.links import LinkPeaks, measure_links
+from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import Shuffle, ShuffleFactory
-from fusco.bench.verification import WorldInput, verify
+from fusco.bench.verification import verify
+from fusco.bench.world_input import WorldInput
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 
@@ -54,10 +55,9 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
                 progress.advance()
             num_warm_ups = _num_warm_ups(workload)
             for iteration in range(num_warm_ups + run.num_iterations):
+                kept = result.iterations if iteration >= num_warm_ups else {}
                 for name, shuffle in variants.items():
-                    measured = _measure(shuffle, group)
-                    if iteration >= num_warm_ups:
-                        result.iterations.setdefault(name, []).append(measured)
+                    kept.setdefault(name, []).append(_measure(shuffle, group))
                 progress.advance()
             results.append(result)
     return results

@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.bench_offload import offload
 from fusco.cli.running import new_console
 from fusco.cli.tables import describe_origin, new_table
 
@@ -39,9 +38,6 @@ def rails(
     seconds: Annotated[
         float | None, typer.Option(min=0.5, max=_MAX_SECONDS, help="Seconds of a case. Default: each benchmark's.")
     ] = None,
-    device: Annotated[
-        options.Device, typer.Option(help="cpu: NICs of a testbed. cuda: PCIe links of GPUs, as fusco bench offload.")
-    ] = options.Device.CPU,
     json: options.JsonFile = None,
 ) -> None:
     """Measure rails on a testbed: bandwidth, isolation, serving, skewed exchanges, control costs, failures.
@@ -54,13 +50,6 @@ def rails(
     from fusco.bench.rails.suite import BENCHMARKS, RailsSuite
     from fusco.rails import POLICIES
 
-    if device is options.Device.CUDA:
-        if only or policy or seconds:
-            raise ValueError(
-                "--only, --policy and --seconds are for NICs; fusco bench offload has options for PCIe links"
-            )
-        offload(json=json)
-        return
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)

@@ -8,75 +8,88 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusco.cli.options import AnyNodes, AnyRanksPerNode, Device
+from fusco.cli.running import choose_shape, num_devices
 from fusco.testbed.job import run_job
 from fusco.testbed.layout import Layout, parse_rate
 from fusco.testbed.testbed import Testbed
 
 if TYPE_CHECKING:
-    from fusco.ranks.torchrun import Launched
+    from fusco.core.topology import Topology
 
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 _DEFAULT_RATE = "1gbit"
 _RATE_HELP = "rate of each rail and direction, headers included: kbit, mbit or gbit"
 
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        "--testbed",
-        metavar="HOSTSxRANKS",
-        help="Run on hosts with rate-limited NICs (rails), in network namespaces of this machine, as 4x2.",
-    ),
-]
-Rate = Annotated[str | None, typer.Option(help=f"On a testbed: {_RATE_HELP}. Default: {_DEFAULT_RATE}.")]
-Rails = Annotated[int | None, typer.Option(min=1, help="On a testbed: rails of each host. Default: one for each rank.")]
 
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Options that say where a benchmark runs."""
 
-@dataclass(frozen=True)
-class BenchTestbed:
-    """The testbed that a benchmark's options describe; ``layout`` is ``None`` without ``--testbed``."""
+    device: Annotated[Device, typer.Option(help="Device of rows.")] = Device.CPU
+    nodes: AnyNodes = None
+    ranks_per_node: AnyRanksPerNode = None
+    testbed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTSxRANKS",
+            help="Run on hosts with rate-limited NICs (rails), in network namespaces of this machine, as 4x2.",
+        ),
+    ] = None
+    rate: Annotated[str | None, typer.Option(help=f"On a testbed: {_RATE_HELP}. Default: {_DEFAULT_RATE}.")] = None
+    rails: Annotated[
+        int | None, typer.Option(min=1, help="On a testbed: rails of each host. Default: one for each rank.")
+    ] = None
 
-    layout: Layout | None
-
-    @classmethod
-    def of(cls, shape: str | None, rate: str | None, rails: int | None) -> BenchTestbed:
-        """Return the testbed of the options; ``ValueError`` if they do not fit."""
-        if shape is None:
-            for option, value in (("--rate", rate), ("--rails", rails)):
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The testbed, ``None`` without ``--testbed``; ``ValueError`` if options do not fit."""
+        if self.testbed is None:
+            for option, value in (("--rate", self.rate), ("--rails", self.rails)):
                 if value is not None:
                     raise ValueError(f"{option} {value} goes with --testbed, such as --testbed 4x2")
-            return cls(None)
-        matched = _SHAPE.fullmatch(shape)
+            return None
+        matched = _SHAPE.fullmatch(self.testbed)
         if not matched:
-            raise ValueError(f"--testbed {shape!r} is not a number of hosts and of ranks on each, such as 4x2")
+            raise ValueError(f"--testbed {self.testbed!r} is not a number of hosts and of ranks on each, such as 4x2")
         num_hosts, num_ranks = map(int, matched.groups())
-        return cls(Layout(num_hosts, rails or num_ranks, parse_rate(rate or _DEFAULT_RATE), num_ranks))
+        layout = Layout(num_hosts, self.rails or num_ranks, parse_rate(self.rate or _DEFAULT_RATE), num_ranks)
+        if self.nodes not in (None, num_hosts) or self.ranks_per_node not in (None, num_ranks):
+            raise ValueError(
+                f"--testbed {num_hosts}x{num_ranks} already says how many nodes and ranks there are: leave out "
+                f"--nodes and --ranks-per-node"
+            )
+        return layout
 
     @property
     def rank_gbs(self) -> float:
         """Rate of a rank's rails together in each direction, in 10^9 bytes per second; 0 without a testbed."""
         return len(self.layout.rails_of(0)) * self.layout.rate / 8e9 if self.layout else 0.0
 
-    def choose_shape(self, nodes: int | None, ranks_per_node: int | None) -> tuple[int | None, int | None]:
-        """Return nodes and ranks per node, those given without a testbed; ``ValueError`` if both are given."""
-        if self.layout is None:
-            return nodes, ranks_per_node
-        shape = (self.layout.num_hosts, self.layout.ranks_per_host)
-        if nodes not in (None, shape[0]) or ranks_per_node not in (None, shape[1]):
-            raise ValueError(
-                f"--testbed {shape[0]}x{shape[1]} already says how many nodes and ranks there are: leave out --nodes "
-                f"and --ranks-per-node"
-            )
-        return shape
+    def topology(self, num_cpu_nodes: int = 2) -> Topology:
+        """Return the nodes and ranks, without options ``num_cpu_nodes`` on the CPU; ``ValueError`` if they do not fit.
 
-    def launched(self) -> Launched | None:
-        """Return this process's rank in a job whose ranks are not those of a testbed."""
+        On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
+        """
+        from fusco.core.requirements import check_cuda_core
+        from fusco.core.topology import Topology
         from fusco.ranks.torchrun import launched
 
-        return None if self.layout else launched()
+        device, nodes, ranks_per_node = self.device.value, self.nodes, self.ranks_per_node
+        if self.layout:
+            nodes, ranks_per_node = self.layout.num_hosts, self.layout.ranks_per_host
+        job = None if self.layout else launched()
+        if device == "cpu" and not job:
+            nodes = nodes or num_cpu_nodes
+        nodes, ranks_per_node = choose_shape(device, nodes, ranks_per_node, job, num_devices(device))
+        if device == "cuda":
+            check_cuda_core()
+        return Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
 
     def run_there(self, prepare: Sequence[Callable[[], object]] = ()) -> None:
         """Run this command on all ranks of the testbed and exit; return on its ranks, and without a testbed.

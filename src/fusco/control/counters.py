@@ -54,12 +54,9 @@ class CounterWait:
         self._words[_PAUSE_NS] = _FIRST_PAUSE_NS
 
     def spin(self, counters: Counters, sockets: list[int], *, is_any: bool) -> None:
-        """Yield the core until the counters have the values, or any of them, or a socket is ready; shortly at most.
+        """Yield the core until the counters have the values, with ``is_any`` one of them, or a socket is ready.
 
-        Args:
-            counters: see ``Counters``.
-            sockets: of ``readable`` and ``writable``.
-            is_any: whether one counter is enough.
+        It yields shortly at most. ``sockets`` are of ``readable`` and ``writable``.
         """
         _spin(counters, is_any, np.array(sockets, np.int64), self._words)
 

@@ -102,16 +102,16 @@ class NodeMemory:
         return self.layout.topology.node_to_ranks[self.node]
 
     def counterpart(self, node: int) -> int:
-        """The rank with the same local rank on ``node``; the two exchange records and routing."""
+        """Return the rank with the same local rank on ``node``; the two exchange records and routing."""
         return self.layout.topology.node_to_ranks[node][self.local]
 
     def record(self, local: int, node: int) -> torch.Tensor:
-        """The record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
+        """Return the record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
         offset = self.layout.record_offset(node)
         return self.bytes[local][offset : offset + self.layout.record_bytes]
 
     def record_bytes(self, local: int, node: int) -> memoryview:
-        """The same record as a memoryview, which is faster to read and write than a tensor."""
+        """Return the same record as a memoryview, which is faster to read and write than a tensor."""
         return self._records[local, node]
 
     def attachment(self, node: int) -> memoryview:
@@ -168,20 +168,11 @@ def wait_for_flag(
     node: int | None = None,
     poll: Callable[[], object] = lambda: None,
 ) -> None:
-    """Wait until the flag of every rank of this node is at least ``value``.
+    """Wait until the flag of every rank of this node is at least ``value``; raises as ``Watchdog.wait_until``.
 
-    Args:
-        memory: of this node.
-        watchdog: limits the wait.
-        flag: index of the flag.
-        value: to wait for.
-        phase: the step, as an error names it.
-        expected: what the flag announces, as an error names it.
-        node: where that comes from: the ranks' counterparts on this node. ``None`` means the ranks themselves.
-        poll: called before every check; moves what other ranks wait for.
-
-    Raises:
-        PeerFailureError: see ``Watchdog``.
+    Errors name the step, ``phase``, and what the flag announces, ``expected``. That comes from the ranks' counterparts
+    on ``node``; ``None`` means from the ranks themselves. ``poll`` is called before every check; it moves what other
+    ranks wait for.
     """
 
     def is_ready() -> bool:

@@ -154,14 +154,10 @@ class RepeatedRecord:
         conditions: Sequence[Condition],
         descriptors: Mapping[int, int] | None = None,
     ) -> None:
-        """Make the record.
+        """Make the record of a call with these counts of all ranks, by rank.
 
-        Args:
-            memory: of the node.
-            fingerprint: of the call.
-            counts: of all ranks, by rank.
-            conditions: without which nothing is published.
-            descriptors: of the connection to each counterpart, if there are several nodes.
+        Nothing is published unless all conditions hold. ``descriptors`` are those of the connection to each
+        counterpart, if there are several nodes.
         """
         self.text, layout, own = fingerprint.text, memory.layout, counts[memory.rank]
         remotes, nodes = layout.topology.remote_nodes(memory.rank), range(layout.topology.num_nodes)

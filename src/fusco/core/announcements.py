@@ -65,11 +65,7 @@ def _hold(text: str, pid: int) -> int | None:
 class SlowWork:
     """Work in several parts, announced once they have taken ``after_s`` seconds in total.
 
-    Parts may be nested. One thread at a time may begin and end them.
-
-    Attributes:
-        describe: returns the text; called when it is announced.
-        after_s: seconds before it is announced.
+    Parts may be nested. One thread at a time may begin and end them. ``describe`` returns the text to announce.
     """
 
     def __init__(self, describe: Callable[[], str], after_s: float = 1.0) -> None:

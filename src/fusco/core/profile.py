@@ -72,15 +72,10 @@ class CallProfile:
 
 @dataclass
 class Call:
-    """A collective under way.
+    """A collective under way."""
 
-    Attributes:
-        sequence_number: of the latest exchange of records, the same on all ranks; most collectives have one.
-        profile: counts times, bytes and multiprocessors.
-    """
-
-    sequence_number: int
-    profile: CallProfile
+    sequence_number: int  # of the latest exchange of records, the same on all ranks; most collectives have one
+    profile: CallProfile  # counts times, bytes and multiprocessors
     _exchange: Callable[[Mapping[str, str]], int] | None = None  # compares, and returns the next sequence number
 
     def compare(self, fields: Mapping[str, str]) -> None:

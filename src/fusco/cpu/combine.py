@@ -32,23 +32,14 @@ class RowChunk(NamedTuple):
 
 
 class ReturningRun(NamedTuple):
-    """A run of this rank's rows whose sums return from another node.
+    """A run of this rank's rows whose sums return from another node."""
 
-    Attributes:
-        tokens: int64, ascending.
-        carrier: the local rank in whose memory they arrive.
-        flag: index of its flag that counts what arrived from the forwarder.
-        place: of the first row among those that arrive there.
-        num_chunks_before: chunks that arrive from the forwarder before.
-        ranks: to wait for.
-    """
-
-    tokens: torch.Tensor
-    carrier: int
-    flag: int
-    place: int
-    num_chunks_before: int
-    ranks: tuple[int, ...]
+    tokens: torch.Tensor  # int64, ascending
+    carrier: int  # the local rank in whose memory they arrive
+    flag: int  # index of its flag that counts what arrived from the forwarder
+    place: int  # of the first row among those that arrive there
+    num_chunks_before: int  # chunks that arrive from the forwarder before
+    ranks: tuple[int, ...]  # to wait for
 
 
 class MissingSums(NamedTuple):

@@ -37,7 +37,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
-from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
+from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
@@ -54,6 +54,7 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
+from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
@@ -114,7 +115,7 @@ class CpuEngine:
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
-        published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
+        published = PublishedRows(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
         self._routing_exchange.publish(request.routing)
         self._stage(request.payloads, call)
         attachments: Attachments | None = None
@@ -122,9 +123,9 @@ class CpuEngine:
             num_bytes = sum(map(row_bytes, request.payloads))
             attachments = Attachments(self._memory, request.routing, num_bytes, forwarding, call.profile)
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
-                plan = self._plan(request, forwarding, list(map(DispatchCounts.unpack, counts)), attachments, call)
+                plan = self._plan(request, forwarding, list(map(PublishedRows.unpack, counts)), attachments, call)
             rows = self._move_rows(plan, request.payloads, attachments, call)
             static, needed = request.static, plan.distribution.num_slots_needed
             if static and static.on_overflow == "raise" and needed > static.num_rows:
@@ -144,7 +145,7 @@ class CpuEngine:
         self,
         request: DispatchRequest,
         forwarding: NodeForwarding,
-        counts: Sequence[DispatchCounts],
+        counts: Sequence[PublishedRows],
         attachments: Attachments | None,
         call: Call,
     ) -> CpuPlan:
@@ -301,6 +302,9 @@ class CpuEngine:
 
     def synchronize(self) -> None:
         """Nothing is asynchronous."""
+
+    def stop_watching(self) -> None:
+        """Only waits of the host look for other ranks."""
 
     def finish(self) -> None:
         """A rank that has reached the end needs nothing more from its peers."""

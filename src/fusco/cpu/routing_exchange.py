@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,24 +19,6 @@ from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.routing import Routing
-
-
-@dataclass(frozen=True)
-class DispatchCounts:
-    """Counts that a rank publishes in a dispatch: its tokens, and how many of them each other node needs."""
-
-    num_tokens: int
-    num_rows_to_node: tuple[int, ...]
-
-    def pack(self) -> list[int]:
-        """Pack as counts."""
-        return [self.num_tokens, *self.num_rows_to_node]
-
-    @classmethod
-    def unpack(cls, counts: Sequence[int]) -> DispatchCounts:
-        """Unpack from counts."""
-        num_tokens, *num_rows_to_node = counts
-        return cls(num_tokens, tuple(num_rows_to_node))
 
 
 class RoutingExchange:

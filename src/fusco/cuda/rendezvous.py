@@ -85,16 +85,11 @@ class _StoreGatherStore(Store):
 
 
 def rendezvous(memory: torch.Tensor, store_gather: StoreGather, ranks: Sequence[int], name: str) -> Any:
-    """Map the memory of all ``ranks``; a collective of all ranks of the communicator, on all nodes.
+    """Map the memory of all ``ranks``, including this one, and return PyTorch's handle, by index in ``ranks``.
 
-    Args:
-        memory: from ``torch.distributed._symmetric_memory.empty``, of the same size on all of ``ranks``.
-        store_gather: all-gathers with all ranks.
-        ranks: the ranks that share memory, including this one.
-        name: the name of this rendezvous, unique within ``store_gather``.
-
-    Returns:
-        PyTorch's handle, by index in ``ranks``.
+    A collective of all ranks of the communicator, on all nodes. The memory is of
+    ``torch.distributed._symmetric_memory.empty``, of the same size on all of ``ranks``. ``name`` is unique within
+    ``store_gather``.
 
     Raises:
         SharedMemoryError: on all ranks, if one cannot map a peer's memory. PeerFailureError: if a rank is missing.

@@ -2,7 +2,8 @@
 
 Contract: DeepEP, branch hybrid-ep, ``deep_ep/hybrid_ep_buffer.py`` (MIT licence), and its callers in Megatron-core
 0.19 and NeMo Automodel 0.7. Calls run on the current stream. Nothing here has gradients: frameworks call it from their
-own autograd functions.
+own autograd functions. Arguments that a docstring does not name are accepted and ignored: rows may come as uint8 with
+scales in any call, kernels are cached always, and fusco has no permutation apart, blocks, or shared buffers to set.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
-from fusco.integrations.dense_routing import dense_weights, map_to_indices
+from fusco.integrations.dense_routing import dense_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
-from fusco.integrations.rank_rows import RankRows, checked_handle, combine, combine_dense, dispatch_again, ranks_of
-
-_TOPK_STEP = 4  # the number of experts per token that a map allows for is rounded up to a multiple of it
+from fusco.integrations.rank_rows import (
+    RankRouting,
+    RankRows,
+    checked_handle,
+    combine,
+    combine_dense,
+    dispatch_again,
+    ranks_of,
+)
+from fusco.integrations.routing_maps import RoutingMaps
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class _Sent:
     handle: Handle  # of its dispatch
     topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
+    num_experts: int  # of all ranks together
 
 
 class HybridEPBuffer:
@@ -69,19 +78,10 @@ class HybridEPBuffer:
             group: ranks among which experts are distributed, in equal runs of consecutive experts.
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
-            num_local_experts: experts of each rank.
-            use_fp8: ignored; rows may come as uint8 with scales in any call.
+            num_local_experts: experts of each rank, unless a call says otherwise.
             num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
             num_sms_combine_api: multiprocessors of a combine.
-            num_sms_preprocessing_api: accepted and ignored, as are blocks, cached kernels, shared buffers and MNNVL:
-                fusco has no such parts.
-            num_blocks_permute: ignored; there is no permutation of its own.
-            num_blocks_unpermute: ignored.
-            load_cached_kernels: ignored; kernels are cached always.
-            use_shared_buffer: ignored.
-            enable_custom_allgather: ignored.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
-            use_mnnvl: ignored.
         """
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
         self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -97,19 +97,18 @@ class HybridEPBuffer:
             )
         )
         self._num_experts = num_local_experts * self.group_size
-        self._num_topk = 0
-        self._lost_on_host: torch.Tensor | None = None
+        self._maps = RoutingMaps()
         self._dispatch_launch, self._combine_launch = (
             Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
         )
-        self._comms = GrowingCommunicator(
-            group, self._num_experts, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain
-        )
+        self._nodes = num_of_hybrid_ep_ranks_per_nvlink_domain
+        self._comms = {self._num_experts: GrowingCommunicator(group, self._num_experts, ranks_per_node=self._nodes)}
         self._rank_rows = RankRows(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
-        self._comms.abort()
+        for comms in self._comms.values():
+            comms.abort()
         self._rank_rows.abort()
 
     def empty_jit_cache(self) -> None:
@@ -156,7 +155,6 @@ class HybridEPBuffer:
             topk_weights: float32 (num_tokens, num_topk); unused if there are ``probs``.
             num_of_experts_per_rank: experts of each rank.
             num_of_experts: experts of all ranks together.
-            use_fp8: ignored.
             routing_map: bool (num_tokens, num_experts).
             probs: float32 (num_tokens, num_experts), the weights.
             scaling_factor: float32 (num_tokens, hidden_dim / 128).
@@ -165,9 +163,6 @@ class HybridEPBuffer:
             pad_multiple: every expert's block is padded with zero rows to a multiple of this.
             handle: of an earlier dispatch: the same routing, which is not planned again.
             non_blocking: do not wait for the number of rows; needs ``num_permuted_tokens``.
-            fuse_permute_dispatch: ignored.
-            num_dispatched_tokens: ignored.
-            use_host_meta: ignored.
 
         Returns:
             Rows (num_rows, hidden_dim); the weight of each row, float32 (num_rows,), or ``None`` without weights; the
@@ -177,11 +172,11 @@ class HybridEPBuffer:
         payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
             return self._dispatch_again(payloads, handle, probs, topk_weights)
-        self._check_experts(num_of_experts_per_rank, num_of_experts)
+        num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
         lost = None
         if routing_map is not None:
-            topk_idx = self._indices(routing_map)
-            lost = self._count_lost(routing_map, topk_idx)
+            topk_idx = self._maps.indices_of(routing_map)
+            lost = self._maps.count_lost(routing_map, topk_idx)
         if topk_idx is None:
             raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
         if probs is not None:
@@ -204,19 +199,18 @@ class HybridEPBuffer:
             )
             return comm, padded, sent
 
-        comm, ids, sent = self._comms.run(self._need(payloads, ids), hidden.device, dispatch)
-        if self._num_topk:  # other ranks may have seen tokens with more experts
-            self._num_topk = max(self._num_topk, ids.shape[1])
+        comm, ids, sent = self._comms_of(num_experts).run(self._need(payloads, ids), hidden.device, dispatch)
+        self._maps.widen(ids.shape[1])
         counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
         if lost is not None:
             has_overflow = has_overflow | (lost > 0)
         if not non_blocking:
             counts = counts_on_host(sent)
-            self._require_none_lost()
+            self._maps.require_none_lost()
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
-        kept = _Sent(comm, sent.handle, ids, counts)
+        kept = _Sent(comm, sent.handle, ids, counts, num_experts)
         return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, has_overflow.int())
 
     @torch.no_grad()
@@ -236,9 +230,6 @@ class HybridEPBuffer:
             hidden: (num_rows, hidden_dim) in the layout of the dispatch.
             probs: float32 (num_rows,), a value of each row that goes back to its token and expert.
             handle: of the dispatch.
-            pad_multiple: ignored.
-            fuse_unpermute_combine: ignored.
-            num_dispatched_tokens: ignored.
 
         Returns:
             Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
@@ -250,7 +241,7 @@ class HybridEPBuffer:
             return sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch), None
         parts = (hidden.contiguous(), rows_of_weights(probs.reshape(-1).float(), sent.handle))
         sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
-        return sums, dense_weights(sent.topk_idx, values, self._num_experts)
+        return sums, dense_weights(sent.topk_idx, values, sent.num_experts)
 
     @torch.no_grad()
     def dispatch(
@@ -280,22 +271,21 @@ class HybridEPBuffer:
             sent = checked_handle(handle[0])
             rows = dispatch_again(payloads, sent, self._dispatch_launch)
         else:
-            self._check_experts(None, num_of_experts)
+            num_experts = self._count_experts(None, num_of_experts, routing_map)
             if routing_map is not None:
-                topk_idx = self._indices(routing_map)
+                topk_idx = self._maps.indices_of(routing_map)
             if topk_idx is None:
                 raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
             if probs is not None:
                 topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
-            is_token_in_rank = ranks_of(topk_idx, self._num_experts, self.group_size)
-            routing = (topk_idx, topk_weights, self._num_experts)
+            is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
+            routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
         experts_of_rows, weights = sent.local_routing()
         of_node = None
         if topk_weights is not None:
-            first = self.local_rank * self.num_local_experts
-            of_node = weights.new_zeros(len(weights), self.num_local_experts * self._ranks_per_node)
-            of_node[:, first : first + self.num_local_experts] = weights
+            of_node = weights.new_zeros(len(weights), weights.shape[1] * self._ranks_per_node)
+            of_node[:, self._local(sent)] = weights
         num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
         scales = None if scaling_factor is None else rows[1]
         return rows[0], of_node, scales, (sent, None, None, num_rows, experts_of_rows, len(hidden), None)
@@ -319,8 +309,7 @@ class HybridEPBuffer:
         sent = checked_handle(handle[0])
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
-        first = self.local_rank * self.num_local_experts
-        return combine_dense(hidden, probs[:, first : first + self.num_local_experts], sent, self._combine_launch)
+        return combine_dense(hidden, probs[:, self._local(sent)], sent, self._combine_launch)
 
     def _dispatch_again(
         self,
@@ -338,41 +327,31 @@ class HybridEPBuffer:
             weights = sent.comm.dispatch_weights(topk_weights.float(), sent.handle, launch=self._dispatch_launch)
         return rows[0], weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
 
-    def _check_experts(self, per_rank: int | None, of_all_ranks: int | None) -> None:
-        """Raise ``ValueError`` unless a call's numbers of experts are those of the buffer."""
-        if (per_rank or self.num_local_experts) != self.num_local_experts:
-            raise ValueError(f"num_of_experts_per_rank={per_rank}, but the buffer has {self.num_local_experts} a rank")
-        if (of_all_ranks or self._num_experts) != self._num_experts:
-            raise ValueError(f"num_of_experts={of_all_ranks}, but the buffer has {self._num_experts}")
+    def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:
+        """Return the experts of all ranks in a call, by default the buffer's; layers may have different numbers.
 
-    def _indices(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Return a map as indices. Calls on the CPU, and the first with any, count the experts of tokens first."""
-        if routing_map.shape[1] != self._num_experts:
-            raise ValueError(f"routing_map has {routing_map.shape[1]} experts, but the buffer has {self._num_experts}")
-        if not self._num_topk or not routing_map.is_cuda:
-            num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 0
-            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts))
-        return map_to_indices(routing_map, max(self._num_topk, 1))
-
-    def _count_lost(self, routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor | None:
-        """Return how many experts of a map the indices lack, int64 (1,); ``None`` on the CPU, where they lack none.
-
-        Its copy on the host is there when the host has waited for the dispatch that follows on the stream.
+        Raises ``ValueError`` if the arguments disagree, or do not divide among the ranks.
         """
-        self._lost_on_host = None
-        if not routing_map.is_cuda:
-            return None
-        lost = (routing_map.sum() - (topk_idx >= 0).sum())[None]
-        self._lost_on_host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._lost_on_host.copy_(lost, non_blocking=True)
-        return lost
+        given = {"num_of_experts_per_rank": (per_rank or 0) * self.group_size, "num_of_experts": of_all or 0}
+        given["columns of routing_map"] = 0 if routing_map is None else routing_map.shape[1]
+        counts = {name: count for name, count in given.items() if count}
+        num_experts = next(iter(counts.values()), self._num_experts)
+        if num_experts % self.group_size or len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            raise ValueError(f"numbers of experts differ, or do not divide among {self.group_size} ranks: {listed}")
+        return num_experts
 
-    def _require_none_lost(self) -> None:
-        if self._lost_on_host is not None and int(self._lost_on_host):
-            raise ValueError(
-                f"routing_map has tokens with more than {self._num_topk} experts, the most of the first call rounded "
-                f"up; pass topk_idx, whose width may grow"
-            )
+    def _comms_of(self, num_experts: int) -> GrowingCommunicator:
+        """Return the communicators of layers with so many experts."""
+        first = self._comms[self._num_experts]
+        if num_experts not in self._comms and not first.is_closed:
+            self._comms[num_experts] = GrowingCommunicator(self.group, num_experts, ranks_per_node=self._nodes)
+        return self._comms.get(num_experts, first)
+
+    def _local(self, sent: RankRouting) -> slice:
+        """Return the columns of this rank's experts among those of its node."""
+        num_local = sent.num_experts // self.group_size
+        return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
 
     def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
         return Need(

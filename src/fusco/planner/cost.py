@@ -12,27 +12,16 @@ from fusco.planner.distribution import mark_local_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCost:
-    """Bytes of one rank in a dispatch; combine moves the same rows in the other direction.
+    """Bytes of one rank in a dispatch; combine moves the same rows in the other direction."""
 
-    Attributes:
-        internode_send_bytes: rows that it sends to other nodes, also those of other ranks that it carries.
-        internode_recv_bytes: rows that it receives for its node as a forwarder.
-        lane_bytes: rows that it reads from the pools of other ranks of its node to send them to other nodes.
-        intranode_bytes: rows that it reads from the pools of other ranks of its node, each once.
-        local_bytes: rows that it reads from its pool, each once.
-        output_bytes: rows that it writes, expert-major; one for each token and expert.
-        metadata_bytes: routing (expert ids and weights) that it sends to other nodes.
-        internode_bytes_avoided: additional bytes to other nodes if there were one copy for each (token, expert).
-    """
-
-    internode_send_bytes: int
-    internode_recv_bytes: int
-    lane_bytes: int
-    intranode_bytes: int
-    local_bytes: int
-    output_bytes: int
-    metadata_bytes: int
-    internode_bytes_avoided: int
+    internode_send_bytes: int  # rows that it sends to other nodes, also those of other ranks that it carries
+    internode_recv_bytes: int  # rows that it receives for its node as a forwarder
+    lane_bytes: int  # rows that it reads from the pools of other ranks of its node to send them to other nodes
+    intranode_bytes: int  # rows that it reads from the pools of other ranks of its node, each once
+    local_bytes: int  # rows that it reads from its pool, each once
+    output_bytes: int  # rows that it writes, expert-major; one for each token and expert
+    metadata_bytes: int  # routing (expert ids and weights) that it sends to other nodes
+    internode_bytes_avoided: int  # additional bytes to other nodes if there were one copy for each (token, expert)
 
 
 def routing_bytes_per_row(num_topk: int, weight_bytes: int) -> int:

@@ -80,6 +80,14 @@ def test_several_tensors_return_together_without_weights(comm):
     assert (second.tolist(), second.dtype) == ([[2.0], [1.0]], torch.bfloat16)
 
 
+def test_weights_go_to_rows_and_values_of_rows_come_back(comm):
+    sent = comm.dispatch(torch.zeros(2, 1), IDS)
+    assert comm.dispatch_weights(torch.tensor([[5.0, 6.0], [7.0, 8.0]]), sent.handle).tolist() == [6.0, 5.0, 7.0]
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    returned = comm.combine_weights(values, sent.handle)
+    assert (returned.tolist(), returned.dtype) == ([[2.0, 1.0], [3.0, 0.0]], torch.float32)
+
+
 def test_counts_on_the_host_and_rows_that_are_missing(comm):
     exact = comm.dispatch(torch.zeros(2, 1), IDS)
     assert exact.num_rows_per_expert_on_host.tolist() == [1, 2]

@@ -5,8 +5,10 @@ It has their parameters, names and results, written from their documentation. Th
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,10 +19,12 @@ import pytest
 import torch
 
 from fusco import ExpertPlacement, Settings, Topology
+from fusco.bench.shuffle_factory import ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Pattern, Workload
-from fusco.bench.variants import ShuffleFactory
-from fusco.bench.verification import WorldInput, verify
+from fusco.bench.verification import verify
+from fusco.bench.world_input import WorldInput
+from fusco.integrations import deep_ep_buffer, elastic_buffer
 
 NUM_RANKS, NUM_EXPERTS = 2, 6
 DESTROYED: list[int] = []  # the ranks whose buffers were destroyed
@@ -94,22 +98,28 @@ def add_up(group: Group, rows: torch.Tensor, origins: list[tuple[int, int]], num
     return out.to(rows.dtype)
 
 
+def with_parameters_of(interface: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a method the parameters and defaults of the library's, which fusco's own class has, as a test of it says."""
+    signature = inspect.signature(interface)
+
+    def make(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            bound = signature.bind(*arguments, **options)
+            bound.apply_defaults()
+            return method(**bound.arguments)
+
+        return call
+
+    return make
+
+
 class Buffer:
     """Version 1."""
 
     num_sms = 20
 
-    def __init__(
-        self,
-        group,
-        num_nvl_bytes=0,
-        num_rdma_bytes=0,
-        low_latency_mode=False,
-        num_qps_per_rank=24,
-        allow_nvlink_for_low_latency_mode=True,
-        allow_mnnvl=False,
-        explicitly_destroy=False,
-    ):
+    @with_parameters_of(deep_ep_buffer.Buffer.__init__)
+    def __init__(self, group, num_nvl_bytes, explicitly_destroy, **_):
         assert num_nvl_bytes > 0
         assert explicitly_destroy
         self.group = group
@@ -122,31 +132,15 @@ class Buffer:
         assert new_num_sms % 2 == 0
         Buffer.num_sms = new_num_sms
 
-    def get_dispatch_layout(
-        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
-    ):
+    @with_parameters_of(deep_ep_buffer.Buffer.get_dispatch_layout)
+    def get_dispatch_layout(self, topk_idx, num_experts, **_):
         owners = torch.where(topk_idx >= 0, topk_idx // (num_experts // NUM_RANKS), -1)
         is_in_rank = torch.stack([(owners == rank).any(1) for rank in range(NUM_RANKS)], dim=1)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
         return is_in_rank.sum(0).int(), None, per_expert, is_in_rank, None
 
-    def dispatch(
-        self,
-        x,
-        handle=None,
-        num_tokens_per_rank=None,
-        num_tokens_per_rdma_rank=None,
-        is_token_in_rank=None,
-        num_tokens_per_expert=None,
-        topk_idx=None,
-        topk_weights=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
+    @with_parameters_of(deep_ep_buffer.Buffer.dispatch)
+    def dispatch(self, x, topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, **_):
         assert topk_idx.dtype == torch.int64
         layout = self.get_dispatch_layout(topk_idx, NUM_EXPERTS)
         assert torch.equal(num_tokens_per_rank, layout[0])
@@ -158,17 +152,8 @@ class Buffer:
         handle = (received.origins, len(x))
         return received.rows, received.local_ids, received.weights, counts, handle, None
 
-    def combine(
-        self,
-        x,
-        handle,
-        topk_weights=None,
-        bias=None,
-        config=None,
-        previous_event=None,
-        async_finish=False,
-        allocate_on_comm_stream=False,
-    ):
+    @with_parameters_of(deep_ep_buffer.Buffer.combine)
+    def combine(self, x, handle, **_):
         origins, num_tokens = handle
         return add_up(self.group, x, origins, num_tokens), None, None
 
@@ -185,25 +170,8 @@ class EPHandle:
 class ElasticBuffer:
     """Version 2."""
 
-    def __init__(
-        self,
-        group,
-        num_bytes=None,
-        num_cpu_bytes=0,
-        num_max_tokens_per_rank=0,
-        hidden=0,
-        num_topk=0,
-        use_fp8_dispatch=False,
-        deterministic=False,
-        allow_hybrid_mode=True,
-        allow_multiple_reduction=True,
-        prefer_overlap_with_compute=True,
-        sl_idx=3,
-        num_allocated_qps=0,
-        num_cpu_timeout_secs=300,
-        num_gpu_timeout_secs=100,
-        explicitly_destroy=False,
-    ):
+    @with_parameters_of(elastic_buffer.ElasticBuffer.__init__)
+    def __init__(self, group, num_max_tokens_per_rank, hidden, num_topk, explicitly_destroy, **_):
         assert min(num_max_tokens_per_rank, hidden, num_topk) > 0
         assert explicitly_destroy
         self.group, self.num_max_tokens_per_rank = group, num_max_tokens_per_rank
@@ -211,28 +179,8 @@ class ElasticBuffer:
     def destroy(self):
         DESTROYED.append(self.group.index)
 
-    def dispatch(
-        self,
-        x,
-        topk_idx=None,
-        topk_weights=None,
-        cumulative_local_expert_recv_stats=None,
-        num_experts=None,
-        num_max_tokens_per_rank=None,
-        expert_alignment=None,
-        num_sms=0,
-        num_qps=0,
-        previous_event=None,
-        previous_event_before_epilogue=None,
-        async_with_compute_stream=False,
-        allocate_on_comm_stream=False,
-        handle=None,
-        do_handle_copy=True,
-        do_cpu_sync=None,
-        do_expand=False,
-        do_zero_padding=False,
-        use_tma_aligned_col_major_sf=False,
-    ):
+    @with_parameters_of(elastic_buffer.ElasticBuffer.dispatch)
+    def dispatch(self, x, topk_idx, topk_weights, num_experts, do_expand, **_):
         assert do_expand
         assert num_experts == NUM_EXPERTS
         assert len(x) <= self.num_max_tokens_per_rank
@@ -248,19 +196,8 @@ class ElasticBuffer:
         expanded = torch.stack(rows) if rows else x[:0]
         return expanded, None, torch.tensor(weights), EPHandle(counts, origins, len(x)), None
 
-    def combine(
-        self,
-        x,
-        handle,
-        topk_weights=None,
-        bias=None,
-        num_sms=0,
-        num_qps=0,
-        previous_event=None,
-        previous_event_before_epilogue=None,
-        async_with_compute_stream=False,
-        allocate_on_comm_stream=False,
-    ):
+    @with_parameters_of(elastic_buffer.ElasticBuffer.combine)
+    def combine(self, x, handle, **_):
         return add_up(self.group, x, handle.origins, handle.num_tokens), None, None
 
 

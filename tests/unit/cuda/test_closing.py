@@ -104,7 +104,7 @@ def devices():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", None))
-        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
+        stack.enter_context(mock.patch("fusco.cuda.arena.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
         yield
@@ -301,6 +301,31 @@ def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_h
     assert error.peers == (1,)
     assert "rank 1 failed in a test" in str(error)
     assert not [thread for thread in threading.enumerate() if thread.name == "fusco-peer-watch"]
+
+
+def test_a_rank_that_disconnects_first_while_all_close_is_no_loss_after_a_capture():
+    has_closed = threading.Event()
+
+    def close(store_gather):
+        communicator, seen = open_on(store_gather, timeout_s=20.0), []
+        session, arena = communicator._session, communicator._engine._arena
+        agree = session.agree
+
+        def agree_late(fingerprint):
+            agree(fingerprint)
+            if fingerprint.operation == "settle":
+                assert has_closed.wait(SLACK_S)
+                time.sleep(0.1)  # several intervals of the thread that looks for closed connections
+                seen.append(arena._abort.value)
+
+        if store_gather.rank == 0:
+            session.agree = agree_late
+        communicator.close()
+        has_closed.set()
+        return seen, OWN.device.deeds
+
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert on_ranks(2, close) == {0: ([0], ["finish"]), 1: ([], ["finish"])}
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])

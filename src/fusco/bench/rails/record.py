@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fusco.bench.environment import Measurement, versions
 from fusco.testbed import Testbed
 
@@ -54,8 +56,4 @@ def percentile_ms(seconds: list[float], percent: float) -> float:
     >>> percentile_ms([0.001, 0.003, 0.002], 50)
     2.0
     """
-    ordered = sorted(seconds)
-    position = percent / 100 * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return round(1e3 * (ordered[low] + (position - low) * (ordered[high] - ordered[low])), 6)
+    return round(1e3 * float(np.percentile(seconds, percent)), 6)

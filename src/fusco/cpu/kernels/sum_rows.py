@@ -25,25 +25,15 @@ from fusco.planner.sending import in_proportion
 
 
 class Terms(NamedTuple):
-    """Rows of one rank, and what their sums consist of, as arrays.
+    """Rows of one rank, and what their sums consist of, as arrays."""
 
-    Attributes:
-        rows: of the experts, (num_slots, hidden); 16-bit floats as integers of their bits.
-        pair_to_slot: int64 (num_pairs,).
-        pair_weights: (num_pairs,), of the dtype of the sums.
-        row_to_first_pair: int64 (num_rows + 1,), of the node's routing.
-        row_to_locals: bool (num_rows, ranks_per_node): ranks with a sum for the row.
-        local: local rank that has ``rows``.
-        scratch: one sum, float32 or float64 (hidden,).
-    """
-
-    rows: npt.NDArray[Any]
-    pair_to_slot: npt.NDArray[np.int64]
-    pair_weights: npt.NDArray[Any]
-    row_to_first_pair: npt.NDArray[np.int64]
-    row_to_locals: npt.NDArray[np.bool_]
-    local: int
-    scratch: npt.NDArray[Any]
+    rows: npt.NDArray[Any]  # of the experts, (num_slots, hidden); 16-bit floats as integers of their bits
+    pair_to_slot: npt.NDArray[np.int64]  # int64 (num_pairs,)
+    pair_weights: npt.NDArray[Any]  # (num_pairs,), of the dtype of the sums
+    row_to_first_pair: npt.NDArray[np.int64]  # int64 (num_rows + 1,), of the node's routing
+    row_to_locals: npt.NDArray[np.bool_]  # bool (num_rows, ranks_per_node): ranks with a sum for the row
+    local: int  # local rank that has ``rows``
+    scratch: npt.NDArray[Any]  # one sum, float32 or float64 (hidden,)
 
     @classmethod
     def of(cls, rows: torch.Tensor, pair_weights: torch.Tensor | None, pairs: PlannedPairs, local: int) -> Terms:
@@ -67,29 +57,19 @@ class Terms(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Rings between one rank and each rank of its node.
+    """Rings between one rank and each rank of its node."""
 
-    Attributes:
-        addresses: int64 (ranks_per_node, 3): of the counts of messages put in and taken out, and of slot 0.
-        depth: slots of each.
-        slot_bytes: size of a slot.
-    """
-
+    # int64 (ranks_per_node, 3): of the counts of messages put in and taken out, and of slot 0
     addresses: npt.NDArray[np.int64]
-    depth: int
-    slot_bytes: int
+    depth: int  # slots of each
+    slot_bytes: int  # size of a slot
 
 
 class Chunks(NamedTuple):
-    """Rows of a node that are summed and sent together, by the rank that holds them.
+    """Rows of a node that are summed and sent together, by the rank that holds them."""
 
-    Attributes:
-        bounds: int64 (num_chunks, 3): the rank that the sums go to, first row and end.
-        local_to_chunks: int64 (ranks_per_node, 2): for each rank, its first chunk and their end.
-    """
-
-    bounds: npt.NDArray[np.int64]
-    local_to_chunks: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]  # int64 (num_chunks, 3): the rank that the sums go to, first row and end
+    local_to_chunks: npt.NDArray[np.int64]  # int64 (ranks_per_node, 2): for each rank, its first chunk and their end
 
 
 def cut_chunks(held_rows: npt.NDArray[np.int64], ranks: Sequence[int], rows_per_chunk: int) -> Chunks:

@@ -33,11 +33,7 @@ def returned_type(num_ranks: int, num_remote: int) -> type[ctypes.Structure]:
 
 
 def add_returned(
-    launcher: Launcher,
-    own: torch.Tensor,
-    returned: Sequence[torch.Tensor],
-    places: Sequence[Memory],
-    out: torch.Tensor,
+    launcher: Launcher, own: torch.Tensor, returned: Sequence[torch.Tensor], places: Sequence[Memory], out: torch.Tensor
 ) -> PreparedLaunch | None:
     """Set ``out[t]`` to the sum of ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin.
 

@@ -16,10 +16,10 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
+from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_THREADS, plan_shape
 
 _WARP_SIZE = 32
-_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
 
 
 class PublishedRouting(NamedTuple):
@@ -35,43 +35,27 @@ class PublishedRouting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTables:
-    """Tables for all plans of a rank.
+    """Tables for all plans of a rank."""
 
-    Attributes:
-        expert_to_local: int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks.
-        expert_to_rank: int32 (num_experts,), the index in the node; -1 for experts of other nodes.
-        publishers: for each source, the rank of the node that publishes its routing.
-        num_local_experts: experts of this rank.
-        run_counts: int32 (num_sms * num_local_experts,), scratch.
-        report: the address of a ``Report``.
-        reported_counts: int32 (num_local_experts,) in host memory: rows of each local expert, part of a report.
-    """
-
+    # int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks
     expert_to_local: torch.Tensor
-    expert_to_rank: torch.Tensor
-    publishers: tuple[int, ...]
-    num_local_experts: int
-    run_counts: torch.Tensor
-    report: int
+    expert_to_rank: torch.Tensor  # int32 (num_experts,), the index in the node; -1 for experts of other nodes
+    publishers: tuple[int, ...]  # for each source, the rank of the node that publishes its routing
+    num_local_experts: int  # experts of this rank
+    run_counts: torch.Tensor  # int32 (num_sms * num_local_experts,), scratch
+    report: int  # the address of a ``Report``
+    # int32 (num_local_experts,) in host memory: rows of each local expert, part of a report
     reported_counts: torch.Tensor
 
 
 class PlanTerms(NamedTuple):
-    """Output layout of a plan, and its launch.
+    """Output layout of a plan, and its launch."""
 
-    Attributes:
-        expert_alignment: each block is rounded up to a multiple of this.
-        max_slots: slots of the output.
-        is_overflow_reported: True if more rows than slots are an error.
-        num_sms: maximum number of SMs; ``None`` means those of the device.
-        is_followed_early: True if the next kernel pushes rows while this one waits for ranks.
-    """
-
-    expert_alignment: int
-    max_slots: int
-    is_overflow_reported: bool
-    num_sms: int | None
-    is_followed_early: bool = False
+    expert_alignment: int  # each block is rounded up to a multiple of this
+    max_slots: int  # slots of the output
+    is_overflow_reported: bool  # True if more rows than slots are an error
+    num_sms: int | None  # maximum number of SMs; ``None`` means those of the device
+    is_followed_early: bool = False  # True if the next kernel pushes rows while this one waits for ranks
 
 
 @dataclass(frozen=True)
@@ -132,7 +116,6 @@ class PlanTensors:
 
     @property
     def addresses(self) -> RowAddresses:
-        """See ``Rows``."""
         at, first, shape = self.shape.offsets, self.address, self.shape
         weights = first + at["weights"] if shape.weight_dtype else 0
         return RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
@@ -141,37 +124,25 @@ class PlanTensors:
         """Return the address of a tensor."""
         return self.address + self.shape.offsets[name]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight; 0 without weights."""
-        return self.shape.weight_bytes
-
     @cached_property
     def row_to_slots(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("row_to_slots", torch.int32, (self.shape.num_rows, self.shape.num_topk))
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """See ``PlannedRows``."""
-        shape = self.shape
-        return (
-            self._view("weights", shape.weight_dtype, (shape.num_rows, shape.num_topk)) if shape.weight_dtype else None
-        )
+        dtype, shape = self.shape.weight_dtype, (self.shape.num_rows, self.shape.num_topk)
+        return self._view("weights", dtype, shape) if dtype else None
 
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[:-1]
 
     @cached_property
     def num_rows_needed(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[-1:]
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("token_to_ranks", torch.int32, (self.shape.num_held_rows,))
 
     def _view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -179,24 +150,16 @@ class PlanTensors:
         return self.memory.view(dtype)[first : first + math.prod(shape)].view(shape)
 
 
-class PlanMemory:
-    """Memory for plans of one shape, allocated for several at a time: an allocation takes as long as a launch."""
+class PlanMemory(Spares[PlanTensors]):
+    """Memory for plans of one shape."""
 
-    def __init__(self, shape: PlanShape, device: torch.device) -> None:
-        """Allocate on the current stream when first needed; all plans must be for that stream."""
+    def __init__(self, shape: PlanShape, device: torch.device, limit: SpareLimit) -> None:
+        super().__init__(limit)
         self._shape, self._device = shape, device
-        self._spare: list[PlanTensors] = []
-
-    def take(self) -> PlanTensors:
-        """Return the tensors of a new plan."""
-        if not self._spare:
-            self._spare = self._allocate()
-        return self._spare.pop()
 
     def _allocate(self) -> list[PlanTensors]:
         size, num_local = self._shape.offsets["end"] // 8, self._shape.num_local_experts
-        number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 8 * size)))
-        memory = torch.empty(number, size, dtype=torch.int64, device=self._device)
+        memory = torch.empty(num_together(8 * size), size, dtype=torch.int64, device=self._device)
         # Callers of dispatch get the counts, and a slice of memory takes as long as half a launch: all at once.
         all_counts, memory = memory[:, :num_local].unbind(), memory.view(-1)
         return [PlanTensors(self._shape, memory, i * size, counts) for i, counts in enumerate(all_counts)]
@@ -204,20 +167,14 @@ class PlanMemory:
 
 @dataclass(kw_only=True)
 class PlannedRows:
-    """A plan as the kernel fills it; a *source* is a rank of any node, its rows are those of its tokens on this node.
+    """Plan as the kernel fills it. A *source* is a rank of any node, its rows are those of its tokens on this node."""
 
-    Attributes:
-        first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
-            tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources with rows in this rank's pool; this rank first.
-        num_topk: experts per token (top-k).
-        tables: the tensors of the following properties.
-    """
-
+    # ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The tokens of this
+    # node's ranks are all there, of other ranks only those that concern this node
     first_row: tuple[int, ...]
-    held: tuple[int, ...]
-    num_topk: int
-    tables: PlanTensors
+    held: tuple[int, ...]  # the sources with rows in this rank's pool; this rank first
+    num_topk: int  # experts per token (top-k)
+    tables: PlanTensors  # the tensors of the following properties
 
     @property
     def row_to_slots(self) -> torch.Tensor:
@@ -284,20 +241,13 @@ def plan_slots(
     terms: PlanTerms,
     ticket: int,
 ) -> PreparedLaunch:
-    """Exchange routing within the node and fill the plan's tensors.
+    """Exchange routing within the node, fill the plan's tensors, and return the launch.
 
-    Args:
-        launcher: the rank's launcher.
-        tables: of all plans.
-        plan: has the sizes, and tensors for the results.
-        published: one entry for each node.
-        terms: see ``PlanTerms``.
-        ticket: number of the report; 0 if the host does not wait for it.
-
-    Returns the launch.
+    ``plan`` has the sizes, and tensors for the results. ``published`` has an entry for each node. ``ticket`` is the
+    number of the report; 0 if the host does not wait for it.
     """
     ids, made = published[0].topk_idx, plan.tables
-    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)
+    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.shape.weight_bytes, *terms)
     prepared = launcher.prepared.get(key) or _prepare(launcher, tables, plan, published, terms, key)
     arguments = prepared.arguments
     for node, routing in enumerate(published):
@@ -355,7 +305,7 @@ def _prepare(
         "NUM_NODES": num_nodes,
         "NUM_TOPK": num_topk,
         "ID_BYTES": published[0].topk_idx.element_size(),
-        "WEIGHT_BYTES": plan.tables.weight_bytes,
+        "WEIGHT_BYTES": plan.tables.shape.weight_bytes,
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
     num_threads, num_blocks = plan_shape(plan.first_row[-1] * num_topk)

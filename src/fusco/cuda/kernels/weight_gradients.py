@@ -46,11 +46,7 @@ def launch(
     assert weights.is_contiguous(), weights.stride()
     assert rows is None or (rows.dtype, rows.shape) == (grads.dtype, grads.shape), (rows.dtype, rows.shape)
     arguments = WeightArgs(
-        grads=grads.data_ptr(),
-        rows=address(rows),
-        weights=weights.data_ptr(),
-        dots=address(dots),
-        num_rows=num_rows,
+        grads=grads.data_ptr(), rows=address(rows), weights=weights.data_ptr(), dots=address(dots), num_rows=num_rows
     )
     constants = {
         "ARGUMENT_BYTES": ctypes.sizeof(arguments),
