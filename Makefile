@@ -31,7 +31,7 @@ test: setup
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
 test-minimum: .venv-minimum/.installed
-	.venv-minimum/bin/pytest --ignore-glob='*fsdp*' --ignore-glob='*train*'
+	.venv-minimum/bin/pytest --ignore-glob='*fsdp*' --ignore-glob='*train*' --ignore-glob='*prefill*'
 
 .venv-minimum/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-minimum

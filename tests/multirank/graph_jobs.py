@@ -138,6 +138,8 @@ def replay_until_death(group: dist.ProcessGroup, setup: Setup, victim: int) -> t
     comm = on_device._comm  # type: ignore[attr-defined]
     size = comm.topology.world_size
     captured = Captured(comm, setup.case("balanced", 0, size, setup.num_topk), fusco.StaticRows(size * 1000))
+    captured.replay()
+    comm.synchronize()  # so all ranks have captured it
     if comm.rank == victim:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     named: tuple[int, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from fault_jobs import fail
 
 import fusco
+from fusco.core.errors import Stall
 
 TIMEOUT_S = 20.0
 NUM_ROUNDS = 60
@@ -68,6 +70,40 @@ def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> fl
         warnings.simplefilter("ignore")
         del comm
     return time.monotonic() - began
+
+
+def refuse_and_end(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> str:
+    """Rank 1 refuses a call and ends after rank 0 looked for its record, before rank 0 looks for ranks that are gone.
+
+    Return the type of the error of rank 0.
+    """
+    comm, kind = _open(group, ranks_per_node), ""
+    _use(comm)
+    if group.rank() == 1:
+        dist.barrier(group)
+        with contextlib.suppress(ValueError), comm if how == "raises" else contextlib.nullcontext():
+            comm.dispatch(torch.ones(8, 4), torch.full((8, 2), 4))
+        if how == "exits":
+            os._exit(0)
+        comm.abort()
+        return ""
+    watchdog, has_waited = comm._session._watchdog, []
+    check_peers = watchdog._check_peers
+
+    def check_late(waiting_for: Stall, now: float) -> None:
+        if not has_waited and waiting_for.phase.startswith("records of"):
+            has_waited.append(dist.barrier(group))
+            while not (watchdog.has_failed_rank or watchdog.has_departed_rank):
+                time.sleep(0.001)
+        check_peers(waiting_for, now)
+
+    watchdog._check_peers = check_late  # type: ignore[method-assign]
+    try:
+        _use(comm)
+    except fusco.FuscoError as error:
+        kind = type(error).__name__
+    comm.close()
+    return kind
 
 
 def share_between_threads(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[int, int, list[str]]:

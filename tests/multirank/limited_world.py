@@ -26,12 +26,10 @@ class LimitedWorld:
             self._world.run(self._first, self._world_size)
         self._world.start(function, self._world_size, *args, **kwargs)
         try:
-            outcomes = self._world.collect(range(self._world_size), timeout_s=self._limit_s)
-            assert all(is_ok for is_ok, _ in outcomes), outcomes
+            return self._world.results(range(self._world_size), timeout_s=self._limit_s)
         except BaseException:
             self.close()
             raise
-        return [outcome for _, outcome in outcomes]
 
     def close(self):
         if self._world:

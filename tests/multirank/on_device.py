@@ -25,6 +25,12 @@ def skip_without_gpus(num_ranks: int) -> None:
         pytest.skip(f"{num_ranks} ranks need as many GPUs, here are {num_gpus}; with {SHARE_GPUS}=1 they share them")
 
 
+def load() -> float:
+    """Return how many times longer a test may take than with the GPUs to itself: pytest-xdist's processes per GPU."""
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return max(1.0, num_processes / max(1, torch.cuda.device_count()))
+
+
 class DeviceWorld:
     """A ``LocalWorld`` that changes every ``Setup`` argument to CUDA, on one node or on the nodes of the test."""
 

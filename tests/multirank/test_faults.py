@@ -188,10 +188,7 @@ def late(tmp_path_factory):
 
 
 def collect(world, ranks) -> dict[int, Fate]:
-    outcomes = dict(zip(ranks, world.collect(ranks, timeout_s=4 * TIMEOUT_S + 10), strict=True))
-    failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
-    assert not failures, failures
-    return {rank: fate for rank, (_, fate) in outcomes.items()}
+    return dict(zip(ranks, world.results(ranks, timeout_s=4 * TIMEOUT_S + 10), strict=True))
 
 
 def assert_all_name_the_victims(fates, fault, within_s):

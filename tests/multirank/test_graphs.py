@@ -7,7 +7,7 @@ import signal
 
 import graph_jobs as jobs
 import pytest
-from on_device import skip_without_gpus
+from on_device import load, skip_without_gpus
 from rank_setup import Setup
 
 from fusco import Settings, Topology
@@ -39,18 +39,17 @@ def test_a_rank_that_dies_while_nodes_replay_is_named_and_nothing_hangs(ranks_pe
     num_ranks, victim = 2 * ranks_per_node, 1
     skip_without_gpus(num_ranks)
     topology = Topology.of_equal_nodes(num_ranks, ranks_per_node)
-    setup = Setup(ranks_per_node=ranks_per_node, num_topk=4, settings=Settings(timeout_s=20.0), device="cuda")
+    setup = Setup(ranks_per_node=ranks_per_node, num_topk=4, settings=Settings(timeout_s=20.0 * load()), device="cuda")
     survivors = [rank for rank in range(num_ranks) if rank != victim]
     world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
     try:
         world.start(jobs.replay_until_death, num_ranks, setup, victim)
-        outcomes = world.collect(survivors, timeout_s=60)
+        results = world.results(survivors, timeout_s=60 * load())
     finally:
         os.kill(world.processes[victim].pid, signal.SIGKILL)
         world.close()
-    assert all(is_ok for is_ok, _ in outcomes), outcomes
-    for _, (named, took_s, closing_s) in outcomes:
+    for named, took_s, closing_s in results:
         assert named == (victim,)
-        assert took_s < 5.0, "less than the time limit, by far"
-        assert closing_s < 8.0
+        assert took_s < 5.0 * load(), "less than the time limit, by far"
+        assert closing_s < 8.0 * load()
     assert [world.processes[rank].exitcode for rank in survivors] == [0] * len(survivors)

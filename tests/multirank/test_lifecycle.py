@@ -5,6 +5,8 @@ from __future__ import annotations
 import lifecycle_jobs as jobs
 import pytest
 
+from fusco.ranks.local_world import LocalWorld
+
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 AT_ONCE_S = 5.0  # a loaded machine's milliseconds; a quarter of the limit
@@ -28,6 +30,18 @@ def test_a_wait_for_a_rank_that_has_left_fails_at_once(world, ranks_per_node, ho
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_close_does_not_wait_for_a_rank_that_has_left(world, ranks_per_node):
     assert max(world.run(jobs.drop_while_others_close, 2, ranks_per_node)) < AT_ONCE_S
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("how", ["raises", "aborts"])
+def test_a_refusal_counts_though_its_rank_left_before_it_was_seen(world, ranks_per_node, how):
+    assert world.run(jobs.refuse_and_end, 2, ranks_per_node, how)[0] == "RejectedInputError"
+
+
+def test_a_refusal_counts_though_its_process_ended_before_it_was_seen():
+    with LocalWorld(2) as world:
+        world.start(jobs.refuse_and_end, 2, 1, "exits")
+        assert world.results([0]) == ["RejectedInputError"]
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -20,7 +20,7 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
-from fusco.core.errors import PeerFailureError, cleanup_after
+from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
@@ -157,7 +157,17 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
 def connect_parts(
     store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
 ) -> CommunicatorParts:
-    """Connect to all other ranks and make the engine; after a failure everything is closed again."""
+    """Connect to all other ranks and make the engine; after a failure everything is closed again.
+
+    The other ranks learn at once of an error that is this rank's alone: they may be through already.
+    """
+
+    def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
+        if error is not None and not isinstance(error, FuscoError):
+            reason = f"rank {store_gather.rank} failed while it made the communicator: {type(error).__name__}: {error}"
+            with cleanup_after(error, "the other ranks could not be notified"):
+                connections.watchdog.give_up(reason)
+
     with ExitStack() as resources:
         engine: Engine[Any]
         if validator.device.type == "cuda":
@@ -168,11 +178,13 @@ def connect_parts(
             library = open_library(config, validator.placement, validator.device)
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
+            resources.push(report)
             engine = CudaEngine(connections, config, validator.placement, library)
         else:
             warm_up(config)
             connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
             resources.callback(connections.close)
+            resources.push(report)
             engine = on_cpu = CpuEngine(connections, config)
             connections = replace(connections, mesh=on_cpu.mesh or connections.mesh)
         resources.callback(engine.close)

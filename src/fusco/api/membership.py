@@ -192,6 +192,7 @@ class Membership:
     def _settle(self) -> None:
         """Wait for the devices of all ranks, so that no rank releases memory that another still reads."""
         if self._engine.is_asynchronous:
+            self._engine.stop_watching()  # a rank that gets through before this one disconnects
             with self._session.collective("settle"):
                 self._session.agree(CollectiveFingerprint("settle"))
         self._engine.finish()
@@ -218,5 +219,6 @@ def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
             _close(session, engine)
 
     # In a thread, as the garbage collector may have interrupted this one anywhere, with any lock held.
-    within(_RELEASE_LIMIT_S, leave)
-    warnings.warn(f"{name} was dropped without being closed", ResourceWarning, stacklevel=2)
+    has_left = within(_RELEASE_LIMIT_S, leave, f"the release of {name}")
+    rest = "" if has_left else f", and has not released its resources within {_RELEASE_LIMIT_S} s"
+    warnings.warn(f"{name} was dropped without being closed{rest}", ResourceWarning, stacklevel=2)

@@ -14,7 +14,8 @@ def memory_size_hint(
 ) -> MemorySize:
     """Return the memory of a communicator of this configuration on each rank, without making one.
 
-    On the CPU this is shared and private memory of the host, with ``device="cuda"`` peer-visible GPU memory. Raises
+    On the CPU this is shared and private memory of the host, with ``device="cuda"`` peer-visible GPU memory and what
+    repeated calls keep at most; NCCL's memory and tables of a few bytes for each expert do not count. Raises
     ``ValueError`` for any other device.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)

@@ -39,7 +39,7 @@ class StoreGather:
         self.store: Store = _get_default_store()
         of_group = PrefixStore(f"fusco/{ranks}", self.store)
         # The n-th communicator of this group on every rank. The store counts them, so processes need no state.
-        request = in_thread(lambda: of_group.add(f"count/{self.rank}", 1))
+        request = in_thread(lambda: of_group.add(f"count/{self.rank}", 1), "the first request to the store")
         self.wait_until(request.done, lambda: self._stall_of_store("the first all-gather", 0.0))
         try:
             self.number: int = request.result()
@@ -79,7 +79,7 @@ class StoreGather:
             TransportError: if the store cannot be reached and no rank is known to be at fault.
         """
         gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
-        values = in_thread(gathering.run)
+        values = in_thread(gathering.run, f"the all-gather of {stage!r} through the store")
 
         def stall() -> Stall:
             if (silent_s := gathering.silent_s) > _SILENT_S:
@@ -109,7 +109,7 @@ class StoreGather:
         deadline = time.monotonic() + min(_PARTING * self.timeout_s, _MAX_PARTING_S)
         others = [rank for rank in range(self.world_size) if rank not in without]
         gathering = _Gathering(self.store, "parting", others, self.rank, "")
-        arrivals = in_thread(gathering.run)
+        arrivals = in_thread(gathering.run, "the parting of ranks through the store")
         while not arrivals.done() and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_POLLS / 5)
         gathering.is_over = True

@@ -82,7 +82,7 @@ class TcpConnections:
                     missing = tuple(peer for peer in peers if peer not in self._connections)
                     return Stall("connecting", missing, f"{len(peers)} connections", f"{len(peers) - len(missing)}")
 
-                connecting = in_thread(connect)
+                connecting = in_thread(connect, "connecting to other nodes")
                 store_gather.wait_until(connecting.done, stall)
                 connecting.result()
             for connection in self._connections.values():

@@ -27,8 +27,15 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
 # Ranks often die together (out of memory, or with their node), and an error should name them all. A rank that seems to
-# have left may have given this one up, with its failure report still under way. A tenth of a second is enough for both.
+# have left may have given this one up, with its failure report still under way. And what a rank sent before it failed
+# or left may have come unseen. A tenth of a second is enough for all three, unless something still moves.
 _MAX_SETTLING_S = 0.1
+
+# Between machines, the last bytes of a rank may come after word that it left, by some of TCP's timeouts (0.2 s each).
+_REMOTE_SETTLING, _MAX_REMOTE_SETTLING_S = 0.25, 1.0
+
+# After a failure, a wait in which something still moves goes on for as long.
+_MAX_MOVING_S = 1.0
 
 # The same in ``check``, which a loop calls after each step.
 _MAX_SETTLING_IN_CHECK_S = 0.02
@@ -64,6 +71,7 @@ class Watchdog:
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s
         self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
+        self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
         self._network_probes: list[Callable[[], str]] = []
         self._polls: list[Callable[[], bool]] = []
         self._sockets: list[Callable[[], list[int] | None]] = []
@@ -72,7 +80,8 @@ class Watchdog:
         self._collective, self._operation = 0, ""
         self._since_progress = self._last_check = time.monotonic()
         self._pause_s, self._counter_wait = _FIRST_PAUSE_S, CounterWait()
-        self._since_departure = math.inf  # in this wait, of a rank that it is for
+        # When this wait found a rank missing, since anything moved; and when this collective found a failure.
+        self._since_loss = self._since_failure = math.inf
 
     def add_network_probe(self, failure: Callable[[], str]) -> None:
         """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
@@ -134,6 +143,7 @@ class Watchdog:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
         self._collective, self._operation = collective, operation
         self._since_progress = self._status_server.note(collective, operation, "start")
+        self._since_failure = math.inf
         self._restart_pauses()
 
     def end(self) -> None:
@@ -146,7 +156,7 @@ class Watchdog:
         self._restart_pauses()
 
     def _restart_pauses(self) -> None:
-        self._pause_s, self._since_departure = _FIRST_PAUSE_S, math.inf
+        self._pause_s, self._since_loss = _FIRST_PAUSE_S, math.inf
         self._counter_wait.restart()
 
     def wait_until(
@@ -187,22 +197,34 @@ class Watchdog:
         self._last_check = now
         waiting_for = stall()
         self._status_server.note(self._collective, self._operation, waiting_for.phase)
-        if self._status_server.failure_report:
-            raise self._failure(waiting_for, self._status_server.failure_report)
-        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
-        has_died, failure = any(map(self._liveness.is_dead, concerned)), self._network_failure()
-        if has_died or failure:
-            time.sleep(self._settling_s)
-            if dead := self._dead():
-                self._blame(waiting_for, dead, "; ".join(map(self._describe_end, dead)), has_left=True)
-            self.find_fault(waiting_for, failure)
-        if self._status_server.departures.keys().isdisjoint(concerned):
-            self._since_departure = math.inf
-        else:
-            self._blame_the_departed(waiting_for, now)
+        self._check_peers(waiting_for, now)
         self.check_device()
         if now - self._since_progress > _PATIENCE * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
+
+    def _check_peers(self, waiting_for: Stall, now: float) -> None:
+        """Raise if a failure is known, or a rank that the wait is for has left, and nothing has moved for some time.
+
+        Meanwhile the caller looks again: what such ranks sent before may have come since it last did, and end the wait.
+        """
+        concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
+        report, failure = self._status_server.failure_report, self._network_failure()
+        has_failed = bool(report or failure) or any(map(self._liveness.is_dead, concerned))
+        departed = [rank for rank in concerned if rank in self._status_server.departures]
+        if not (has_failed or departed):
+            self._since_loss = math.inf
+            return
+        self._since_loss = min(self._since_loss, now)
+        self._since_failure = min(self._since_failure, now if has_failed else math.inf)
+        is_near = has_failed or all(self._peers[rank].is_on_this_machine for rank in departed)
+        settling_s = self._settling_s if is_near else self._remote_settling_s
+        if now - self._since_loss < settling_s and now - self._since_failure < _MAX_MOVING_S:
+            return
+        if report:
+            raise self._failure(waiting_for, report)
+        if gone := self._dead() if has_failed else self._dead_or_departed():
+            self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
+        self.find_fault(waiting_for, failure)
 
     def find_fault(self, stall: Stall, symptom: str) -> NoReturn:
         """Ask all ranks for their status, decide which are at fault, report them to all ranks, and raise."""
@@ -308,16 +330,6 @@ class Watchdog:
         if gone := tuple(sorted({*self._dead_or_departed(), *self._liveness.disconnected()})):
             self._blame(stall_of(gone), gone, "; ".join(map(self._describe_end, gone)), has_left=True)
         self.find_fault(stall_of(()), self._network_failure() or _DEVICE_GAVE_UP)
-
-    def _blame_the_departed(self, waiting_for: Stall, now: float) -> None:
-        """Raise once the wait has gone on for some time since a rank that it is for left.
-
-        Meanwhile the caller looks again: what that rank sent before it left may have come unseen.
-        """
-        self._since_departure = min(self._since_departure, now)
-        if now - self._since_departure >= self._settling_s:
-            gone = self._dead_or_departed()
-            self._blame(waiting_for, gone, "; ".join(map(self._describe_end, gone)), has_left=True)
 
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
         if not (failure_report := self._status_server.failure_report):  # another rank may have been quicker

@@ -265,6 +265,9 @@ class CpuEngine:
     def synchronize(self) -> None:
         """Nothing is asynchronous."""
 
+    def stop_watching(self) -> None:
+        """Only waits of the host look for other ranks."""
+
     def finish(self) -> None:
         """A rank that has reached the end needs nothing more from its peers."""
 

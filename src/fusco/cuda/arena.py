@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusco.control.flags import Flags
 from fusco.control.store_gather import StoreGather
 from fusco.core.errors import SharedMemoryError
 from fusco.cuda.kernels.comm import Failure, Report, comm_type
 from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.plan_report import PlanReport
 from fusco.cuda.rendezvous import rendezvous
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
@@ -68,8 +70,10 @@ class Arena:
         self._state = torch.zeros(_NUM_STATE_WORDS, dtype=torch.int32, device=device)
         self._pinned: list[torch.Tensor] = []
         self.failure, failure_address = self._in_host_memory(Failure)
+        self._failure_words = Flags(self._pinned[-1])
         self.report, self.report_address = self._in_host_memory(Report)
-        self.report.bad_src = -1  # none
+        self.report.bad.src = self.report.bad_static.src = -1  # none
+        self.plan_report = PlanReport(Flags(self._pinned[-1]))
         self._abort, abort_address = self._in_host_memory(_Abort)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
         self.comm = comm_type(layout.num_ranks)(
@@ -117,13 +121,19 @@ class Arena:
         self._abort.value = _NETWORK_HAS_FAILED
 
     @property
+    def has_failed(self) -> bool:
+        """True once a wait of the device has ended early; ``failure`` then says which."""
+        return bool(self._failure_words.load(0) & 0xFFFFFFFF)
+
+    @property
     def failure_addresses(self) -> tuple[int, int]:
         """Addresses of ``failure``, and of the flag that ``abort`` sets: a uint32, then four bytes that are zero."""
         return ctypes.addressof(self.failure), ctypes.addressof(self._abort)
 
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""
-        memory = torch.zeros(ctypes.sizeof(kind), dtype=torch.uint8, device="cpu").pin_memory()
+        size = -(-ctypes.sizeof(kind) // 8) * 8  # in words
+        memory = torch.zeros(size, dtype=torch.uint8, device="cpu").pin_memory()
         self._pinned.append(memory)
         return kind.from_address(memory.data_ptr()), memory.data_ptr()
 

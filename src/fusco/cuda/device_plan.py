@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
 from fusco.cuda.kernels.plan import PlannedRows, PlanTensors
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,29 +133,39 @@ class DevicePlan(PlannedRows):
     @property
     def slot_weights(self) -> torch.Tensor:
         """Weight of the row in each slot (num_slots,); zero for empty slots."""
-        assert self.weights is not None, "there are no weights by slot without weights"
-        return self._kept("weights", self.weights)
+        weights = self.weights
+        assert weights is not None, "there are no weights by slot without weights"
+        return self.kept(self._by_slot, "weights", lambda: self._of_slots(weights))
 
     @property
     def slot_to_k(self) -> torch.Tensor:
         """Index k, among its token's experts, of the row in each slot, int64 (num_slots,); 0 for empty slots."""
-        return self._kept("k", None)
+        return self.kept(self._by_slot, "k", self._k_of_slots)
 
-    def _kept(self, name: str, values: torch.Tensor | None) -> torch.Tensor:
-        """Return values of pairs, or their k, by slot; keep them unless a graph makes them of a plan made before it.
+    def kept(self, made: dict[_Key, _Made], key: _Key, make: Callable[[], _Made]) -> _Made:
+        """Return what was made of the plan, or make it, and keep it where it stays valid.
 
-        Before its first replay they are undefined.
+        What a graph makes is in its own memory, and undefined before its first replay: of a plan made before, it is not
+        kept. And each replay changes a plan that a graph has made: nothing made of it is kept for calls outside.
         """
-        made = self._by_slot.get(name)
-        if made is None:
-            if values is None:
-                values = torch.arange(self.num_topk, device=self.row_to_slots.device).expand(self.row_to_slots.shape)
-            # One extra slot, for all pairs without a slot.
-            slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
-            made = values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
-            if self.is_captured or not is_capturing():
-                self._by_slot[name] = made
-        return made
+        if self.is_captured and not is_capturing():
+            return make()
+        if key in made:
+            return made[key]
+        result = make()
+        if self.is_captured or not is_capturing():
+            made[key] = result
+        return result
+
+    def _k_of_slots(self) -> torch.Tensor:
+        k = torch.arange(self.num_topk, device=self.row_to_slots.device)
+        return self._of_slots(k.expand(self.row_to_slots.shape))
+
+    def _of_slots(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of pairs, by slot."""
+        # One extra slot, for all pairs without a slot.
+        slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
+        return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

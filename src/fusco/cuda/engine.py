@@ -168,16 +168,15 @@ class CudaEngine:
         return True
 
     def pending_error(self) -> Exception | None:
-        report = self._arena.report
-        if report.bad_src >= 0:  # from a dispatch into static rows, which does not wait for the report
-            reason = describe_invalid_id(report.bad_token, report.bad_k, report.bad_id, self._placement.num_experts)
-            bad_src, report.bad_src = report.bad_src, -1
-            return ValueError(f"in an earlier dispatch into static rows, rank {bad_src} passed {reason}")
-        if not report.overflow_needed:
-            return self._shuffle.pending_error()
-        error = RowOverflowError(self._rank, report.overflow_limit, report.overflow_needed)
-        report.overflow_needed = 0
-        return error
+        report = self._arena.plan_report
+        if invalid := report.take_invalid_pair(is_static=True):  # no host waits for such a dispatch
+            src, *pair = invalid
+            reason = describe_invalid_id(*pair, self._placement.num_experts)
+            return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
+        if overflow := report.take_overflow():
+            needed, limit = overflow
+            return RowOverflowError(self._rank, limit, needed)
+        return self._shuffle.pending_error()
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
         """Wait, between nodes, on the host for the counts of rows, and validate expert ids."""
@@ -315,6 +314,9 @@ class CudaEngine:
         self._watchdog.wait_until(done.query, lambda: own_backlog("all launched work to complete"))
         self._watchdog.check_device()
 
+    def stop_watching(self) -> None:
+        self._peer_watch.close()
+
     def finish(self) -> None:
         if self._network:
             self._network.finish()
@@ -356,8 +358,8 @@ class CudaEngine:
     def _device_stall(self) -> Stall | None:
         if self._network and self._network.nccl_watchdog.stall:
             return self._network.nccl_watchdog.stall
-        failure = self._arena.failure
-        return stall_of(failure, self._arena.node_ranks) if failure.is_set else None
+        arena = self._arena
+        return stall_of(arena.failure, arena.node_ranks) if arena.has_failed else None
 
     def _run(self, tasks: Sequence[Task]) -> None:
         run_tasks(tasks, self._watchdog)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -129,6 +129,11 @@ class InternodeShuffle:
         self._has_begun = torch.cuda.Event()
         self._gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = []  # of the latest slice
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
+
+    @cached_property
+    def repeated_routing(self) -> torch.Tensor:
+        """Memory for the routing that repeated dispatches send and receive, uint8 (2, ...)."""
+        return torch.empty(2, self._layout.repeated_routing_bytes // 2, dtype=torch.uint8, device=self._arena.device)
 
     def pending_error(self) -> RowOverflowError | None:
         """Return and clear the error of a message of fixed size that was too small."""

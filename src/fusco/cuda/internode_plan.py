@@ -19,7 +19,7 @@ _OWN = 0  # in place of the rows per slice
 class InternodePlan(DevicePlan):
     """A plan between nodes.
 
-    Rows that it returns are kept, and shared with plans made of it by ``dataclasses.replace``.
+    Rows that it returns are kept as ``kept`` says, and shared with plans made of it by ``dataclasses.replace``.
     """
 
     traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
@@ -37,11 +37,12 @@ class InternodePlan(DevicePlan):
     @property
     def own_rows(self) -> HeldRows | RowRun:
         """Rows of this node's ranks."""
-        if _OWN not in self._slices:
-            node_ranks = self.traffic.node_ranks
-            runs = [[(rank, 0, self.num_rows_of(rank))] for rank in node_ranks]
-            self._slices[_OWN] = [self.rows_of(runs, node_ranks.index(self.rank))]
-        return self._slices[_OWN][0]
+        return self.kept(self._slices, _OWN, self._find_own_rows)[0]
+
+    def _find_own_rows(self) -> list[HeldRows | RowRun]:
+        node_ranks = self.traffic.node_ranks
+        runs = [[(rank, 0, self.num_rows_of(rank))] for rank in node_ranks]
+        return [self.rows_of(runs, node_ranks.index(self.rank))]
 
     @property
     def known_slices(self) -> list[list[HeldRows | RowRun]]:
@@ -50,19 +51,17 @@ class InternodePlan(DevicePlan):
 
     def slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
         """Return the rows of other nodes' ranks, by slice."""
-        if rows_per_slice not in self._slices:
-            traffic = self.traffic
-            self._slices[rows_per_slice] = [
-                self.rows_of(
-                    [
-                        [
-                            (piece.src, piece.first, piece.end)
-                            for piece in traffic.receives(rank, number, rows_per_slice)
-                        ]
-                        for rank in traffic.node_ranks
-                    ],
-                    traffic.node_ranks.index(self.rank),
-                )
-                for number in range(traffic.num_slices(rows_per_slice))
-            ]
-        return self._slices[rows_per_slice]
+        return self.kept(self._slices, rows_per_slice, lambda: self._find_slices(rows_per_slice))
+
+    def _find_slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
+        traffic, node_ranks = self.traffic, self.traffic.node_ranks
+        return [
+            self.rows_of(
+                [
+                    [(piece.src, piece.first, piece.end) for piece in traffic.receives(rank, number, rows_per_slice)]
+                    for rank in node_ranks
+                ],
+                node_ranks.index(self.rank),
+            )
+            for number in range(traffic.num_slices(rows_per_slice))
+        ]

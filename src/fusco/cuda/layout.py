@@ -9,10 +9,12 @@ from fusco.core.config import Capacity, EngineConfig, RankLinks, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
+from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 from fusco.planner.rank_links import most_crossing_rows
 
 MAX_PAYLOADS = 8  # per dispatch
+_PAIR_BYTES = 4 + 8  # of an expert id and the widest weight
 _ALIGNMENT = 128  # a cache line; a multiple of the widest access of a lane, 16 bytes
 
 
@@ -144,13 +146,19 @@ class DeviceLayout:
         return _align(self.capacity.max_row_bytes * num_rows) + _ALIGNMENT * MAX_PAYLOADS
 
     @property
+    def repeated_routing_bytes(self) -> int:
+        """Bytes of the routing that repeated dispatches send and receive: ids and weights, likewise aligned."""
+        num_bytes = self.capacity.max_tokens_per_rank * self.capacity.num_topk * _PAIR_BYTES
+        return 2 * (self.topology.num_nodes - 1) * max(_ALIGNMENT, _align(num_bytes))
+
+    @property
     def memory_size(self) -> MemorySize:
-        """Device memory by purpose."""
+        """Device memory by purpose; private memory is that of repeated calls, at most."""
         at = self.offsets
         return MemorySize(
             control_bytes=at["ids"],
             routing_bytes=at["pool"] - at["ids"],
             pool_bytes=at["rings"] - at["pool"],
             ring_bytes=at["end"] - at["rings"],
-            private_bytes=0,
+            private_bytes=MAX_SPARE_BYTES + self.repeated_routing_bytes,
         )

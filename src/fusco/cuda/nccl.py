@@ -114,7 +114,7 @@ class NcclTransport:
             return result
 
         # In a thread, since it waits for all ranks without a time limit.
-        connecting = in_thread(connect)
+        connecting = in_thread(connect, "connecting over NCCL")
         others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
         stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
         wait_until(connecting.done, lambda: stall)

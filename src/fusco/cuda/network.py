@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fusco.control.store_gather import StoreGather
-from fusco.control.threads import within
+from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.kernels.repeated_launches import NativeCall
@@ -180,7 +180,7 @@ class Network:
             end()
 
         limit_s = min(self._ending_s, _ENDING_WITH_GRAPHS_S) if self._replays.are_captured else self._ending_s
-        if not within(limit_s, in_thread) and not self._replays.are_captured:
+        if not within(limit_s, in_thread, f"the end of NCCL on {self._device}") and not self._replays.are_captured:
             warnings.warn(
                 f"NCCL has not freed its resources on {self._device} within {self._ending_s:.1f} s: a rank or a kernel "
                 f"on the device has not finished. A background thread keeps waiting for it",
@@ -240,7 +240,7 @@ class NcclWatchdog:
     def close(self) -> None:
         """End the thread; if it is aborting NCCL, wait for a limited time only."""
         self._is_closed.set()
-        self._thread.join(_ENDING * self._timeout_s)
+        self._thread.join(limit_now(_ENDING * self._timeout_s))
 
     def _run(self) -> None:
         try:
@@ -252,18 +252,19 @@ class NcclWatchdog:
 
     def _poll(self) -> None:
         while not self._is_closed.wait(_POLL_INTERVAL_S):
+            # Before looking at what is done: a rank may have left because its messages are.
+            is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
             while self._in_flight and self._in_flight[0].is_done():
                 if let_go := self._in_flight.popleft().let_go:
                     let_go()
                 self._since_progress = time.monotonic()
-            if stall := self._hopeless():
+            if stall := self._hopeless(is_failed):
                 self._give_up(stall)
                 return
 
-    def _hopeless(self) -> Stall | None:
+    def _hopeless(self, is_failed: bool) -> Stall | None:  # noqa: FBT001  of the network
         """Return a wait that is too long, or that will not end."""
         launched, replays = bool(self._in_flight), self._replays
-        is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
         if launched and (is_failed or time.monotonic() - self._since_progress > self._timeout_s):
             return self._in_flight[0].stall
         if replays and (replays.wait_s() > self._timeout_s or (is_failed and replays.are_waiting)):

@@ -106,7 +106,7 @@ class DevicePlanner:
 
     def is_reported(self, ticket: int) -> bool:
         """Return whether a plan whose size is exact, or a later one, is made."""
-        return bool((self._arena.report.ticket - ticket) % 2**32 < 2**31)  # tickets begin again
+        return bool((self._arena.plan_report.ticket - ticket) % 2**32 < 2**31)  # tickets begin again
 
     def _find_sizes(
         self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
@@ -120,35 +120,35 @@ class DevicePlanner:
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""
-        report, ticket = self._arena.report, self._ticket
-        if report.ticket != ticket:
-            self._wait_for(ticket)
-        plan.num_slots = report.num_slots
+        num_slots = self._arena.plan_report.num_slots(self._ticket)
+        plan.num_slots = self._wait_for(self._ticket) if num_slots is None else num_slots
         plan.reported_counts = self._reported_counts.tobytes()
         return plan
 
-    def _wait_for(self, ticket: int) -> None:
-        report = self._arena.report
+    def _wait_for(self, ticket: int) -> int:
+        """Return the number of slots of a plan, once it has reported."""
+        begun_of, report = self._arena.report, self._arena.plan_report
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 
         def stall() -> Stall:
-            if report.begun != ticket:  # until then, no peer is to blame
+            if begun_of.begun != ticket:  # until then, no peer is to blame
                 return own_backlog("the plan")
             return Stall("planning on the device", peers, "the plan", "none yet")
 
         self._context.watchdog.wait_until(lambda: report.ticket == ticket, stall)
+        num_slots = report.num_slots(ticket)
+        assert num_slots is not None, ticket
+        return num_slots
 
     def rejection_of(self, topk_idx: torch.Tensor) -> Exception | None:
         """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection.
 
         ``Engine.pending_error`` returns those of earlier plans, into static rows.
         """
-        report = self._arena.report
-        src = report.bad_src
-        if src < 0 or report.bad_ticket != self._ticket:
+        invalid = self._arena.plan_report.take_invalid_pair(is_static=False)
+        if invalid is None:
             return None
-        report.bad_src = -1
-        token, k, bad_id = report.bad_token, report.bad_k, report.bad_id
+        src, token, k, bad_id = invalid
         if src == self._arena.rank and abs(bad_id) == _CLAMPED:
             bad_id = int(topk_idx[token, k])
         reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)

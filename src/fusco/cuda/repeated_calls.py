@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanMemory, plan_fields
 from fusco.cuda.kernels.repeated_launches import Field, RepeatedLaunches, warm_up_repeated_launches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
+from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.own_rows import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
@@ -32,7 +33,7 @@ from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, K
 _Memory = TypeVar("_Memory")
 
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
-_LOW_HALF, _HIGH_HALF = 0xFFFFFFFF, -1 << 32
+_LOW_HALF = 0xFFFFFFFF
 
 
 def warm_up_repeated_calls() -> None:
@@ -44,11 +45,10 @@ def warm_up_repeated_calls() -> None:
 def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
     """Return that no plan has found an invalid id or an overflow, and that no wait of the device has ended early."""
     report, failure, abort = context.arena.report_address, *context.arena.failure_addresses
-    assert (Report.bad_src.offset, Report.overflow_needed.offset) == (8, 28)
     assert Failure.is_set.offset == 0
     return [
-        Condition(report + 8, _LOW_HALF, _LOW_HALF),
-        Condition(report + 24, _HIGH_HALF, 0),
+        Condition(report + Report.bad_static.offset, _LOW_HALF, _LOW_HALF),
+        Condition(report + Report.overflow_needed.offset, _LOW_HALF, 0),
         Condition(failure, _LOW_HALF, 0),
         Condition(abort, _LOW_HALF, 0),
     ]
@@ -65,6 +65,7 @@ class RepeatedCalls:
         memory: of the node.
         shuffle: has launched the kernels of the latest call, within a node or between nodes.
         descriptors: of the connections to counterparts on other nodes.
+        spare_limit: of plans for later calls.
     """
 
     context: CudaContext
@@ -73,6 +74,7 @@ class RepeatedCalls:
     memory: NodeMemory
     shuffle: Any
     descriptors: Mapping[int, int] | None = None
+    spare_limit: SpareLimit = field(default_factory=SpareLimit, init=False)
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
         """Prepare a dispatch that has just been launched, if an earlier one was the same."""
@@ -201,7 +203,7 @@ class RepeatedDispatch(Repeated):
         """Keep what later calls have in common with this one."""
         self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
         self._row_shapes = [payload.shape[1:] for payload in request.payloads]
-        self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device)
+        self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device, calls.spare_limit)
         same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
         self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
 

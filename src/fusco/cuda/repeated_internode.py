@@ -112,9 +112,9 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         self._of_plan["traffic"] = plan.traffic
         self._network, self._message_rows, self._events = calls.network, calls.shuffle.message_rows, SpareEvents()
         self._shape, self._row_bytes = request.routing.topk_idx.shape, sum(map(row_bytes, request.payloads))
-        self._forwardings, self._num_empty = ForwardingMemory(plan.forwarding), 0
-        routing = RoutingMessages(request.routing, torch.empty_like(latest.packed), plan.traffic)
-        self._routing_memory = routing.memory  # the same for all calls: a later one is launched later, too
+        self._forwardings, self._num_empty = ForwardingMemory(plan.forwarding, calls.spare_limit), 0
+        # The same memory for all repeated calls: a later one is launched later, too.
+        routing = RoutingMessages(request.routing, latest.packed, plan.traffic, calls.shuffle.repeated_routing)
         metadata = sum(message.num_bytes for message in routing.sends) + record.internode_bytes
         self._bytes = sum(message.num_bytes for message in latest.sends), metadata
         self._launches = self._prepare(calls, request, plan, latest, routing)

@@ -17,10 +17,20 @@ _ALIGNMENT = 16
 class RoutingMessages:
     """Routing sent to and received from the counterparts of a rank. Must live until all messages have been sent."""
 
-    def __init__(self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic) -> None:
-        """``packed`` is from ``plan_forwarding``."""
+    def __init__(
+        self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic, kept: torch.Tensor | None = None
+    ) -> None:
+        """Prepare the messages.
+
+        Args:
+            routing: of this rank.
+            packed: from ``plan_forwarding``.
+            traffic: the numbers of rows.
+            kept: memory of the caller for what is sent, instead of ``packed``, and for what is received.
+        """
         topology, rank, weights = traffic.lanes.topology, traffic.rank, routing.topk_weights
-        self._routing, self._packed = routing, packed
+        self._routing = routing
+        self._packed = packed if kept is None else _first(kept[0], *packed.shape)
         remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
         peers = [topology.node_to_ranks[remote][local] for remote in remotes]
         # Ids are int32 and last, as they are no wider than weights: so both are aligned without a gap.
@@ -28,10 +38,10 @@ class RoutingMessages:
         row_bytes = self._weight_bytes + routing.num_topk * 4
         self._num_incoming = [traffic.num_rows[peer][traffic.node] for peer in peers]
         most = max(1, -(-max(self._num_incoming) * row_bytes // _ALIGNMENT)) * _ALIGNMENT
-        self._incoming = packed.new_empty(len(peers), most)
+        self._incoming = packed.new_empty(len(peers), most) if kept is None else _first(kept[1], len(peers), most)
         outgoing = [traffic.num_rows[rank][remote] * row_bytes for remote in remotes]
         incoming = [num_rows * row_bytes for num_rows in self._num_incoming]
-        self.sends = _messages(peers, packed, outgoing)
+        self.sends = _messages(peers, self._packed, outgoing)
         self.receives = _messages(peers, self._incoming, incoming)
 
     @property
@@ -49,6 +59,11 @@ class RoutingMessages:
             weights = None if own.topk_weights is None else MemoryAt(at, own.topk_weights.element_size())
             known.append((MemoryAt(at + num_rows * self._weight_bytes, 4), weights))
         return known
+
+
+def _first(memory: torch.Tensor, num_messages: int, num_bytes: int) -> torch.Tensor:
+    """Return memory of messages at the beginning of ``memory``."""
+    return memory[: num_messages * num_bytes].view(num_messages, num_bytes)
 
 
 def _messages(peers: Sequence[int], memory: torch.Tensor, sizes: Sequence[int]) -> list[Message]:

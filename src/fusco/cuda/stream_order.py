@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fusco.control.threads import limit_now
 from fusco.core.config import Launch
 
 _POLL_INTERVAL_S = 1e-3
@@ -156,7 +157,7 @@ class Drain:
 
     def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
         """Record an event on each stream. The time limit starts now."""
-        self._deadline = time.monotonic() + limit_s
+        self._deadline = time.monotonic() + limit_now(limit_s)
         self._events = []
         for stream in streams:
             event = torch.cuda.Event()

@@ -369,6 +369,9 @@ class Engine(Protocol[PlanT]):
     def synchronize(self) -> None:
         """Block, with a timeout, until all launched work is complete."""
 
+    def stop_watching(self) -> None:
+        """Expect other ranks to leave from now on: all work that this rank launched is complete."""
+
     def finish(self) -> None:
         """Free the resources that all ranks free together; all devices have finished."""
 

@@ -6,6 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from fusco.control.threads import limit_now
 from fusco.core.errors import LaunchError, TransportError
 from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job, Mover
@@ -96,7 +97,7 @@ class PlainCopy(Copy):
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """See ``Copy``."""
-        limit_s = self._copier.timeout_s if timeout_s is None else timeout_s
+        limit_s = limit_now(self._copier.timeout_s if timeout_s is None else timeout_s)
         end = time.monotonic() + limit_s
         while not self.is_done:
             if time.monotonic() > end:
@@ -156,7 +157,7 @@ class ChunkedCopy(Copy):
         return int(self._job.num_borrowed)
 
     def _reach(self, state: int, timeout_s: float | None) -> int:
-        limit_s = self._copier.timeout_s if timeout_s is None else timeout_s
+        limit_s = limit_now(self._copier.timeout_s if timeout_s is None else timeout_s)
         reached = self._mover.wait(self._job, state, limit_s)
         self._check(reached)
         if reached < state:

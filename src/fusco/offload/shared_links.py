@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import ExitStack
 
+from fusco.control.threads import limit_now
 from fusco.core.errors import FuscoError
 from fusco.offload.driver import CudaDriver
 from fusco.offload.links import Links, rails_of_links
@@ -97,7 +98,7 @@ class SharedLinks:
         """
         self._is_ending.set()
         if self._keeper.is_alive():
-            self._keeper.join(self._limit_s)
+            self._keeper.join(limit_now(self._limit_s))
             if self._keeper.is_alive():
                 raise FuscoError(
                     f"GPU {self._device} could not give back its relays: the thread that watches their memory did not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -194,6 +195,7 @@ class Channel:
         try:
             connection.write()
         except OSError as error:
+            self._read_rest(connection)
             self.drop(connection, error.strerror or str(error))
             return
         if connection.wants_write != wanted:
@@ -207,6 +209,12 @@ class Channel:
         except (OSError, WireError) as error:
             self.drop(connection, getattr(error, "strerror", None) or str(error))
         self.pump()
+
+    def _read_rest(self, connection: Connection) -> None:
+        """Take what came before a connection failed: acknowledgements, and word that the peer has left."""
+        with contextlib.suppress(OSError, WireError):
+            while connection.read(self._receives.target, self._take):
+                pass
 
     def rescue(self, now: float) -> None:
         """Take back chunks from borrowed rails whose owners have begun to send, and send those again that are late.

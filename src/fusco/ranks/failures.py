@@ -39,7 +39,9 @@ class RankFailure:
 
 
 class RankFailedError(RuntimeError):
-    """A function raised on some rank, its process died, or it did not finish; the text has all failures.
+    """A function raised on some rank, its process died, or it did not finish.
+
+    The text has all failures, with a traceback of each root cause, or of one rank that gave up if there is none.
 
     Attributes:
         summary: a line for all ranks with the same failure, and one for all that failed because of others.
@@ -49,11 +51,15 @@ class RankFailedError(RuntimeError):
     def __init__(self, failures: Mapping[int, RankFailure], late: str = "") -> None:
         lines = _summarize(failures)
         self.summary = "\n".join([*lines, late] if late else lines)
-        rank_to_traceback = {
-            rank: f"rank {rank}:\n{each.traceback}" for rank, each in failures.items() if each.traceback
-        }
-        self.unexpected = "\n".join(text for rank, text in rank_to_traceback.items() if not failures[rank].says_enough)
-        super().__init__("\n".join([self.summary, *rank_to_traceback.values()]))
+        tracebacks, of_others = dict[str, str](), list[str]()  # by sentence, and of ranks that failed because of others
+        for rank, each in failures.items():
+            if each.traceback and each.cause:
+                of_others.append(f"rank {rank}:\n{each.traceback}")
+            elif each.traceback:
+                tracebacks.setdefault(each.sentence, f"rank {rank}:\n{each.traceback}")
+        needed = {each.sentence for each in failures.values() if not each.says_enough}
+        self.unexpected = "\n".join(text for sentence, text in tracebacks.items() if sentence in needed)
+        super().__init__("\n".join([self.summary, *(tracebacks.values() or of_others[:1])]))
 
 
 class ReportedElsewhereError(RuntimeError):

@@ -92,11 +92,7 @@ class LocalWorld:
         Raises ``RankFailedError`` if it raises on any rank or a process dies; others may then still execute it.
         """
         self.start(function, num_ranks, *args, **kwargs)
-        outcomes = self.collect(range(num_ranks), grace_s=_GRACE_S)
-        failures = {rank: outcome for rank, (is_ok, outcome) in enumerate(outcomes) if not is_ok}
-        if failures:
-            raise RankFailedError(failures)
-        return [outcome for _, outcome in outcomes]
+        return self.results(range(num_ranks), grace_s=_GRACE_S)
 
     def start(
         self,
@@ -105,7 +101,7 @@ class LocalWorld:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function without waiting for it; ``collect`` returns its results.
+        """Call a function without waiting for it; ``results`` returns its results.
 
         Raises ``RankFailedError`` if a process has died since the last call.
         """
@@ -114,6 +110,16 @@ class LocalWorld:
                 pipe.send((function, num_ranks, args, kwargs))
             except OSError as error:
                 raise RankFailedError({rank: self._death(rank)}) from error
+
+    def results(
+        self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
+    ) -> list[Any]:
+        """Wait as ``collect`` and return the results; raises ``RankFailedError`` if there is a failure among them."""
+        outcomes = self.collect(ranks, timeout_s, grace_s)
+        failures = {rank: outcome for rank, (is_ok, outcome) in zip(ranks, outcomes, strict=True) if not is_ok}
+        if failures:
+            raise RankFailedError(failures)
+        return [outcome for _, outcome in outcomes]
 
     def collect(
         self, ranks: range | list[int], timeout_s: float | None = None, grace_s: float = float("inf")
@@ -231,6 +237,6 @@ def _serve(rank: int, world_size: int, device: str, port: int, variables: Mappin
 def _destroy_group() -> None:
     """Destroy the process group, as NCCL warns otherwise; briefly, since other ranks may have died."""
     try:
-        within(_LEAVING_S / 4, dist.destroy_process_group)
+        within(_LEAVING_S / 4, dist.destroy_process_group, "the end of the process group")
     except RuntimeError:
         pass  # this process ends in any case

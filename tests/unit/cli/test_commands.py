@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,18 @@ def run(*arguments):
 
 
 def test_help_answers_within_half_a_second():
-    best = 10.0
+    """Of a core, so that whatever else the machine does counts for little."""
+    best_s = math.inf
     for _ in range(5):
-        start = time.monotonic()
+        before = os.times()
         done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
-        best = min(best, time.monotonic() - start)
-        if best < 0.5:
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        best_s = min(best_s, seconds)
+        if best_s < 0.5:
             break
     assert "bench" in done.stdout
-    assert best < 0.5
+    assert best_s < 0.5
 
 
 def test_option_names_are_those_of_the_library():
@@ -184,8 +187,8 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("cuda") else find_spec(name))
     monkeypatch.setattr("fusco.ranks.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    if arguments == ["train"] and not is_recent(installed("transformers"), LEAST_OF_FSDP["transformers"]):
-        pytest.skip("fusco train needs transformers")
+    if arguments == ["train"] and not all(is_recent(installed(name), least) for name, least in LEAST_OF_FSDP.items()):
+        pytest.skip("fusco train needs newer packages")
     done = run(*arguments, "--device", "cuda")
     assert str(done.exception) == "device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'"
 

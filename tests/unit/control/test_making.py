@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
+from pkgutil import resolve_name
 from unittest import mock
 
 import pytest
 import torch
 
 from fusco import BALANCERS, Capacity, ExpertPlacement, Settings, Topology
-from fusco.api.create import connect_parts
+from fusco.api.create import CommunicatorParts, connect_parts
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import PeerInfo
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import EngineConfig
+from fusco.core.errors import PeerFailureError
 from store_gathers import on_ranks
 
 LIMIT_S = 10.0
@@ -33,17 +37,42 @@ def validator(rank: int, capacity: Capacity) -> Validator:
     )
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_a_communicator_without_room_closes_its_connections(where):
+def parts_of(store_gather) -> CommunicatorParts:
     topology = Topology.of_equal_nodes(2, 1)
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
     config, peer_info = EngineConfig(topology, capacity, Settings()), PeerInfo(["here"] * 2, [], "127.0.0.1")
+    return connect_parts(store_gather, config, peer_info, validator(store_gather.rank, capacity))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rank_without_room_tells_the_others_at_once(where):
+    here, real = threading.local(), resolve_name(f"fusco.{where}")
+
+    def no_room_on_rank_1(*args, **kwargs):
+        if getattr(here, "rank", 0) == 1:
+            raise MemoryError("no room")
+        return real(*args, **kwargs)
+
+    def make(store_gather):
+        here.rank = store_gather.rank
+        parts = parts_of(store_gather)  # of which rank 0 may not need the other any more
+        with closing(parts.session), closing(parts.engine), parts.session.collective("dispatch"):
+            parts.session.agree(CollectiveFingerprint("dispatch"))
+
+    began = time.monotonic()
+    with mock.patch(f"fusco.{where}", no_room_on_rank_1):
+        errors = on_ranks(2, make)
+    assert (type(errors[1]), type(errors[0])) == (MemoryError, PeerFailureError)
+    assert errors[0].peers == (1,)
+    assert "rank 1 failed while it made the communicator: MemoryError: no room" in str(errors[0])
+    assert time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_communicator_without_room_closes_its_connections(where):
     before = threading.active_count()
     with mock.patch(f"fusco.{where}", side_effect=MemoryError("no room")):
-        errors = on_ranks(
-            2,
-            lambda store_gather: connect_parts(store_gather, config, peer_info, validator(store_gather.rank, capacity)),
-        )
+        errors = on_ranks(2, parts_of)
     assert [type(error) for error in errors.values()] == [MemoryError] * 2
     deadline = time.monotonic() + LIMIT_S
     while threading.active_count() > before and time.monotonic() < deadline:

@@ -135,12 +135,12 @@ def test_the_first_rank_that_fails_waits_for_the_others():
     left = {}
 
     def fail(store_gather):
-        time.sleep(0.3 * store_gather.rank)
+        time.sleep(1.0 * store_gather.rank)
         store_gather.part()
         left[store_gather.rank] = time.monotonic()
 
     on_ranks(2, fail)
-    assert abs(left[0] - left[1]) < 0.2
+    assert abs(left[0] - left[1]) < 0.7
 
 
 def test_a_rank_that_fails_waits_for_a_short_time_only():

@@ -16,7 +16,7 @@ def ask():
     while time.monotonic() < until:
         store.check(["nothing"])
 
-in_thread(ask)
+in_thread(ask, "asking the store")
 time.sleep(0.05)
 """
 
@@ -24,3 +24,40 @@ time.sleep(0.05)
 def test_a_thread_that_is_inside_pytorch_does_not_abort_the_process():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Before fusco is imported, so that it runs last.
+TIMED = """
+import atexit, time
+
+@atexit.register
+def tell():
+    print(time.monotonic() - began)
+
+import threading
+from fusco.control.threads import in_thread, within
+
+never = threading.Event()
+{}
+began = time.monotonic()
+"""
+
+
+def seconds_of_exit(script: str) -> tuple[float, str]:
+    """Return how long the exit of a script's interpreter takes, and what it prints on stderr."""
+    arguments = [sys.executable, "-W", "error::DeprecationWarning", "-c", TIMED.format(script)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    return float(done.stdout), done.stderr
+
+
+def test_all_threads_are_waited_for_together_and_named():
+    seconds, said = seconds_of_exit("for name in ('one', 'two', 'three'): in_thread(never.wait, name)")
+    assert 0.5 <= seconds < 1.0
+    assert "the process ends, though this has not returned: one, three, two" in said
+
+
+def test_waits_at_exit_have_one_limit_together():
+    seconds, _ = seconds_of_exit(
+        "for _ in range(4): atexit.register(lambda: within(0.6, never.wait, 'a communicator'))"
+    )
+    assert 0.6 <= seconds < 1.2  # the first one's limit, 0.1 s for each other

@@ -4,9 +4,9 @@ import itertools
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -75,13 +75,15 @@ class SleepClock:
     """A clock that only sleeping advances, so that limits take no time and do not depend on the load."""
 
     def __init__(self):
-        self.slept_s, self._began = 0.0, time.monotonic()
+        self.now_s = self.slept_s = 0.0
+        self._began = time.monotonic()
 
     def monotonic(self):
-        return self._began + self.slept_s
+        return self._began + self.now_s
 
     def sleep(self, seconds):
         self.slept_s += seconds
+        self.now_s += seconds
 
 
 @pytest.fixture
@@ -100,22 +102,20 @@ def failure_of(watchdog, stall=STALL):
     return caught.value, clock.slept_s + time.monotonic() - began
 
 
-def test_a_wait_spins_at_first_where_it_may(ranks, monkeypatch):
-    pauses, sleep = [], time.sleep
+def test_a_wait_spins_at_first_where_it_may(ranks, clock, monkeypatch):
+    watchdog, num_yields = ranks.watchdog(spin_s=0.1), 0
 
-    def noted(seconds):
-        if threading.current_thread() is threading.main_thread():
-            pauses.append(seconds)
-        sleep(seconds)
+    def sched_yield():
+        nonlocal num_yields
+        num_yields += 1
+        clock.now_s += 0.001
 
-    monkeypatch.setattr(time, "sleep", noted)
-    watchdog = ranks.watchdog(spin_s=0.1)
-    until = time.monotonic() + 0.05
-    watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
-    assert pauses == []
-    until = time.monotonic() + 0.15
-    watchdog.wait_until(lambda: time.monotonic() > until, lambda: STALL)
-    assert max(pauses) > 0
+    monkeypatch.setattr("fusco.control.watchdog.os.sched_yield", sched_yield)
+    watchdog.wait_until(lambda: clock.now_s > 0.05, lambda: STALL)
+    assert (num_yields > 0, clock.slept_s) == (True, 0.0)
+    until = clock.now_s + 0.15
+    watchdog.wait_until(lambda: clock.now_s > until, lambda: STALL)
+    assert clock.slept_s > 0
 
 
 def test_messages_are_progressed_in_every_wait_and_restart_its_limit(ranks, clock):
@@ -321,12 +321,76 @@ def test_data_from_a_rank_before_it_left_is_used(ranks):
     watchdog.wait_until(lambda: time.monotonic() - began > 0.5, lambda: next(stalls))
 
 
-def test_data_that_came_unseen_before_a_rank_left_is_used(ranks):
-    def stall():  # between looking for data and looking for ranks that have left
-        ranks.local.departures[1] = "left"
+def leaves(ranks):
+    ranks.local.departures[1] = "left"
+
+
+def dies(ranks):
+    ranks.kill(1)
+
+
+def fails(ranks):
+    ranks.local.failure_report = FailureReport((1,), "rank 1 left its communicator", found_by=1, has_left=True)
+
+
+@pytest.mark.parametrize("end", [leaves, dies, fails])
+def test_data_that_came_unseen_before_a_rank_ended_is_used(ranks, clock, end):
+    has_ended = []
+
+    def stall():  # between looking for data and looking for ranks that are gone
+        if not has_ended:
+            has_ended.append(end(ranks))
         return STALL
 
-    ranks.watchdog(timeout_s=20).wait_until(lambda: 1 in ranks.local.departures, stall)
+    ranks.watchdog(timeout_s=20).wait_until(lambda: bool(has_ended), stall)
+
+
+def test_data_that_came_unseen_before_the_network_failed_is_used(ranks, clock):
+    watchdog, failures = ranks.watchdog(timeout_s=20), []
+    watchdog.add_network_probe(lambda: failures[0] if failures else "")
+
+    def stall():
+        failures.append("the network failed to receive (rank 1): the connection was closed")
+        return STALL
+
+    watchdog.wait_until(lambda: bool(failures), stall)
+
+
+@pytest.mark.parametrize("end", [leaves, dies, fails])
+def test_data_is_used_as_long_as_it_moves_after_a_rank_ended(ranks, clock, end):
+    watchdog, num_pieces = ranks.watchdog(timeout_s=20), itertools.count()
+    end(ranks)
+
+    def poll():
+        clock.now_s += 0.001
+        return next(num_pieces) % 5 == 0
+
+    watchdog.add_poll(poll)
+    watchdog.wait_until(lambda: clock.now_s > 0.9, lambda: STALL)
+
+
+def test_what_moves_between_others_delays_the_blame_of_a_dead_rank_for_a_second_only(ranks, clock):
+    watchdog = ranks.watchdog(timeout_s=20)
+    ranks.kill(1)
+
+    def wait_on():
+        while clock.now_s < AT_ONCE_S:
+            watchdog.pause(lambda: STALL)
+            watchdog.progress()
+
+    with pytest.raises(PeerFailureError, match=r"rank 1 .* is dead"):
+        wait_on()
+    assert 0.9 < clock.now_s < 1.1
+
+
+def test_the_last_bytes_of_a_rank_of_another_machine_may_come_later_than_word_that_it_left(ranks, clock):
+    ranks.peers[1] = replace(ranks.peers[1], is_on_this_machine=False)
+    watchdog = ranks.watchdog(timeout_s=20)
+    leaves(ranks)
+    watchdog.wait_until(lambda: clock.now_s > 0.9, lambda: STALL)
+    with pytest.raises(PeerFailureError, match="rank 1 left"):
+        watchdog.wait_until(lambda: False, lambda: STALL)
+    assert clock.now_s < 0.9 + 1.1
 
 
 def test_leaving_reports_a_departure_and_no_failure(ranks):

@@ -118,10 +118,14 @@ class SimulatedKernel:
             weights = torch.cat([self._pooled(args, rank, src, epoch, "weights", dtype) for src in range(num_sources)])
             self._at(args.row_weights, dtype, ids.shape).copy_(weights)
         report = Report.from_address(args.report)
-        for src, of in reversed(list(enumerate(of_source))):
-            for token, k in reversed(((of < -1) | (of >= args.num_experts)).nonzero().tolist()):
-                report.bad_token, report.bad_k, report.bad_id = token, k, int(of[token, k])
-                report.bad_src, report.bad_ticket = src, args.ticket
+        bad = report.bad if args.ticket else report.bad_static
+        for src, of in enumerate(of_source):
+            wrong = ((of < -1) | (of >= args.num_experts)).nonzero().tolist()
+            if wrong and (args.ticket or bad.src < 0):
+                (bad.token, bad.k), bad.id, bad.src = wrong[0], int(of[tuple(wrong[0])]), src
+                break
+        if plan.num_slots_needed > args.max_slots and args.is_overflow_reported and not report.overflow_needed:
+            report.overflow_limit, report.overflow_needed = args.max_slots, plan.num_slots_needed
         report.num_slots = plan.num_slots_needed
         if args.ticket:
             counts = (ctypes.c_int32 * num_local).from_address(args.reported_counts)

@@ -303,6 +303,31 @@ def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_h
     assert not [thread for thread in threading.enumerate() if thread.name == "fusco-peer-watch"]
 
 
+def test_a_rank_that_disconnects_first_while_all_close_is_no_loss_after_a_capture():
+    has_closed = threading.Event()
+
+    def close(store_gather):
+        communicator, seen = open_on(store_gather, timeout_s=20.0), []
+        session, arena = communicator._session, communicator._engine._arena
+        agree = session.agree
+
+        def agree_late(fingerprint):
+            agree(fingerprint)
+            if fingerprint.operation == "settle":
+                assert has_closed.wait(SLACK_S)
+                time.sleep(0.1)  # several intervals of the thread that looks for closed connections
+                seen.append(arena._abort.value)
+
+        if store_gather.rank == 0:
+            session.agree = agree_late
+        communicator.close()
+        has_closed.set()
+        return seen, OWN.device.deeds
+
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert on_ranks(2, close) == {0: ([0], ["finish"]), 1: ([], ["finish"])}
+
+
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])
 def test_a_broken_communicator_has_not_finished(has_failed):
     def synchronize(store_gather):

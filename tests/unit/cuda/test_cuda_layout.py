@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
+from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.layout import MAX_PAYLOADS, DeviceLayout
 
 CACHE_LINE = 128
@@ -166,7 +167,7 @@ def test_messages_of_a_ring_follow_each_other_and_rings_do_not_overlap(layout, d
 def test_the_hint_is_what_a_rank_takes(layout):
     size = memory_size_hint(layout.topology, layout.capacity, layout.settings, device="cuda")
     assert size.shared_bytes == layout.offsets["end"]
-    assert size.private_bytes == 0
+    assert size.private_bytes == MAX_SPARE_BYTES + layout.repeated_routing_bytes
     assert min(size.control_bytes, size.routing_bytes, size.pool_bytes, size.ring_bytes) > 0
 
 

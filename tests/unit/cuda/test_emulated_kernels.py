@@ -6,6 +6,7 @@ the kernels' own. (On a GPU: ``tests/cuda`` and ``tests/multirank --device cuda`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,6 +214,25 @@ def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, orde
             assert (rows[:end] // 1000 == number).all()
 
     repeated.world.run(on_rank)
+
+
+def test_an_invalid_id_of_a_dispatch_that_no_host_waits_for_outlives_later_ones(folder):
+    repeated = Repeated(folder, order=1)
+
+    def on_rank(at: Rank) -> list[Any]:
+        told: list[Any] = []
+        for token in (3, 5, 6):
+            request = repeated.request(at.rank, token, torch.float32)
+            if at.rank == 1:
+                request.routing.topk_idx[token, 1] = NUM_EXPERTS + token
+            try:
+                dispatch(at, request if token < 6 else replace(request, static=None))
+            except ValueError as error:
+                told.append(str(error).partition("topk_idx")[2])
+        return [*told, *(at.arena.plan_report.take_invalid_pair(is_static=True) for _ in range(2))]
+
+    told = f"[6, 1] = {NUM_EXPERTS + 6} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    assert repeated.world.run(on_rank) == [[told, (1, 3, 1, NUM_EXPERTS + 3), None]] * 2
 
 
 @pytest.mark.parametrize("order", range(3))

@@ -9,7 +9,7 @@ import torch
 from simulated_device import Machine
 from simulated_nodes import Rank, World
 
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
+from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RowOverflowError, Settings, StaticRows, Topology
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -88,7 +88,33 @@ def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
     rejections = on_ranks(program, order=0)
     what = f"topk_idx[5, 1] = {bad_id} {RANGE}"
     assert (type(rejections[1][0]), str(rejections[1][0])) == (ValueError, what)
+    earlier = f"in an earlier dispatch into static rows, rank 0 passed topk_idx[3, 1] = 50 {RANGE}"
     for rank, (rejection, pending) in enumerate(rejections):
-        assert pending is None
+        assert str(pending) == (earlier if is_first_wrong else "None")
         if rank != 1:
             assert str(rejection).startswith("dispatch was cancelled on all ranks, since rank 1 rejected its input: ")
+
+
+def test_the_first_of_several_static_dispatches_is_told_until_the_host_looks():
+    def program(at: Rank) -> list[str]:
+        engine, seen = Engine(at), []
+        for tokens in ((5, 3), (2,), ()):
+            for token in tokens:
+                dispatch(at, with_bad_id(99, token=token) if at.rank == 1 else ids(8), STATIC)
+            at.machine_is_idle()
+            seen.append(str(engine.pending_error()).partition(" passed ")[2])
+        return seen
+
+    for seen in on_ranks(program, order=1):
+        assert seen == [f"topk_idx[5, 1] = 99 {RANGE}", f"topk_idx[2, 1] = 99 {RANGE}", ""]
+
+
+def test_an_invalid_id_and_an_overflow_of_one_dispatch_are_both_told():
+    def program(at: Rank) -> list[type]:
+        dispatch(at, with_bad_id(99, token=5), StaticRows(1))
+        at.machine_is_idle()
+        engine = Engine(at)
+        return [type(engine.pending_error()) for _ in range(3)]
+
+    for seen in on_ranks(program, order=2):
+        assert seen == [ValueError, RowOverflowError, type(None)]

@@ -166,16 +166,46 @@ def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentCha
         assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_what_a_graph_makes_of_a_plan_is_kept_only_if_the_graph_makes_the_plan(is_captured: bool):
+def made_of(plan: InternodePlan) -> list[torch.Tensor]:
+    """Return what is made of a plan when it is asked for: values by slot, and rows of slices."""
+    return [plan.slot_weights, plan.slot_to_k, *(held.row_to_slots for held in plan.slices(1))]
+
+
+def capturing(is_capturing: bool):
+    return mock.patch("fusco.cuda.device_plan.is_capturing", return_value=is_capturing)
+
+
+def are_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[bool]:
+    assert all(map(torch.equal, ours, theirs))
+    return [each is other for each, other in zip(ours, theirs, strict=True)]
+
+
+def test_what_a_graph_makes_of_an_earlier_plan_is_not_kept():
     plan = plan_of_rank_0()
-    plan.is_captured = is_captured
-    with mock.patch("fusco.cuda.device_plan.is_capturing", return_value=True):
-        captured = [plan.slot_weights, plan.slot_to_k]
-    later = [plan.slot_weights, plan.slot_to_k]
-    assert all(map(torch.equal, captured, later))
-    assert [each is other for each, other in zip(captured, later, strict=True)] == [is_captured] * 2
-    assert plan.slot_to_k is later[1]
+    with capturing(True):
+        captured = made_of(plan)
+        assert not any(are_same(captured, made_of(plan)))
+    with capturing(False):
+        later = made_of(plan)
+        assert not any(are_same(captured, later))
+        assert all(are_same(later, made_of(plan)))
+    with capturing(True):
+        assert all(are_same(later, made_of(plan)))  # the handle keeps it
+
+
+def test_what_is_made_of_a_graphs_plan_is_kept_in_the_graph_alone():
+    plan = plan_of_rank_0()
+    plan.is_captured = True
+    with capturing(True):
+        captured = made_of(plan)
+        assert all(are_same(captured, made_of(plan)))
+    with capturing(False):
+        made_of(plan)
+        assert plan.weights is not None
+        plan.weights.fill_(5)  # by the next replay
+        plan.row_to_slots.fill_(1)
+        assert plan.slot_weights.tolist() == [0, 5, 0, 0]
+        assert all((held.row_to_slots == 1).all() for held in plan.slices(1))
 
 
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():

@@ -134,6 +134,25 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
         assert scene.gave_up_on("slice 0") < SLACK_S
 
 
+def test_a_rank_that_leaves_as_the_last_message_is_done_is_nothing_to_a_guard():
+    has_left, has_looked = threading.Event(), threading.Event()
+
+    class Leaving(Watchdog):
+        """Its rank leaves with its last message done, just when the guard looks for ranks that are gone."""
+
+        @property
+        def has_failed_rank(self) -> bool:
+            if has_left.is_set():
+                has_looked.set()
+            has_left.set()
+            return True
+
+    with mock.patch(f"{__name__}.Watchdog", Leaving), closing(Scene(NO_LIMIT_S)) as scene:
+        scene.nccl_watchdog.watch(has_left.is_set, stall_of("slice 0"))
+        assert has_looked.wait(SLACK_S)
+        assert scene.is_untouched
+
+
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
         scene.watchdog.has_failed_rank = True

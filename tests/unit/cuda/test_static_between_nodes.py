@@ -162,7 +162,7 @@ class Misrouted(Play):
         at.dispatch(request)
         at.machine_is_idle()
         report = at.arena.report
-        return report.bad_src, report.bad_token, report.bad_k, report.bad_id
+        return report.bad_static.src, report.bad_static.token, report.bad_static.k, report.bad_static.id
 
 
 def test_an_id_that_is_no_expert_is_told_on_its_node_only():

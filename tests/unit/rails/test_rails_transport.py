@@ -227,6 +227,30 @@ def test_a_peer_that_does_not_take_part(tmp_path):
             b.irecv(bytearray(100)).wait()
 
 
+def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(tmp_path):
+    """It leaves with bytes unread, so its end resets the connection, which the other end notices when it writes."""
+    options = {"rails": RAILS[:1], "limits": LIMITS, "is_polled": True}
+    with (
+        Endpoint(worker=0, board=tmp_path / "a", **options) as a,
+        Endpoint(worker=0, board=tmp_path / "b", **options) as b,
+    ):
+        ours, theirs = a.dial(b.listen(), bytes(16)), None
+        while not (ours.rails and theirs and theirs.rails):
+            a.poll()
+            b.poll()
+            theirs = b.channel(bytes(16))
+        sent, received = ours.isend(b"all"), theirs.irecv(bytearray(3))
+        while not received.done:
+            a.poll()
+            b.poll()
+        ours.irecv(bytearray(3))  # tells the peer, which does not read it
+        theirs._connections[0].socket.close()
+        ours.irecv(bytearray(3))
+        assert not ours.rails
+        assert sent.done
+        assert sent.wait() == 3
+
+
 def test_closing_fails_what_is_not_done(tmp_path):
     with connected(tmp_path) as (a, b):
         waiting, peers = a.irecv(bytearray(4)), b.irecv(bytearray(4))

@@ -64,7 +64,14 @@ def test_one_message_names_the_root_cause_of_all_failures():
         "rank 2: its process died with exit code -9",
         "ranks 0-1, 3: gave up because of that",
     ]
-    assert "dispatch #3" in str(error), "the text has it all"
+    assert str(error).count("Traceback") == 1, "that of a rank that gave up, as the dead one has none"
+    assert "dispatch #3" in str(error)
+
+
+def test_the_text_has_a_traceback_of_each_root_cause():
+    error = RankFailedError({0: raised(gave_up(0, 1, "rank 1 left")), 1: raised(MISTAKE), 2: raised(MISTAKE)})
+    assert str(error).splitlines()[2:4] == ["rank 1:", "Traceback (most recent call last):"]
+    assert str(error).count("Traceback") == 1
 
 
 def test_ranks_that_gave_up_are_summarised():

@@ -14,13 +14,20 @@ class Failure(ctypes.Structure):
     _fields_ = [(name, U32) for name in ("is_set", "phase", "peer", "expected", "seen")]
 
 
+class BadPair(ctypes.Structure):
+    """``BadPair`` of plan.cu: an invalid expert id; ``src`` is -1 if there is none."""
+
+    _fields_ = [(name, I32) for name in ("src", "token", "k", "id")]
+
+
 class Report(ctypes.Structure):
     """``Report`` of plan.cu: the result of a plan for the host."""
 
     _fields_ = [
         ("ticket", U32),
-        *((name, I32) for name in ("num_slots", "bad_src", "bad_token", "bad_k", "bad_id")),
-        ("bad_ticket", U32),
+        ("num_slots", I32),
+        ("bad", BadPair),
+        ("bad_static", BadPair),
         *((name, I32) for name in ("overflow_needed", "overflow_limit")),
         ("begun", U32),
     ]

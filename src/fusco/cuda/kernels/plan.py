@@ -16,10 +16,10 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
+from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_THREADS, plan_shape
 
 _WARP_SIZE = 32
-_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
 
 
 class PublishedRouting(NamedTuple):
@@ -179,24 +179,16 @@ class PlanTensors:
         return self.memory.view(dtype)[first : first + math.prod(shape)].view(shape)
 
 
-class PlanMemory:
-    """Memory for plans of one shape, allocated for several at a time: an allocation takes as long as a launch."""
+class PlanMemory(Spares[PlanTensors]):
+    """Memory for plans of one shape."""
 
-    def __init__(self, shape: PlanShape, device: torch.device) -> None:
-        """Allocate on the current stream when first needed; all plans must be for that stream."""
+    def __init__(self, shape: PlanShape, device: torch.device, limit: SpareLimit) -> None:
+        super().__init__(limit)
         self._shape, self._device = shape, device
-        self._spare: list[PlanTensors] = []
-
-    def take(self) -> PlanTensors:
-        """Return the tensors of a new plan."""
-        if not self._spare:
-            self._spare = self._allocate()
-        return self._spare.pop()
 
     def _allocate(self) -> list[PlanTensors]:
         size, num_local = self._shape.offsets["end"] // 8, self._shape.num_local_experts
-        number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 8 * size)))
-        memory = torch.empty(number, size, dtype=torch.int64, device=self._device)
+        memory = torch.empty(num_together(8 * size), size, dtype=torch.int64, device=self._device)
         # Callers of dispatch get the counts, and a slice of memory takes as long as half a launch: all at once.
         all_counts, memory = memory[:, :num_local].unbind(), memory.view(-1)
         return [PlanTensors(self._shape, memory, i * size, counts) for i, counts in enumerate(all_counts)]

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusco.control.flags import Flags
 from fusco.cuda.kernels.abi import I32, POINTER, U64, address
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import Field
+from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_FORWARDING_THREADS
 from fusco.planner.routing import Routing
 
+_LOW_HALF = 0xFFFFFFFF
 _ID_BYTES = 4  # of ids in messages
 _ALIGNMENT = 16
-_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER = 16, 1 << 18  # in one allocation
 
 
 class ForwardingArgs(ctypes.Structure):
@@ -42,7 +44,7 @@ class ForwardingSummary:
     def __init__(self, num_nodes: int, own_node: int) -> None:
         self.num_nodes, self.own_node = num_nodes, own_node
         self._memory = torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu").pin_memory()
-        self._words = (U64 * len(self._memory)).from_address(self._memory.data_ptr())
+        self._words = Flags(self._memory)
 
     @property
     def address(self) -> int:
@@ -51,24 +53,23 @@ class ForwardingSummary:
 
     def is_of(self, ticket: int) -> bool:
         """Return whether all words of a launch are here."""
-        return all(word >> 32 == ticket for word in self._words[: self.num_nodes])
+        return all(self._words.load(node) >> 32 & _LOW_HALF == ticket for node in range(self.num_nodes))
 
     @property
     def num_rows_to_node(self) -> list[int]:
         """Tokens for each node; 0 for this one."""
-        return [
-            0 if node == self.own_node else word & 0xFFFFFFFF for node, word in enumerate(self._words[: self.num_nodes])
-        ]
+        words = (self._words.load(node) for node in range(self.num_nodes))
+        return [0 if node == self.own_node else word & _LOW_HALF for node, word in enumerate(words)]
 
     @property
     def bad_pair(self) -> int:
         """The first pair whose id is no expert, or the number of pairs."""
-        return self._words[self.own_node] & 0xFFFFFFFF
+        return self._words.load(self.own_node) & _LOW_HALF
 
     @property
     def bad_id(self) -> int:
-        """The id of that pair."""
-        return int(self._memory[self.num_nodes])
+        """The id of that pair, once ``is_of`` has been true."""
+        return self._words.load(self.num_nodes)
 
     @property
     def overflow_addresses(self) -> list[int]:
@@ -77,12 +78,13 @@ class ForwardingSummary:
 
     def take_overflow(self) -> tuple[int, int, int] | None:
         """Return the largest overflow: the node, its tokens, and the limit; clear all."""
-        words = self._words[self.num_nodes + 1 :]
+        words = [self._words.load(self.num_nodes + 1 + node) for node in range(self.num_nodes)]
         if not any(words):
             return None
-        self._words[self.num_nodes + 1 :] = [0] * self.num_nodes
+        for node in range(self.num_nodes):
+            self._words.store(self.num_nodes + 1 + node, 0)
         node = words.index(max(words))
-        return node, words[node] >> 32, words[node] & 0xFFFFFFFF
+        return node, words[node] >> 32, words[node] & _LOW_HALF
 
 
 class ForwardingTerms(NamedTuple):
@@ -137,21 +139,17 @@ class ForwardingTensors:
         return self.memory[self.num_nodes * (self.num_tokens + 1) :].view(self.num_nodes, self.num_tokens)
 
 
-class ForwardingMemory:
-    """Memory for plans of the sizes of another one, allocated for several at a time; see ``PlanMemory``."""
+class ForwardingMemory(Spares[ForwardingTensors]):
+    """Memory for plans of the sizes of another one."""
 
-    def __init__(self, plan: ForwardingTensors) -> None:
-        """Allocate on the current stream when first needed; all plans must be for that stream."""
-        self._like, self._sizes = plan.memory, (plan.num_nodes, plan.num_tokens)
-        self._spare: list[torch.Tensor] = []
+    def __init__(self, plan: ForwardingTensors, limit: SpareLimit) -> None:
+        super().__init__(limit)
+        self._device, self._sizes = plan.memory.device, (plan.num_nodes, plan.num_tokens)
 
-    def take(self) -> ForwardingTensors:
-        """Return the tensors of a new plan."""
-        if not self._spare:
-            size = self._like.numel()
-            number = max(1, min(_MAX_PLANS_TOGETHER, _MAX_BYTES_TOGETHER // max(1, 4 * size)))
-            self._spare = list(self._like.new_empty(number, size).unbind())
-        return ForwardingTensors(self._spare.pop(), *self._sizes)
+    def _allocate(self) -> list[ForwardingTensors]:
+        size = ForwardingTensors.num_elements(*self._sizes)
+        memory = torch.empty(num_together(4 * size), size, dtype=torch.int32, device=self._device)
+        return [ForwardingTensors(of_plan, *self._sizes) for of_plan in memory.unbind()]
 
 
 def plan_forwarding(

@@ -14,6 +14,7 @@ import numpy as np
 from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.machine_calls import NUM_ARGUMENTS, call_at, yield_address
 from fusco.core.compiled import compiled
+from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.library import BoundLaunch
 
@@ -26,7 +27,7 @@ _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there a
 # Words of repeated launches, then of each field that changes, then of each call.
 _YIELD, _REPORT, _MAX_YIELDS, _NUM_FIELDS, _NUM_WORDS = range(5)
 _FIELD_WORDS, _CALL_WORDS = 3, 1 + NUM_ARGUMENTS
-_REPORT_OF_ID = 8  # offset of ``Report.bad_src``
+_REPORT_OF_ID = Report.bad.offset
 CONSTANT = -1
 
 

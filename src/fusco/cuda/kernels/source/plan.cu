@@ -11,14 +11,19 @@
 // NUM_THREADS, CHUNK_PAIRS.
 #include "comm.cuh"
 
-// Result in host memory, from which the host sizes the output.
+struct BadPair {
+    i32 src;  // of the first invalid expert id, written last; -1 if there is none
+    i32 token, k, id;
+};
+
+// Result in host memory, from which the host sizes the output. Words of 8 bytes that the host reads as one are aligned.
 struct Report {
-    u32 ticket;       // of the plan, written last, together with
-    i32 num_slots;    // rows of the expert-major output, including padding
-    i32 bad_src, bad_token, bad_k, bad_id;  // the first invalid expert id; bad_src is -1 if none
-    u32 bad_ticket;                         // of the plan that found it
-    i32 overflow_needed, overflow_limit;    // of the first plan that did not fit; 0 if all fit
-    u32 begun;                              // ticket of the latest plan that the device has come to
+    u32 ticket;          // of the plan, written last, together with
+    i32 num_slots;       // rows of the expert-major output, including padding
+    BadPair bad;         // of the latest plan that the host waits for
+    BadPair bad_static;  // of the first other plan since the host has looked
+    i32 overflow_needed, overflow_limit;  // of the first plan that did not fit; 0 if all fit
+    u32 begun;                            // ticket of the latest plan that the device has come to
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -52,6 +57,7 @@ static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct")
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;
 constexpr i32 KEPT_ROUNDS = 2;  // that is all, unless a budget of multiprocessors leaves fewer blocks
+static_assert(KEPT_ROUNDS == 2, "loops over rounds take the first two from registers, by name");
 constexpr i32 COUNTS_TOGETHER = NUM_WARPS % 8 ? 1 : 8;  // loads in flight
 #if WEIGHT_BYTES == 8
 using Weight = u64;
@@ -195,12 +201,15 @@ template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs
     if (const u32 bad = *reinterpret_cast<volatile u32*>(first_bad)) {
         const i32 pair = static_cast<i32>(~bad);
         const RowPlace place = place_of(args, pair / NUM_TOPK);
-        report->bad_token = place.token, report->bad_k = pair % NUM_TOPK;
-        report->bad_id = id_of(pair);
-        report->bad_ticket = static_cast<u32>(args.ticket);
-        __threadfence_system();
-        report->bad_src = place.src;
-        __threadfence_system();
+        BadPair* const invalid = args.ticket ? &report->bad : &report->bad_static;
+        volatile i32* const src = &invalid->src;
+        if (args.ticket || *src < 0) {  // the host may read another one now
+            invalid->token = place.token, invalid->k = pair % NUM_TOPK;
+            invalid->id = id_of(pair);
+            __threadfence_system();
+            *src = place.src;
+            __threadfence_system();
+        }
         *first_bad = 0;
     }
     if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
