@@ -20,16 +20,19 @@ NUM_COLUMNS = 7
 
 
 @compiled()
-def lane_share(num_bytes: int, lane: int, links: Any) -> int:
+def lane_share(num_bytes: int, lane: int, link_ends: Any) -> int:
     """Return a lane's part of the first ``num_bytes`` of all lanes: a byte for each link, the remainder to low lanes.
 
-    >>> [lane_share(7, lane, np.array([1, 1, 1])) for lane in range(3)]
+    ``link_ends`` are the links of all lanes up to each.
+
+    >>> [lane_share(7, lane, np.array([1, 1, 1]).cumsum()) for lane in range(3)]
     [3, 2, 2]
-    >>> [lane_share(7, lane, np.array([2, 1, 1])) for lane in range(3)]
+    >>> [lane_share(7, lane, np.array([2, 1, 1]).cumsum()) for lane in range(3)]
     [4, 2, 1]
     """
-    rest = num_bytes % links.sum() - links[:lane].sum()
-    return num_bytes // links.sum() * links[lane] + min(max(rest, 0), links[lane])
+    total, before = link_ends[-1], link_ends[lane - 1] if lane else 0
+    links = link_ends[lane] - before
+    return num_bytes // total * links + min(max(num_bytes % total - before, 0), links)
 
 
 @compiled()
@@ -98,7 +101,7 @@ def cut_into_lanes(tiles: Any, links: Any) -> Any:
     capacity = num_nodes * max(num_nodes - 1, 0) * num_lanes * (num_lanes + 4)
     pieces = np.empty((capacity, NUM_COLUMNS), np.int64)
     moved = np.empty((num_lanes, num_lanes), np.int64)
-    shares = np.empty(num_lanes, np.int64)
+    shares, link_ends = np.empty(num_lanes, np.int64), links.cumsum()
     count = 0
     for src in range(num_nodes):
         for dst in range(num_nodes):
@@ -106,7 +109,7 @@ def cut_into_lanes(tiles: Any, links: Any) -> Any:
                 continue
             loads = tiles[src, dst].sum(axis=1)
             for lane in range(num_lanes):
-                shares[lane] = lane_share(loads.sum(), lane, links)
+                shares[lane] = lane_share(loads.sum(), lane, link_ends)
             even_out(loads, shares, moved)
             for local in range(num_lanes):
                 count = _cut_row(src, dst, local, tiles[src, dst, local].copy(), moved[local], pieces, count)
@@ -119,7 +122,7 @@ def cut_into_stages(pieces: Any, num_nodes: int, links: Any, dst_node: Any, num_
 
     In every stage, each lane carries its share.
     """
-    num_stages, num_lanes = dst_node.shape[0], len(links)
+    num_stages, num_lanes, link_ends = dst_node.shape[0], len(links), links.cumsum()
     next_piece = np.zeros((num_nodes, num_nodes, num_lanes), np.int64)
     for piece in range(len(pieces) - 1, -1, -1):
         next_piece[pieces[piece, SRC_NODE], pieces[piece, DST_NODE], pieces[piece, LANE]] = piece
@@ -135,7 +138,7 @@ def cut_into_stages(pieces: Any, num_nodes: int, links: Any, dst_node: Any, num_
             before, after = sent[src, dst], sent[src, dst] + num_bytes[stage, src]
             sent[src, dst] = after
             for lane in range(num_lanes):
-                left = lane_share(after, lane, links) - lane_share(before, lane, links)
+                left = lane_share(after, lane, link_ends) - lane_share(before, lane, link_ends)
                 piece = next_piece[src, dst, lane]
                 while left > 0:
                     size = min(left, pieces[piece, NUM_BYTES] - used[piece])
