@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu bench-gpu attack sanitize lint docs
+.PHONY: setup demo test test-minimum test-gpu bench-gpu bench-frameworks attack sanitize lint docs
 
 setup: .venv/.installed
 
@@ -50,6 +50,12 @@ test-gpu: setup
 # BENCH="--only h7168-t128 train" chooses.
 bench-gpu: setup
 	$(BIN)/python tools/bench_gpu.py $(BENCH)
+
+# On a machine with two GPUs, in at most nine minutes: frameworks, their own tests and prefills, with the files of
+# CARRIED (tools/bench_frameworks.py says which). Results in out/bench-frameworks; BENCH="--resume" runs what is missing,
+# BENCH="--device cpu" all of it on two cores with small sizes.
+bench-frameworks: setup
+	$(BIN)/python tools/bench_frameworks.py --carried $(CARRIED) $(BENCH)
 
 # Minutes of random work, faults and foreign clients; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
 attack: setup

@@ -90,6 +90,13 @@ def run_parts(
     return outcomes
 
 
+def folder(name: str) -> Path:
+    """Return the absolute path of a folder, an argument; raises ``ArgumentTypeError`` unless it exists."""
+    if not Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {name}")
+    return Path(name).resolve()
+
+
 def run_limited(command: Sequence[str], tables: Path, limit_s: float) -> str:
     """Run a command with its output in a file, and return how it ended: done, failed or out of time.
 

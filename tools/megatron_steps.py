@@ -14,12 +14,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,6 +30,7 @@ from fusco.bench.stopwatch import Stopwatch
 from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
+from without_cuda import without_cuda
 
 BACKENDS = {
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
@@ -96,7 +95,7 @@ def train(group: dist.ProcessGroup, device: str, shape: Shape) -> dict[str, dict
     found, weights = {}, None
     with contextlib.ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(_without_cuda())
+            stack.enter_context(without_cuda())
         for backend in BACKENDS:
             model, clock = _model(group, backend, device, shape), Clock(Stopwatch(device))
             weights = weights or {
@@ -156,14 +155,12 @@ def _model(group: dist.ProcessGroup, backend: str, device: str, shape: Shape) ->
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # without TransformerEngine, 0.16 does not define it
+    do_without_transformer_engine()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=group.size())
     dtype = torch.bfloat16
@@ -194,35 +191,18 @@ def _model(group: dist.ProcessGroup, backend: str, device: str, shape: Shape) ->
     return nn.Sequential(embedding.to(dtype), *layers, head.to(dtype)).to(device).train()
 
 
-@contextlib.contextmanager
-def _without_cuda() -> Iterator[None]:
-    """Let Megatron, which names CUDA, run without it."""
-    no_stream, real_zeros = mock.MagicMock(), torch.zeros
+def do_without_transformer_engine() -> None:
+    """Define what Megatron-core 0.16 forgets to define without TransformerEngine.
 
-    def zeros(*size: Any, **options: Any) -> torch.Tensor:
-        return real_zeros(*size, **{**options, **({"device": "cpu"} if options.get("device") == "cuda" else {})})
+    Configurations with FP8 require a version of it, even where nothing of it runs.
+    """
+    from megatron.core import utils
+    from megatron.core.transformer.moe import moe_utils
 
-    real_all_to_all = dist.all_to_all_single
-
-    def all_to_all_single(output: Any, input: Any, *splits: Any, **options: Any) -> Any:  # noqa: A002  torch's name
-        sizes: dict[str, Any] = {
-            name: each.tolist() if torch.is_tensor(each) else each for name, each in options.items()
-        }
-        return real_all_to_all(output, input, *splits, **sizes)
-
-    replaced: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: torch.device("cpu"),
-        "Stream": lambda *_, **__: no_stream,
-        "current_stream": lambda *_: no_stream,
-        "stream": lambda _: contextlib.nullcontext(),
-        "synchronize": lambda *_: None,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch, "zeros", zeros))
-        stack.enter_context(mock.patch.object(dist, "all_to_all_single", all_to_all_single))
-        yield
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if utils.get_te_version() in (None, utils.PkgVersion("0.0.0")):
+        utils._te_version = utils.PkgVersion("1.7.0")  # noqa: SLF001
 
 
 def main() -> int:

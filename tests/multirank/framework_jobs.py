@@ -226,7 +226,7 @@ def _make_megatron_layer(group: dist.ProcessGroup, backend: str, dtype: torch.dt
 
 
 def automodel_layers(group: dist.ProcessGroup, device: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Outputs and gradients through Automodel's dispatcher, by each of its backends."""
+    """Outputs and gradients through Automodel's dispatcher, by each backend, and by indices in place of maps."""
     with frameworks_on(device):
         from nemo_automodel.components.moe.megatron.token_dispatcher import (
             MoEFlexTokenDispatcher,
@@ -234,13 +234,14 @@ def automodel_layers(group: dist.ProcessGroup, device: str, dtype: torch.dtype) 
         )
 
         num_local, results = NUM_EXPERTS // group.size(), []
-        for backend in ("deepep", "hybridep"):
+        for backend, has_indices in (("deepep", False), ("hybridep", False), ("hybridep", True)):
             config = TokenDispatcherConfig(
                 moe_router_topk=NUM_TOPK,
                 num_moe_experts=NUM_EXPERTS,
                 moe_permute_fusion=False,
                 moe_router_dtype="fp32",
                 moe_flex_dispatcher_backend=backend,
+                moe_hybridep_compact_routing=has_indices,
                 moe_share_token_dispatcher=False,
             )
             local = list(range(group.rank() * num_local, (group.rank() + 1) * num_local))

@@ -12,7 +12,8 @@ from comparison import assert_same_bits
 from fusco import ClosedError, PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.dense_routing import indices_to_map
-from fusco.integrations.elastic_buffer import ElasticBuffer, EPHandle
+from fusco.integrations.elastic_buffer import ElasticBuffer
+from fusco.integrations.ep_handle import EPHandle
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from generator import Case, any_bits, values
 from law import Law
@@ -228,6 +229,31 @@ def check_replay(group: dist.ProcessGroup) -> None:
     again = buffer.dispatch_with_permute(hidden=x, probs=probs, handle=first[4])
     assert_same_bits(again[0], first[0], "rows")
     assert_same_bits(again[1], first[1], "weights")
+
+
+def check_layers_with_different_experts(group: dist.ProcessGroup) -> None:
+    """One buffer, as Megatron has it, for layers with 3, 5 and 1 experts a rank; backward passes in reverse order."""
+    rank, buffer = group.rank(), open_hybrid(group, group.size())
+    layers = []
+    for num_local in (NUM_LOCAL, 5, 1):
+        num_experts = num_local * group.size()
+        ids = torch.arange(12).view(6, 2).add(rank) % num_experts
+        weights = values((6, 2), torch.float32, "weights", rank, num_local)
+        routing_map, probs = indices_to_map(ids, weights, 6, num_experts)
+        x = values((6, HIDDEN), torch.float32, "x", rank, num_local)
+        rows, row_probs, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x, routing_map=routing_map, probs=probs, num_of_experts_per_rank=num_local
+        )
+        assert len(counts) == num_local
+        layers.append((x, routing_map, probs, rows, row_probs, handle))
+        sent = buffer.dispatch(hidden=x, topk_idx=ids, topk_weights=weights, num_of_experts=num_experts)
+        assert sent[3][4].shape[1] == num_local
+        _, of_tokens = buffer.combine(sent[0], sent[1], sent[3])
+        assert_same_bits(of_tokens, probs, "weights")
+    for x, routing_map, probs, rows, row_probs, handle in reversed(layers):
+        sums, of_tokens = buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)
+        torch.testing.assert_close(sums, x * routing_map.sum(1, keepdim=True))
+        assert_same_bits(of_tokens, probs, "weights")
 
 
 def check_fp8(group: dist.ProcessGroup) -> None:

@@ -64,9 +64,11 @@ def test_megatrons_layer_equals_a_dense_one_while_tokens_grow(pair, dtype, backe
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
 def test_automodels_two_backends_agree_bit_for_bit(pair, dtype):
     world, device = pair
-    for deep_ep, hybrid_ep in world.run(jobs.automodel_layers, 2, device, dtype):
-        for first, second in zip(deep_ep, hybrid_ep, strict=True):
-            assert torch.equal(first, second)
+    for deep_ep, *others in world.run(jobs.automodel_layers, 2, device, dtype):
+        assert len(others) == 2
+        for other in others:
+            for first, second in zip(deep_ep, other, strict=True):
+                assert torch.equal(first, second)
 
 
 @needs("torchtitan", "triton")

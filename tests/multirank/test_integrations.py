@@ -64,6 +64,10 @@ def test_a_handle_replays_rows_and_weights(world):
     world.run(jobs.check_replay, 2)
 
 
+def test_one_buffer_serves_layers_with_different_numbers_of_experts(world):
+    world.run(jobs.check_layers_with_different_experts, 2)
+
+
 def test_rows_of_bytes_come_back_wider(world):
     world.run(jobs.check_fp8, 2)
 

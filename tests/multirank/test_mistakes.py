@@ -228,6 +228,14 @@ def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per
     assert kinds(make(world, jobs.combine, jobs.dispatch, setup)) == ["MismatchError"] * 4
 
 
+@pytest.mark.cpu_only
+def test_rows_that_were_sent_with_records_are_taken_off_the_network_if_ranks_disagree(world):
+    setup = dataclasses.replace(SETUP, settings=Settings(timeout_s=TIMEOUT_S))  # whose slices hold all rows
+    check_rejection(make(world, jobs.id_too_large, jobs.dispatch, setup), "ValueError", ["8"])
+    for call in (jobs.dispatch_other_width, jobs.combine):
+        assert kinds(make(world, call, jobs.dispatch, setup)) == ["MismatchError"] * 4
+
+
 def test_a_closed_communicator_says_so(world):
     for outcomes in world.run(jobs.use_after_close, 4, SETUP):
         assert outcomes.pop("close").kind == ""  # closing again is allowed

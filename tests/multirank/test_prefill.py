@@ -21,7 +21,7 @@ from fusco.core.requirements import installed, is_recent
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
-SIZES = ["--tokens", "32", "--iterations", "2", "--batches", "2,skewed", "--routing", "trace"]
+SIZES = ["--tokens", "32", "--iterations", "2", "--routing", "trace"]
 
 
 @pytest.fixture
@@ -36,9 +36,12 @@ def deep_ep(monkeypatch):
 @pytest.mark.usefixtures("deep_ep")
 def test_all_variants_agree_and_each_has_its_record(tmp_path):
     out = tmp_path / "prefill.jsonl"
-    done = CliRunner().invoke(app, ["bench", "prefill", *SIZES, "--json", str(out)])
-    assert done.exit_code == 0, done.output
+    # The second run adds the batch that the first has not.
+    for options in (["--batches", "2"], ["--batches", "2,skewed", "--resume"]):
+        done = CliRunner().invoke(app, ["bench", "prefill", *SIZES, *options, "--json", str(out)])
+        assert done.exit_code == 0, done.output
     lines = list(map(json.loads, out.read_text().splitlines()))
+    assert "2 x 16" in done.output
     skipped = [line for line in lines if line["kind"] == "skipped"]
     records = [line for line in lines if line["kind"] == "prefill"]
     assert {line["variant"]: line["reason"] for line in skipped}["fusco-32"]
@@ -48,7 +51,13 @@ def test_all_variants_agree_and_each_has_its_record(tmp_path):
     assert [record["batch"] for record in records[:: len(wanted)]] == ["2 x 16", "skewed: 32, 4"]
     for record in records:
         assert record["verified"] is True
-        assert 0 < record["ttft_ms"] <= record["p99_ms"]
+        assert 0 < record["ttft_ms"] <= record["p99_ms"] <= record["slowest_ms"]
+        assert len(record["iterations"]) == 2
+        for ranks in record["iterations"]:
+            for rank in ranks:
+                parts = [rank[name] for name in ("dispatch_ms", "combine_ms", "rest_ms")]
+                assert min(parts) > 0
+                assert sum(parts) < rank["ms"] <= record["slowest_ms"]
         assert record["dispatch_ms"] > 0
         assert record["combine_ms"] > 0
         assert 0 < record["shuffle_share"] < 1

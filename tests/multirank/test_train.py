@@ -21,7 +21,7 @@ from train_jobs import second_losses_of, train_until_rows_do_not_arrive, train_w
 
 from fusco.cli.main import app
 from fusco.ranks.local_world import LocalWorld
-from fusco.train.job import ModelShape, TrainingJob
+from fusco.train.job import TrainingJob, byte_model
 from fusco.train.world import run_here
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
@@ -115,7 +115,7 @@ def test_ranks_of_torchrun(tmp_path):
 
 
 def one_rank_job(**changes):
-    shape = ModelShape(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
+    shape = byte_model(num_layers=1, hidden=32, num_experts=4, num_topk=2, moe_intermediate=16)
     sizes = {"num_ranks": 1, "ep_size": 1, "tokens": 32, "length": 16, "text_bytes": 100_000, "learning_rate": 0.01}
     return TrainingJob(shape=shape, dtype="float32", **{**sizes, **changes})
 

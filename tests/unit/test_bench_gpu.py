@@ -104,26 +104,93 @@ def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
     assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skewed: 8, 1: 33.3 | | | yes |"]
 
 
-def test_frameworks_find_the_module_of_their_part(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def frameworks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    tool = importlib.import_module("bench_frameworks")
-    parts = tool.parts_of(tmp_path, tmp_path, tmp_path)
-    assert [name for name, part in parts.items() if part.deep_ep == tmp_path] == ["intranode-deep_ep"]
+    return importlib.import_module("bench_frameworks")
+
+
+def test_frameworks_have_the_parts_that_were_carried(frameworks, tmp_path):
+    carried, out, site = tmp_path / "carried", tmp_path / "out", tmp_path / "site"
+    out.mkdir()
+    assert list(frameworks.parts_of(carried, out, site, "cuda")) == ["prefill", "megatron-steps"]
+    for name in ("megatron", "deep_ep", "hybrid_ep", "peer"):
+        (carried / name).mkdir(parents=True)
+    parts = frameworks.parts_of(carried, out, site, "cuda")
+    names = ["megatron-tests", "prefill", "intranode-fusco", "intranode-deep_ep", "hybrid-fusco", "megatron-steps"]
+    assert list(parts) == names
+    assert [name for name in names if parts[name].deep_ep == site / "peer"] == ["prefill", "intranode-deep_ep"]
+    assert [name for name in names if name not in frameworks.parts_of(carried, out, site, "cpu")] == [
+        "intranode-deep_ep"
+    ]
+    for device in ("cpu", "cuda"):
+        for part in frameworks.parts_of(carried, out, site, device).values():
+            script = Path(part.command[1])
+            assert script.exists() or carried in script.parents or part.command[1] == "-m"
+            assert "without_cuda.py" not in str(part.command) or device == "cpu"
+    _, _, *arguments = parts["prefill"].command[1:]
+    command = typer.main.get_command(app).commands["bench"].commands["prefill"]
+    assert command.make_context("prefill", arguments[2:]).params["resume"]
+
+
+def test_frameworks_find_the_module_of_their_part_and_resume(frameworks, monkeypatch, tmp_path, capsys):
     (tmp_path / "deep_ep.py").write_text("")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "carried_package.py").write_text("")
     script = (
-        "import deep_ep, os, sys; print('Best', os.getcwd(), deep_ep.__file__); sys.exit('fusco' in deep_ep.__file__)"
+        "import carried_package, deep_ep, os, sys; print('[testing] passed'); print('[tuning] SMs 24, chunk 4:'); "
+        "print('Best', os.getcwd(), deep_ep.__file__, os.environ['TOKENS']); "
+        "sys.exit('fusco' in deep_ep.__file__)"
     )
-    command = (sys.executable, "-c", script)
-    ends = tool.run_parts(
-        {
-            "peer": tool.Part(command, tmp_path, tmp_path, 20.0),
-            "ours": tool.Part(
-                (sys.executable, "-c", "import time; print('quiet'); time.sleep(9)"), tmp_path, ROOT, 0.5
-            ),
-        },
-        tmp_path / "out",
+    peer = frameworks.Part(
+        command=(sys.executable, "-c", script),
+        limit_s=20.0,
+        deep_ep=tmp_path,
+        folder=tmp_path,
+        environment={"TOKENS": "7"},
     )
-    assert ends == {"peer": "done", "ours": "out of time"}
+    sleeping = frameworks.Part(
+        command=(sys.executable, "-c", "import time; print('quiet'); time.sleep(9)"), limit_s=0.5
+    )
+    parts, out = {"peer": peer, "ours": sleeping, "late": peer}, tmp_path / "out"
+    first = {**parts, "late": frameworks.Part(command=("false",), limit_s=0.0)}
+    assert frameworks.run_parts(first, out, 30.0, packages=tmp_path / "packages") == {
+        "peer": "done",
+        "ours": "out of time",
+        "late": "left out",
+    }
     printed = capsys.readouterr().out
-    assert f"Best {tmp_path} {tmp_path / 'deep_ep.py'}" in printed
+    assert f"Best {tmp_path} {tmp_path / 'deep_ep.py'} 7" in printed
+    assert "peer: done, 1 passed, " in printed
     assert "quiet" not in printed
+    assert "chunk 4" not in printed
+    (tmp_path / "deep_ep.py").unlink()  # what was done is not run again, and its lines are shown again
+    ends = frameworks.run_parts(parts, out, 0.0, resumes=True)
+    assert list(ends.values()) == ["done", "left out", "left out"]
+    assert f"Best {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_summary_has_the_prefills_table(frameworks, tmp_path):
+    job = {"shape": {"num_layers": 48}, "tokens": 8192, "dtype": "bfloat16", "num_iterations": 10}
+    case = {
+        "kind": "prefill",
+        "routing": "random",
+        "batch": "skewed: 8, 1",
+        "verified": True,
+        "job": job,
+        "commit": "c",
+    }
+    records = [
+        {"kind": "skipped", "variant": "deep_ep"},
+        {**case, "variant": "fusco", "ttft_ms": 100.0, "slowest_ms": 263.0},
+        {**case, "variant": "torch", "ttft_ms": 150.0, "slowest_ms": 151.0},
+        {**case, "batch": "1 x 8", "variant": "fusco", "ttft_ms": 0.0, "slowest_ms": 0.0, "verified": False},
+    ]
+    (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "megatron-tests.jsonl").write_text('{"verified": true}\n{"verified": false}\n')
+    lines = frameworks.summarize(tmp_path, {"prefill": "done", "hybrid-fusco": "left out"}).splitlines()
+    assert lines[:3] == ["- prefill: done", "- hybrid-fusco: left out", "- Megatron's tests: 1 of 2 cases passed"]
+    assert "48 layers, 8192 tokens a rank, bfloat16, medians of 10, ms, commit c:" in lines
+    assert "| routing | batch | fusco | torch | torch / fusco |" in lines
+    assert "| random | skewed: 8, 1 | 100.0 (slowest 263.0) | 150.0 | 1.50 |" in lines
+    assert "| random | 1 x 8 | NOT VERIFIED | - | - |" in lines

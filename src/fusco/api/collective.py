@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -44,31 +44,19 @@ def run_collective(
         RejectedInputError, MismatchError: see ``Session.agree``. Otherwise what ``validate``, ``prepare`` or the
         execution raises.
     """
-    pending: Pending[_Result] | None = None
     session.access.enter(name, is_for_owner=True)
     try:
         request, rejection = _validated(session, engine, name, validate)
         call = session.begin(name)  # a context made from a generator would take some microseconds
         try:
             begin = perf_counter()
-            if request is not None:
-                try:
-                    pending = prepare(request, call)
-                except _REFUSALS_IN_PREPARATION as error:
-                    rejection = error
-            _require_acceptance(session, rejection)
-            if request is None or pending is None:
-                counts = session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
-            else:
-                known = request.known
-                fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
-                counts = session.agree(fingerprint, pending.counts, request.handle)
+            pending, rejection = (None, rejection) if request is None else _prepared(request, call, prepare)
+            counts = _agreed(session, name, request, pending, rejection)
             call.profile.planning_s += perf_counter() - begin - call.profile.staging_s
             if pending is not None:
-                try:
-                    result = pending.run(counts)
-                except LateRejection as late:
-                    rejection = late.error
+                result = pending.run(counts)
+        except LateRejection as late:
+            rejection = late.error
         except BaseException as error:
             session.leave(name, error)
             raise
@@ -100,7 +88,24 @@ def _validated(
     return request, rejection
 
 
-def _require_acceptance(session: Session, rejection: Exception | None) -> None:
-    """Raise a rejection, which ends the session, if this rank has published that it accepts its input."""
+def _prepared(
+    request: RequestT, call: Call, prepare: Callable[[RequestT, Call], Pending[_Result]]
+) -> tuple[Pending[_Result] | None, Exception | None]:
+    """Return the prepared collective, or else the rejection of its input."""
+    try:
+        return prepare(request, call), None
+    except _REFUSALS_IN_PREPARATION as error:
+        return None, error
+
+
+def _agreed(
+    session: Session, name: str, request: Request | None, pending: Pending[Any] | None, rejection: Exception | None
+) -> Sequence[tuple[int, ...]]:
+    """Return the counts of all ranks. A rejection ends the session if this rank has published that there is none."""
     if rejection is not None and session.has_published:
         raise rejection
+    if request is None or pending is None:
+        return session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
+    known = request.known
+    fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
+    return session.agree(fingerprint, pending.counts, request.handle, pending.attachments)

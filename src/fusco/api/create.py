@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.collective import REFUSALS
-from fusco.api.validation import Validator, check_device
+from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
@@ -24,6 +24,7 @@ from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
+from fusco.core.requirements import check_cuda_core
 from fusco.core.topology import Topology
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
@@ -32,6 +33,8 @@ from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
 from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
+
+_MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +97,11 @@ class CommunicatorConfig:
 
 @dataclass(frozen=True)
 class CommunicatorParts:
-    """Parts of a communicator on one rank.
+    """Parts of a communicator on one rank."""
 
-    Attributes:
-        session: keeps all ranks in the same collective; its ``close`` frees all connections.
-        engine: moves rows; closed before the session.
-        validator: checks arguments.
-    """
-
-    session: Session
-    engine: Engine[Any]
-    validator: Validator
+    session: Session  # keeps all ranks in the same collective; its ``close`` frees all connections
+    engine: Engine[Any]  # moves rows; closed before the session
+    validator: Validator  # checks arguments
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -120,6 +117,31 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None or not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
     return group
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """Return the device of a communicator, with its index; ``ValueError`` if it does not exist or cannot be used."""
+    try:
+        wanted = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but this torch ({torch.__version__}) finds no CUDA device")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    check_cuda_core()
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < _MIN_CAPABILITY:
+        raise ValueError(
+            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
+            f"fusco needs {'.'.join(map(str, _MIN_CAPABILITY))} (A100) or newer"
+        )
+    return torch.device("cuda", index)
 
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
@@ -172,7 +194,8 @@ def connect_parts(
         engine: Engine[Any]
         if validator.device.type == "cuda":
             # Needs the extra packages of fusco[cuda].
-            from fusco.cuda.engine import CudaEngine, open_library  # noqa: PLC0415
+            from fusco.cuda.engine import CudaEngine  # noqa: PLC0415
+            from fusco.cuda.open_library import open_library  # noqa: PLC0415
             from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
             library = open_library(config, validator.placement, validator.device)

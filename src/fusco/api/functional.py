@@ -59,21 +59,10 @@ def all_to_all(
 ) -> torch.Tensor:
     """Exchange rows among the ranks of a group, as ``torch.distributed.all_to_all_single``, by a schedule.
 
-    See ``Communicator.all_to_all`` for the operation, the other arguments, and errors. The first call with a group
-    makes a communicator for it (see ``GroupCommunicators``), with one node per host, and compiles the scheduler
-    (seconds, once on each machine). Pass a communicator to choose nodes or ``Settings``, or to close it.
-
-    Args:
-        output: as ``Communicator.all_to_all``.
-        input: likewise.
-        output_split_sizes: likewise.
-        input_split_sizes: likewise.
-        group: the process group; ``None`` means the default one.
-        schedule: as ``Communicator.all_to_all``.
-        comm: use this communicator; ``group`` must be ``None`` then.
-
-    Returns:
-        ``output``, or with ``None`` a new tensor through which gradients flow.
+    See ``Communicator.all_to_all`` for the operation, the other arguments, the result, and errors. ``group`` is the
+    process group; ``None`` means the default one. The first call with a group makes a communicator for it (see
+    ``GroupCommunicators``), with one node per host, and compiles the scheduler (seconds, once on each machine). Pass a
+    communicator instead of a group to choose nodes or ``Settings``, or to close it.
     """
     if comm is not None and group is not None:
         raise ValueError("all_to_all takes a group or a communicator, not both")

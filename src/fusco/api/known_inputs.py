@@ -21,19 +21,13 @@ _TENSOR_GUARDS: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # 
 
 @dataclass(eq=False)
 class KnownInput(KnownCall):
-    """A valid input.
+    """A valid input."""
 
-    Attributes:
-        num_bytes: of each tensor, from its first element to the end of its last one; ``None`` if that may differ.
-        options: what validation depends on besides the tensors.
-        is_grad_enabled: whether autograd was on, as it is part of the fingerprint.
-        guard: compares tensors with these, if there is such a thing; a nested tensor would end the process.
-    """
-
+    # of each tensor, from its first element to the end of its last one; ``None`` if that may differ
     num_bytes: tuple[int, ...] | None
-    options: tuple[object, ...]
-    is_grad_enabled: bool
-    guard: Any
+    options: tuple[object, ...]  # what validation depends on besides the tensors
+    is_grad_enabled: bool  # whether autograd was on, as it is part of the fingerprint
+    guard: Any  # compares tensors with these, if there is such a thing; a nested tensor would end the process
 
 
 class KnownInputs:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from fusco.api.exchanged_rows import require_output, rows_of_ranks
 from fusco.api.handle import Handle
 from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
@@ -17,7 +16,7 @@ from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
-from fusco.core.rows import ROW_DTYPES, describe_rows, plain, row_bytes, wants_grad
+from fusco.core.rows import ROW_DTYPES, plain, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.engine.base import (
@@ -33,7 +32,6 @@ from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 
 _MAX_DIMS = 6  # a record's text has room for as many with MAX_PAYLOADS, for any sizes
-_MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 _DEFAULT_LAUNCH = Launch()
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 
@@ -94,13 +92,12 @@ class Validator:
             expert_alignment=alignment,
             with_weights=with_weights,
             static=static,
-            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            launch=self.require_launch(launch),
             known=known,
         )
         if known is None:
-            tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-            terms = _terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights)
-            self._known.add(CollectiveFingerprint("dispatch", request.fields), tensors, *terms)
+            known_by = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+            self._known.add(CollectiveFingerprint("dispatch", request.fields), *known_by)
         return request
 
     def known_dispatch(
@@ -112,8 +109,7 @@ class Validator:
         with_weights: object,
     ) -> KnownInput | None:
         """Return what is known of these arguments of ``dispatch``; the others are not compared."""
-        tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-        return self._known.find(tensors, *_terms_of_dispatch(len(tensors), len(payloads), alignment, with_weights))
+        return self._known.find(*_known_by(payloads, topk_idx, topk_weights, alignment, with_weights))
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -128,7 +124,7 @@ class Validator:
             payloads=payloads,
             plan=handle.plan,
             handle=handle.number,
-            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            launch=self.require_launch(launch),
             known=known,
         )
         if known is None:
@@ -148,7 +144,7 @@ class Validator:
             plan=handle.plan,
             topk_weights=topk_weights,
             handle=handle.number,
-            launch=_DEFAULT_LAUNCH if launch is None else self.require_launch(launch),
+            launch=self.require_launch(launch),
             known=known,
         )
         if known is None:
@@ -175,7 +171,7 @@ class Validator:
                 raise ValueError(f"combine_all takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
             for y in ys:
                 self.require_expert_rows(y, handle)
-        launch, number = _DEFAULT_LAUNCH if launch is None else self.require_launch(launch), handle.number
+        launch, number = self.require_launch(launch), handle.number
         parts = [
             CombineRequest[Any](rows=y, plan=handle.plan, topk_weights=None, handle=number, launch=launch) for y in ys
         ]
@@ -202,20 +198,21 @@ class Validator:
         For ``output=None`` the request has a new tensor.
         """
         self.require_not_capturing("all_to_all")
-        for name, tensor in (("output", output), ("input", input_)):
-            if tensor is not None or name == "input":
-                self._rows_to_exchange(name, tensor)
+        for name, tensor in (*([] if output is None else [("output", output)]), ("input", input_)):
+            self._tensor(name, tensor)
+            if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
+                raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        source = plain(input_)
+        source, world_size = plain(input_), self.placement.world_size
         if output is not None:
-            _refuse_output(output, input_, source)
-        send_rows = self._splits("input", len(source), splits[1])
+            require_output(output, input_, source)
+        send_rows = rows_of_ranks("input", world_size, len(source), splits[1])
         if output is None:
-            receive_rows = self._splits("output", len(source) if splits[0] is None else None, splits[0])
+            receive_rows = rows_of_ranks("output", world_size, len(source) if splits[0] is None else None, splits[0])
             output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
         else:
-            receive_rows = self._splits("output", len(output), splits[0])
+            receive_rows = rows_of_ranks("output", world_size, len(output), splits[0])
         return AllToAllRequest(
             input=source,
             output=output,
@@ -307,8 +304,10 @@ class Validator:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
-    def require_launch(self, launch: Launch) -> Launch:
-        """Raise unless ``launch`` has valid device settings; return it."""
+    def require_launch(self, launch: Launch | None) -> Launch:
+        """Raise unless ``launch`` has valid device settings; return it, or the defaults for ``None``."""
+        if launch is None:
+            return _DEFAULT_LAUNCH
         if not isinstance(launch, Launch):
             raise TypeError(f"launch must be a Launch, got {launch!r}")
         event_device = None if launch.event is None else launch.event.device  # None until it is first recorded
@@ -317,7 +316,7 @@ class Validator:
         return launch
 
     def require_combine_weights(self, weights: object) -> None:
-        """The choice of weights of a combine."""
+        """Raise unless ``weights`` are a choice of a combine."""
         if isinstance(weights, torch.Tensor):
             raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
         if weights not in ("topk", None):
@@ -349,34 +348,6 @@ class Validator:
     def _is_capturing(self) -> bool:
         return self.device.index is not None and torch.cuda.is_current_stream_capturing()  # the CPU has no index
 
-    def _rows_to_exchange(self, name: str, tensor: Any) -> None:
-        self._tensor(name, tensor)
-        if tensor.ndim < 1 or tensor.ndim > _MAX_DIMS:
-            raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {_MAX_DIMS}")
-
-    def _splits(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
-        """Return the rows of each rank; without ``num_rows`` their total is that of ``sizes``."""
-        world_size = self.placement.world_size
-        if sizes is None:
-            assert num_rows is not None
-            if num_rows % world_size:
-                raise ValueError(
-                    f"{name} has {num_rows} rows, which do not divide evenly among {world_size} ranks; "
-                    f"pass {name}_split_sizes"
-                )
-            return (num_rows // world_size,) * world_size
-        try:
-            rows = tuple(map(operator.index, sizes))
-        except TypeError:
-            raise TypeError(f"{name}_split_sizes must be a sequence of integers, got {sizes!r}") from None
-        if len(rows) != world_size:
-            raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
-        if min(rows) < 0:
-            raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
-        if num_rows is not None and sum(rows) != num_rows:
-            raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
-        return rows
-
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -395,67 +366,18 @@ class Validator:
             )
 
 
-def _terms_of_dispatch(num_tensors: int, num_payloads: int, alignment: int, with_weights: object) -> tuple[object, ...]:
-    """Return the terms, besides tensors, by which the input of a dispatch is known."""
-    return "dispatch", num_tensors, num_payloads, type(alignment), alignment, bool(with_weights)
+def _known_by(
+    payloads: Sequence[torch.Tensor],
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    alignment: int,
+    with_weights: object,
+) -> tuple[Any, ...]:
+    """Return the tensors, then the terms, by which the input of a dispatch is known."""
+    tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
+    return tensors, "dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(with_weights)
 
 
 def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
     """Return the terms, besides rows, by which the input of a combine is known."""
     return "combine", topk_weights is None, wants_grad(topk_weights)
-
-
-def _refuse_output(output: torch.Tensor, input_: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise if ``output`` is no valid output of an all-to-all with this input, whose values are ``source``."""
-    if output.dtype != input_.dtype or output.shape[1:] != input_.shape[1:]:
-        raise ValueError(
-            f"output has rows of {describe_rows(output)}, input of {describe_rows(input_)}; they must be equal"
-        )
-    if not output.is_contiguous() or output.is_conj() or output.is_neg():
-        raise ValueError(f"output must be contiguous and own its values, got strides {output.stride()}")
-    if wants_grad(input_) or wants_grad(output):
-        raise ValueError(
-            "gradients flow only through an output that all_to_all makes: pass None as output and use the result, or "
-            "detach input and output"
-        )
-    begin, other = output.data_ptr(), source.data_ptr()
-    if begin < other + source.nbytes and other < begin + output.nbytes:
-        raise ValueError(
-            f"input and output overlap in memory: {source.nbytes} bytes at {other:#x}, {output.nbytes} at {begin:#x}"
-        )
-
-
-def check_device(device: str | torch.device) -> torch.device:
-    """Return the device of a communicator, with its index; ``ValueError`` if it does not exist or cannot be used."""
-    try:
-        wanted = torch.device(device)
-    except (TypeError, RuntimeError):
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}") from None
-    if wanted.type == "cpu":
-        return torch.device("cpu")
-    if wanted.type != "cuda":
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {str(device)!r}")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device is {str(device)!r}, but this torch ({torch.__version__}) finds no CUDA device")
-    index = torch.cuda.current_device() if wanted.index is None else wanted.index
-    if not 0 <= index < torch.cuda.device_count():
-        raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
-    check_cuda_core()
-    major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < _MIN_CAPABILITY:
-        raise ValueError(
-            f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
-            f"fusco needs {'.'.join(map(str, _MIN_CAPABILITY))} (A100) or newer"
-        )
-    return torch.device("cuda", index)
-
-
-def has_cuda_core() -> bool:
-    """Return whether cuda-core, which compiles CUDA kernels, is installed."""
-    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
-
-
-def check_cuda_core() -> None:
-    """Raise ``ValueError`` if cuda-core is not installed."""
-    if not has_cuda_core():
-        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'")

@@ -14,11 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
 from fusco.bench.links import DevicePeaks, measure_device_links
+from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import RankTimer
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import PEERS, Shuffle, ShuffleFactory, recorded_variant
-from fusco.bench.verification import WorldInput, expected_rows, verify
+from fusco.bench.variants import PEERS, recorded_variant
+from fusco.bench.verification import expected_rows, verify
+from fusco.bench.world_input import WorldInput
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 
 from fusco.bench.links import LinkPeaks, measure_links
+from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import Shuffle, ShuffleFactory
-from fusco.bench.verification import WorldInput, verify
+from fusco.bench.verification import verify
+from fusco.bench.world_input import WorldInput
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 

@@ -6,12 +6,12 @@ Each expert multiplies its rows by a different factor, so a row at the wrong exp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from fusco.bench.shuffle_factory import Shuffle
 from fusco.bench.traffic import Workload
-from fusco.bench.variants import Shuffle
+from fusco.bench.world_input import WorldInput
 
 
 def verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:
@@ -58,32 +58,6 @@ def _in_order_of_content(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     experts = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
     by_hash = hashes.argsort(stable=True)
     return rows[by_hash[experts[by_hash].argsort(stable=True)]]
-
-
-@dataclass(frozen=True)
-class WorldInput:
-    """The rows and the routing of all ranks."""
-
-    rows: Sequence[torch.Tensor]
-    topk_idx: Sequence[torch.Tensor]
-    topk_weights: Sequence[torch.Tensor]
-
-    @classmethod
-    def of(cls, workload: Workload, device: torch.device | str = "cpu") -> WorldInput:
-        """Rebuild the input of every rank."""
-        ranks = range(workload.topology.world_size)
-        routings = [workload.routing(rank) for rank in ranks]
-        return cls(
-            [workload.rows(rank, device) for rank in ranks],
-            [routing.topk_idx.to(device) for routing in routings],
-            [routing.topk_weights.to(device) for routing in routings if routing.topk_weights is not None],
-        )
-
-
-def world_bytes(workload: Workload) -> int:
-    """Return the memory that the rows of a ``WorldInput`` take while they are made, the last rank's in float32."""
-    num_elements = workload.tokens * workload.hidden
-    return num_elements * (workload.topology.world_size * workload.dtype.itemsize + torch.float32.itemsize)
 
 
 def expected_rows(world: WorldInput, experts: Sequence[int]) -> tuple[torch.Tensor, list[int]]:

@@ -30,7 +30,7 @@ app.command()(offload)
 
 @app.command()
 def balancers(
-    draws: Annotated[int, typer.Option(min=1, help="Draws of loads for each shape.")] = 1000,
+    draws: options.Draws = 1000,
     loads: Annotated[
         names.Loads,
         typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace."),

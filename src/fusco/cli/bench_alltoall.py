@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fusco.bench.names import ExchangeMatrix, Pattern
 from fusco.cli import options
-from fusco.cli.options import Device
-from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.option_groups import with_groups
+from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import describe_origin, new_table, verified_cell
-from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
+from fusco.cli.testbed import PlaceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeResult
     from fusco.bench.alltoall_record import ExchangeRecord, ExchangeRun
     from fusco.bench.links import LinkPeaks
+    from fusco.bench.traffic import Workload
+    from fusco.core.topology import Topology
 
 
+@with_groups
 def alltoall(
-    device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
-    nodes: options.AnyNodes = None,
-    ranks_per_node: options.AnyRanksPerNode = None,
-    testbed: Shape = None,
-    rate: Rate = None,
-    rails: Rails = None,
+    *,
+    place: PlaceOptions,
     matrix: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,19 +38,13 @@ def alltoall(
         ),
     ] = None,
     bytes_per_rank: Annotated[int, typer.Option(min=1, help="Mean bytes that a rank sends to others.")] = 16 << 20,
-    skew: Annotated[float, typer.Option(min=0, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")] = 0.8,
-    seed: options.Seed = 0,
+    skew: options.Skew = 0.8,
     schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto",
-    trace: options.TraceFile = None,
-    trace_key: options.TraceKey = None,
-    layer: options.Layer = None,
-    tokens: options.Tokens = 1024,
-    num_experts: options.NumExperts = 128,
-    num_topk: options.NumTopk = 8,
+    routing: options.RoutingOptions,
     slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
-    ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
-    iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
+    ring_depth: options.RingDepth = 4,
+    timeout_s: options.Timeout = 60.0,
+    iterations: options.Iterations = 20,
     json: options.JsonFile = None,
 ) -> None:
     """Compare an all-to-all of skewed sizes with torch.distributed's, on processes of this machine that emulate nodes.
@@ -61,58 +54,38 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.alltoall_record import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
-    from fusco.bench.traffic import Trace, Workload
     from fusco.core.config import Settings
-    from fusco.core.placement import ExpertPlacement
-    from fusco.core.topology import Topology
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
-    bed = BenchTestbed.of(testbed, rate, rails)
-    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
-    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
-    if device is Device.CUDA:
-        check_cuda_core()  # before any process starts
-    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    topology = place.topology()
     kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
     workload = None
     if "trace" in kinds:
-        # Consecutive experts, as evenly as the number of ranks allows.
-        owners = [expert * topology.world_size // num_experts for expert in range(num_experts)]
-        workload = Workload(
-            pattern=Pattern.TRACE,
-            topology=topology,
-            placement=ExpertPlacement.explicit(owners, topology.world_size),
-            tokens=tokens,
-            hidden=1,
-            num_topk=num_topk,
-            seed=seed,
-            trace=Trace.load(trace, trace_key, layer or 0),
-        )
+        workload = _replay(routing, topology)
     else:
-        options.check_no_trace("--matrix", kinds, trace=trace, trace_key=trace_key, layer=layer)
+        routing.check_no_trace("--matrix", kinds)
     runs = [
         ExchangeRun(
             matrix=kind,
             rank_bytes=make_rank_bytes(
-                kind, topology.world_size, bytes_per_rank, skew=skew, seed=seed, workload=workload
+                kind, topology.world_size, bytes_per_rank, skew=skew, seed=routing.seed, workload=workload
             ),
             topology=topology,
             bytes_per_rank=bytes_per_rank,
             skew=skew,
-            seed=seed,
+            seed=routing.seed,
             mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
-            device=device.value,
-            rank_gbs=bed.rank_gbs,
+            device=place.device.value,
+            rank_gbs=place.bed.rank_gbs,
         )
         for kind in kinds
     ]
-    bed.run_there((warm_up_cpu, warm_up))
+    place.bed.run_there((warm_up_cpu, warm_up))
     console = new_console(json)
     ranks = _run(runs, iterations, console)
     if ranks is None:
@@ -125,6 +98,25 @@ def alltoall(
     write_json_lines(records, json)
     if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
         raise typer.Exit(1)
+
+
+def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
+    """Return the trace on consecutive experts, as evenly as the number of ranks allows."""
+    from fusco.bench.traffic import Trace, Workload
+    from fusco.core.placement import ExpertPlacement
+
+    num_experts, world_size = routing.num_experts, topology.world_size
+    owners = [expert * world_size // num_experts for expert in range(num_experts)]
+    return Workload(
+        pattern=Pattern.TRACE,
+        topology=topology,
+        placement=ExpertPlacement.explicit(owners, world_size),
+        tokens=routing.tokens,
+        hidden=1,
+        num_topk=routing.num_topk,
+        seed=routing.seed,
+        trace=Trace.load(routing.trace, routing.trace_key, routing.layer or 0),
+    )
 
 
 def _run(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fusco.cli import options
-from fusco.cli.running import new_console, run_on_ranks
+from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def host(
     from fusco.ranks.emulation import emulated_network
 
     console, records = new_console(json), []
+    on = "cuda" if device is HostDevice.CUDA else "cpu"
+    num_devices(on)  # before any process starts
+    if num_topk > num_experts:
+        raise ValueError(f"a token cannot have {num_topk} different ones of {num_experts} experts")
     if uneven := [num_ranks for num_ranks in ranks or () if num_ranks % nodes]:
         raise ValueError(f"--ranks {uneven[0]} do not divide among {nodes} nodes")
     for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device is HostDevice.NULL else [1]):
@@ -63,7 +67,7 @@ def host(
             num_topk=num_topk,
             num_calls=calls,
         )
-        on = "cuda" if device is HostDevice.CUDA else "cpu"
+        check_room("rows (--tokens, --hidden)", 2 * tokens * hidden, num_ranks)
         environment = emulated_network(Topology.of_equal_nodes(num_ranks, num_ranks // nodes), os.environ)
         measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, environment=environment)
         records += records_of(run, measured) if measured else []

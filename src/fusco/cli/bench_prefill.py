@@ -14,10 +14,10 @@ from rich.console import Console
 
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.options import Device
-from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
+from fusco.cli.option_groups import with_groups
+from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table, verified_cell
-from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
+from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
 from fusco.ranks.emulation import emulated_network
 
@@ -36,17 +36,14 @@ class ModelName(str, Enum):
     QWEN3 = "qwen3-30b-a3b"
 
 
+@with_groups
 def prefill(
-    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
+    *,
+    place: PlaceOptions,
     model: Annotated[
         ModelName | None, typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b.")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None,
-    nodes: options.AnyNodes = None,
-    ranks_per_node: options.AnyRanksPerNode = None,
-    testbed: Shape = None,
-    rate: Rate = None,
-    rails: Rails = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None,
     batches: Annotated[
         list[str],
@@ -68,8 +65,11 @@ def prefill(
     ] = None,
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None,
     seed: options.Seed = 0,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait in fusco, in seconds.")] = 60.0,
+    timeout_s: options.Timeout = 60.0,
     json: options.JsonFile = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Run only cases that the file of --json has not, and add them to it.")
+    ] = False,
 ) -> None:
     """Measure the time to the first token of a Qwen3-MoE with random weights, its experts distributed over all ranks.
 
@@ -80,23 +80,19 @@ def prefill(
     """
     check_fsdp("fusco bench prefill")
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.prefill.records import SkippedRecord
+    from fusco.bench.prefill import records as results
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
-    bed = BenchTestbed.of(testbed, rate, rails)
-    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
-    if device is Device.CPU and bed.layout is None and not bed.launched():
-        nodes = nodes or 1
-    nodes, ranks_per_node = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
-    is_cuda = device is Device.CUDA
+    topology, device = place.topology(num_cpu_nodes=1), place.device.value
+    is_cuda = device == "cuda"
     model = model or (ModelName.QWEN3 if is_cuda else ModelName.TINY)
     dtype = dtype or ("bfloat16" if is_cuda else "float32")
-    chosen, skipped = _choose_variants(variants, device.value, dtype)
+    chosen, skipped = _choose_variants(variants, device, dtype)
     job = _make_job(
         (model, layers, tokens),
-        num_ranks=nodes * ranks_per_node,
-        ranks_per_node=ranks_per_node,
-        device=device.value,
+        num_ranks=topology.world_size,
+        ranks_per_node=topology.ranks_per_node,
+        device=device,
         batches=tuple(options.choose_names(batches, (), "batches")),
         routings=tuple(options.choose_names(routing, (), "routing")),
         variants=chosen,
@@ -105,13 +101,23 @@ def prefill(
         seed=seed,
         timeout_s=timeout_s,
     )
-    bed.run_there((warm_up_cpu,))
+    if resume and json in (None, STDOUT):
+        raise ValueError("--resume needs --json FILE, the file of the run that it resumes")
+    kept: list[PrefillRecord] = []
+    if resume and json:
+        job, kept = results.resume(job, json)
+    place.bed.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
-        write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)
-    records = _run(job, console, json)
+        skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]
+        path = json.with_name(f"{json.name}.new") if resume else json
+        write_json_lines([*skips, *kept], path)
+        if resume:
+            path.replace(json)  # at once: other ranks may be reading it
+    records = _run(job, console, json) if job.cases else []
     if records is None:
         return
+    records = [*kept, *records]
     _print(job, records, skipped, console)
     if not all(record.verified for record in records):
         raise typer.Exit(1)
@@ -130,10 +136,11 @@ def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tu
 
 
 def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: Any) -> PrefillJob:
-    from fusco.bench.prefill.job import TINY, ModelShape, PrefillJob
+    from fusco.bench.prefill.job import TINY, PrefillJob
+    from fusco.fsdp.qwen3 import Qwen3Shape
 
     model, layers, tokens = sizes
-    shape = TINY if model is ModelName.TINY else ModelShape()
+    shape = TINY if model is ModelName.TINY else Qwen3Shape()
     return PrefillJob(
         shape=replace(shape, num_layers=layers or shape.num_layers),
         tokens=tokens or (256 if model is ModelName.TINY else 8192),
@@ -143,13 +150,10 @@ def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: 
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
     """Run the job; problems of the machine raise before any process starts."""
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.prefill.rank import num_steps, prefill_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
-    if job.device == "cuda":
-        check_cuda_core()
-    else:
+    if job.device == "cpu":
         check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
     path = json.resolve() if json and json != STDOUT else json  # the ranks' working directory may differ
     results = run_on_ranks(
@@ -181,6 +185,7 @@ _COMPARED = ("baseline", "torch")  # the first of these that has run
 
 
 def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
+    from fusco.bench.prefill.iterations import outliers
     from fusco.bench.prefill.variants import VARIANTS
 
     one, shape = records[0], job.shape
@@ -209,8 +214,11 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
     for name, why in skipped.items():
         console.print(f"{name} skipped: {why}", markup=False, highlight=False, soft_wrap=True)
     for record in records:
+        where = f"{record.routing}, {record.batch}, {record.variant}"
         for error in record.errors:
-            console.print(f"[red]{record.routing}, {record.batch}, {record.variant}: {error}[/]")
+            console.print(f"[red]{where}: {error}[/]")
+        for line in outliers(record.iterations):
+            console.print(f"{where}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cells(record: PrefillRecord, first: PrefillRecord, compared_ms: float) -> list[str]:

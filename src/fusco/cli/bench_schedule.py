@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def schedule(
-    draws: Annotated[int, typer.Option(min=1, help="Matrices for each number of nodes.")] = 50,
-    nodes: Annotated[list[int] | None, typer.Option(min=2, help="Numbers of nodes. Default: 2 to 128.")] = None,
+    draws: options.Draws = 50,
+    nodes: Annotated[
+        list[int] | None, typer.Option(min=2, max=1024, help="Numbers of nodes. Default: 2 to 128.")
+    ] = None,
     seed: options.Seed = 0,
     json: options.JsonFile = None,
 ) -> None:

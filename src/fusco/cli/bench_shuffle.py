@@ -13,9 +13,9 @@ import typer
 from fusco.bench import names
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
-from fusco.cli.options import Device
-from fusco.cli.running import check_room, choose_shape, new_console, num_devices, run_on_ranks
-from fusco.cli.testbed import BenchTestbed, Rails, Rate, Shape
+from fusco.cli.option_groups import with_groups
+from fusco.cli.running import check_room, new_console, run_on_ranks
+from fusco.cli.testbed import PlaceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,24 +43,13 @@ def _defaults(device: str, num_nodes: int) -> str:
     return ", ".join(choose_variants(device, num_nodes))
 
 
+@with_groups
 def shuffle(
-    device: Annotated[Device, typer.Option(help="Where rows are.")] = Device.CPU,
-    nodes: options.AnyNodes = None,
-    ranks_per_node: options.AnyRanksPerNode = None,
-    testbed: Shape = None,
-    rate: Rate = None,
-    rails: Rails = None,
-    tokens: options.Tokens = 1024,
-    hidden: options.Hidden = 4096,
-    num_experts: options.NumExperts = 128,
-    num_topk: options.NumTopk = 8,
-    dtype: options.Dtype = "bfloat16",
+    *,
+    place: PlaceOptions,
     traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
-    trace: options.TraceFile = None,
-    trace_key: options.TraceKey = None,
-    layer: options.Layer = None,
+    workload: options.WorkloadOptions,
     batches: options.Batches = 1,
-    seed: options.Seed = 0,
     balancer: Annotated[
         options.BalancerName | None,
         typer.Option(help="Balancer of the rows between nodes. Default: lanes; on CUDA send-and-receive."),
@@ -81,13 +70,13 @@ def shuffle(
             min=1, help="Bytes of one message between nodes. Default: 1 MiB, on CUDA 16 MiB for all nodes together."
         ),
     ] = None,
-    ring_depth: Annotated[int, typer.Option(min=2, help="Slots of each ring.")] = 4,
+    ring_depth: options.RingDepth = 4,
     slice_order: Annotated[
         Literal["in-turn", "staged"], typer.Option(help="Order of the nodes that a rank sends to.")
     ] = "in-turn",
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait, in seconds.")] = 60.0,
+    timeout_s: options.Timeout = 60.0,
     num_sms: Annotated[int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take.")] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")] = 20,
+    iterations: options.Iterations = 20,
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -112,46 +101,31 @@ def shuffle(
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.planner.balancer import DEFAULT_BALANCERS
 
-    bed = BenchTestbed.of(testbed, rate, rails)
-    nodes, ranks_per_node = bed.choose_shape(nodes, ranks_per_node)
-    shape = choose_shape(device.value, nodes, ranks_per_node, bed.launched(), num_devices(device.value))
+    topology, device = place.topology(), place.device.value
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
-    workloads = options.WorkloadOptions(
-        nodes=shape[0],
-        ranks_per_node=shape[1],
-        tokens=tokens,
-        hidden=hidden,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        dtype=dtype,
-        trace=trace,
-        trace_key=trace_key,
-        layer=layer,
-        seed=seed,
-        batches=batches,
-    ).workloads(patterns)
-    if batches > 1 and (device is Device.CUDA or len(workloads) == len(patterns)):
+    workloads = workload.workloads(patterns, topology, batches)
+    if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
-    if num_sms is not None and device is not Device.CUDA:
+    if num_sms is not None and device != "cuda":
         raise ValueError("--num-sms needs --device cuda")
     settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order)
     run = ShuffleRun(
         workloads=workloads,
         variants=choose_variants(
-            device.value, shape[0], options.choose_names(variants, [], "variants"), with_ablation=ablation
+            device, topology.num_nodes, options.choose_names(variants, [], "variants"), with_ablation=ablation
         ),
         settings=settings,
-        balancer=balancer.value if balancer else DEFAULT_BALANCERS[device.value],
+        balancer=balancer.value if balancer else DEFAULT_BALANCERS[device],
         num_iterations=iterations,
-        device=device.value,
+        device=device,
         num_sms=num_sms,
         has_timeline=timeline is not None,
-        rank_gbs=bed.rank_gbs,
+        rank_gbs=place.bed.rank_gbs,
     )
     _check_timeline(run)
-    bed.run_there((warm_up_cpu,))
+    place.bed.run_there((warm_up_cpu,))
     console = new_console(json)
-    measured = _run_on_devices(run, console) if device is Device.CUDA else _run_on_cpus(run, console)
+    measured = _run_on_devices(run, console) if device == "cuda" else _run_on_cpus(run, console)
     if measured is None:
         return  # rank 0 of the launched job has the results
     records = measured.records
@@ -179,7 +153,7 @@ def _check_timeline(run: ShuffleRun) -> None:
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
-    from fusco.bench.verification import world_bytes
+    from fusco.bench.world_input import world_bytes
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
@@ -194,14 +168,12 @@ def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
 
 
 def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
     from fusco.ranks.emulation import describe_emulation, emulated_network
     from fusco.ranks.torchrun import launched
 
-    check_cuda_core()  # before any process starts
     ranks = run_on_ranks(
         run_device_rank,
         (run,),

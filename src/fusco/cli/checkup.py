@@ -136,7 +136,7 @@ def _cuda_kernels() -> _Outcome:
     import tempfile
     from pathlib import Path
 
-    from fusco.api.validation import has_cuda_core
+    from fusco.core.requirements import has_cuda_core
 
     if not has_cuda_core():
         return "not tried without cuda.core", _INSTALL_CUDA_CORE
@@ -154,7 +154,7 @@ def _cuda_kernels() -> _Outcome:
 
 
 def _cuda_core() -> _Outcome:
-    from fusco.api.validation import has_cuda_core
+    from fusco.core.requirements import has_cuda_core
 
     return ("installed", "") if has_cuda_core() else ("not installed", _INSTALL_CUDA_CORE)
 

@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,6 +32,8 @@ from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, error_
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
 _FIRST_RANK_REPORTS_S = 5.0  # with more ranks than cores, interpreters start seconds apart
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, or of a copy that comes with typer
 
 app = typer.Typer(
     name="fusco",
@@ -81,11 +84,16 @@ def run() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C, 143 for SIGTERM."""
     try:
         with _interruptible():
-            app()
+            code = app(standalone_mode=False)  # errors are printed here
+        sys.exit(code)
     except Interrupted as interrupt:
         name, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
         Console(stderr=True).print(f"[bold red]{name}[/]{escape(str(interrupt))}", highlight=False, soft_wrap=True)
         sys.exit(code)
+    except _UsageError as error:
+        _wait_for_first_rank()
+        _print_usage_error(error)
+        sys.exit(2)
     except ReportedElsewhereError:
         sys.exit(1)
     except RankFailedError as error:
@@ -128,6 +136,19 @@ def _wait_for_first_rank() -> None:
     """
     if os.environ.get(_LOCAL_RANK, "0") != "0":
         time.sleep(_FIRST_RANK_REPORTS_S)
+
+
+def _print_usage_error(error: Any) -> None:
+    """Print what is wrong with which value of an option, or with the command; without a command, its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    text = error.format_message()
+    words = [word for arg in sys.argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    options: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    if given := [after for option, after in pairwise(words) if option in options]:
+        text = f"{options[0]} {', '.join(given)}: {error.message.removeprefix('Value error, ')}"
+    _print_error("error", text.rstrip(".") + (f" (see {error.ctx.command_path} --help)" if error.ctx else ""))
 
 
 def _print_error(what: str, text: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from fusco.bench.prompts import Batch
     from fusco.bench.traffic import Workload
+    from fusco.core.topology import Topology
 
 
 class BalancerName(str, Enum):
@@ -68,7 +69,8 @@ AnyNodes = Annotated[
     typer.Option(
         min=1,
         max=_MAX_NODES,
-        help="Nodes to emulate on this machine. Default: 2, on CUDA 1; under torchrun, those of the job.",
+        help="Nodes to emulate on this machine. Default: 2, on CUDA and for prefill 1; under torchrun, those of the "
+        "job.",
     ),
 ]
 AnyRanksPerNode = Annotated[
@@ -79,6 +81,11 @@ AnyRanksPerNode = Annotated[
         help="Ranks of each node. Default: 2, on CUDA all GPUs; under torchrun, those of the job.",
     ),
 ]
+Skew = Annotated[float, typer.Option(min=0, max=100, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")]
+Draws = Annotated[int, typer.Option(min=1, max=1 << 20, help="Draws for each shape.")]
+RingDepth = Annotated[int, typer.Option(min=2, help="Slots of each ring.")]
+Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Limit of every wait in fusco, in seconds.")]
+Iterations = Annotated[int, typer.Option(min=1, help="Timed iterations; medians are shown.")]
 Tokens = Annotated[int, typer.Option(min=1, max=_MAX_TOKENS, help="Tokens of each rank.")]
 Hidden = Annotated[int, typer.Option(min=1, max=_MAX_HIDDEN, help="Elements of a row.")]
 NumExperts = Annotated[int, typer.Option(min=1, max=_MAX_EXPERTS, help="Experts of all ranks.")]
@@ -136,59 +143,61 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
     return list(dict.fromkeys(names))
 
 
-def check_no_trace(option: str, given: Sequence[str], **of_trace: object) -> None:
-    """Raise ``ValueError`` if options of a trace are given although ``option`` selects no trace."""
-    for name, value in of_trace.items():
-        if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """Options that describe a rank's tokens and the experts that they choose, except ``--traffic``."""
+
+    tokens: Tokens = 1024
+    num_experts: NumExperts = 128
+    num_topk: NumTopk = 8
+    trace: TraceFile = None
+    trace_key: TraceKey = None
+    layer: Layer = None
+    seed: Seed = 0
+
+    def check_no_trace(self, option: str, given: Sequence[str]) -> None:
+        """Raise ``ValueError`` if options of a trace are given although ``option`` selects no trace."""
+        for name in ("trace", "trace_key", "layer"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with {option} trace, not with {', '.join(given)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
-    """Options of a command that describe a workload, except ``--traffic``."""
+class WorkloadOptions(RoutingOptions):
+    """Options that describe a workload, except ``--traffic``."""
 
-    nodes: int
-    ranks_per_node: int
-    tokens: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    dtype: RowDtype
-    trace: Path | None
-    trace_key: str | None
-    layer: int | None
-    seed: int
-    batches: int = 1
+    hidden: Hidden = 4096
+    dtype: Dtype = "bfloat16"
 
-    def workloads(self, patterns: Sequence[names.Pattern]) -> tuple[Workload, ...]:
+    def workloads(
+        self, patterns: Sequence[names.Pattern], topology: Topology, num_batches: int = 1
+    ) -> tuple[Workload, ...]:
         """Return a workload for each pattern, and batch of a prefill; ``ValueError`` if options do not fit together."""
         if not set(patterns) & set(names.REPLAYED):
-            of_trace = {"trace": self.trace, "trace_key": self.trace_key, "layer": self.layer}
-            check_no_trace("--traffic", [pattern.value for pattern in patterns], **of_trace)
-        world_size = self.nodes * self.ranks_per_node
+            self.check_no_trace("--traffic", [pattern.value for pattern in patterns])
+        world_size = topology.world_size
         if self.num_experts % world_size:
             raise ValueError(
                 f"{self.num_experts} experts do not divide evenly among {world_size} ranks: choose --num-experts, a "
                 f"multiple of {world_size}, such as {-(-self.num_experts // world_size) * world_size}"
             )
-        return tuple(chain.from_iterable(map(self._of_pattern, patterns)))
+        return tuple(chain.from_iterable(self._of_pattern(each, topology, num_batches) for each in patterns))
 
-    def _of_pattern(self, pattern: names.Pattern) -> list[Workload]:
+    def _of_pattern(self, pattern: names.Pattern, topology: Topology, num_batches: int) -> list[Workload]:
         import torch
 
         from fusco.bench.prompts import draw_batches
         from fusco.bench.traffic import Trace, Workload
         from fusco.core.placement import ExpertPlacement
-        from fusco.core.topology import Topology
 
-        world_size, is_replayed = self.nodes * self.ranks_per_node, pattern in names.REPLAYED
+        world_size, is_replayed = topology.world_size, pattern in names.REPLAYED
         batches: list[Any] = [None]
         if pattern in (names.Pattern.ONE_PROMPT, names.Pattern.RAGGED):
-            batches = draw_batches(pattern.value, self.batches, self.tokens, world_size, self.seed)
+            batches = draw_batches(pattern.value, num_batches, self.tokens, world_size, self.seed)
         return [
             Workload(
                 pattern=pattern,
-                topology=Topology.of_equal_nodes(world_size, self.ranks_per_node),
+                topology=topology,
                 placement=ExpertPlacement.contiguous(self.num_experts, world_size),
                 tokens=self.tokens,
                 hidden=self.hidden,

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from fusco.bench import names
 from fusco.cli import options
+from fusco.cli.option_groups import with_groups
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 
@@ -15,19 +16,13 @@ if TYPE_CHECKING:
     from fusco.bench.explain import PlanRecord
 
 
+@with_groups
 def plan(
+    *,
     nodes: options.Nodes = 2,
     ranks_per_node: options.RanksPerNode = 4,
-    tokens: options.Tokens = 1024,
-    hidden: options.Hidden = 4096,
-    num_experts: options.NumExperts = 128,
-    num_topk: options.NumTopk = 8,
-    dtype: options.Dtype = "bfloat16",
     traffic: options.Pattern = names.Pattern.IMBALANCED,
-    trace: options.TraceFile = None,
-    trace_key: options.TraceKey = None,
-    layer: options.Layer = None,
-    seed: options.Seed = 0,
+    workload: options.WorkloadOptions,
     balancer: options.Balancer = options.BalancerName.LANES,
     json: options.JsonFile = None,
 ) -> None:
@@ -37,21 +32,11 @@ def plan(
     """
     from fusco.bench.explain import explain
     from fusco.bench.json_lines import write_json_lines
+    from fusco.core.topology import Topology
 
-    (workload,) = options.WorkloadOptions(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        tokens=tokens,
-        hidden=hidden,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        dtype=dtype,
-        trace=trace,
-        trace_key=trace_key,
-        layer=layer,
-        seed=seed,
-    ).workloads([traffic])
-    record = explain(workload, balancer.value)
+    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    (planned,) = workload.workloads([traffic], topology)
+    record = explain(planned, balancer.value)
     _print(record, new_console(json))
     write_json_lines([record], json)
 

@@ -18,11 +18,24 @@ if TYPE_CHECKING:
     from fusco.rails.usage import RailUse
 
 
+def _check_board(path: Path | None) -> Path | None:
+    """Refuse a file that is no board: an empty one would be made a board, and removed at the end."""
+    if path and not path.stat().st_size:
+        raise typer.BadParameter("it is empty, and no board of rails")
+    return path
+
+
 def rails(
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, print, and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between looks.")] = 1.0,
     board: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File of the board. Default: this user's and namespace's.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            callback=_check_board,
+            help="File of the board. Default: this user's and namespace's.",
+        ),
     ] = None,
     links: Annotated[
         bool, typer.Option("--links", help="PCIe links of GPUs (fusco.offload) instead of NICs; a worker is a GPU.")
@@ -34,13 +47,17 @@ def rails(
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
     """
     from fusco.bench.json_lines import write_json_lines
+    from fusco.core.errors import SharedMemoryError
     from fusco.rails.usage import UsageReader
 
     if links:
         from fusco.offload.links import links_board
 
         board = board or links_board()
-    console, reader = new_console(json), UsageReader(board)
+    try:
+        console, reader = new_console(json), UsageReader(board)
+    except SharedMemoryError as error:
+        raise ValueError(str(error)) from error  # the user's file
     try:
         reader.read()
         with ExitStack() as ending:

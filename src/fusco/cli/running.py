@@ -44,12 +44,14 @@ def new_console(json: Path | None = None, *, quiet: bool = False) -> Console:
 
 
 def num_devices(device: str) -> int:
-    """Return the number of GPUs of this machine; 0 on the CPU."""
+    """Return the number of GPUs of this machine, 0 on the CPU; ``ValueError`` for ``"cuda"`` without a GPU."""
     if device != "cuda":
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    if not (found := torch.cuda.device_count()):
+        raise ValueError("--device cuda needs a GPU, and torch finds none")
+    return found
 
 
 def choose_shape(
@@ -70,8 +72,6 @@ def choose_shape(
         return nodes, ranks_per_node
     if device != "cuda":
         return nodes or 2, ranks_per_node or 2
-    if not num_devices:
-        raise ValueError("--device cuda needs a GPU, and torch finds none")
     nodes = nodes or 1
     if ranks_per_node is None:
         if num_devices % nodes:

@@ -35,7 +35,7 @@ def schedule(
         int | None, typer.Option(min=1, max=_MAX_NODES, help="Nodes of a generated matrix. Default: 4.")
     ] = None,
     matrix: Annotated[MatrixKind | None, typer.Option(help="Kind of a generated matrix. Default: random.")] = None,
-    skew: Annotated[float | None, typer.Option(min=0, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
+    skew: Annotated[float | None, typer.Option(min=0, max=100, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
     largest: Annotated[
         int | None,
         typer.Option(min=1, max=1 << 62, help="Largest entry of a generated matrix, in bytes. Default: 100,000,000."),
@@ -47,8 +47,10 @@ def schedule(
     ] = None,
     mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = "auto",
     ranks_per_node: options.RanksPerNode = 8,
-    latency_us: Annotated[float, typer.Option(min=0, help="Fixed cost of each stage.")] = 10.0,
-    internode_gbs: Annotated[float, typer.Option(help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
+    latency_us: Annotated[
+        float, typer.Option(min=0, max=1e9, help="Fixed cost of each stage, in microseconds.")
+    ] = 10.0,
+    internode_gbs: Annotated[float, typer.Option(max=1e6, help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
     json: options.JsonFile = None,
 ) -> None:
     """Split the traffic between nodes into one-to-one stages, and show the senders and receivers of each.

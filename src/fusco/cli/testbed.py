@@ -8,15 +8,19 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusco.cli.options import AnyNodes, AnyRanksPerNode, Device
+from fusco.cli.running import choose_shape, num_devices
 from fusco.testbed.job import run_job
 from fusco.testbed.layout import Layout, parse_rate
 from fusco.testbed.testbed import Testbed
 
 if TYPE_CHECKING:
+    from fusco.core.topology import Topology
     from fusco.ranks.torchrun import Launched
 
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -96,6 +100,40 @@ class BenchTestbed:
         layout = self.layout
         with Testbed(layout.num_hosts, layout.num_rails, layout.rate, ranks_per_host=layout.ranks_per_host) as made:
             raise typer.Exit(run_job(made, command))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Options that say where a benchmark runs."""
+
+    device: Annotated[Device, typer.Option(help="Device of rows.")] = Device.CPU
+    nodes: AnyNodes = None
+    ranks_per_node: AnyRanksPerNode = None
+    testbed: Shape = None
+    rate: Rate = None
+    rails: Rails = None
+
+    @cached_property
+    def bed(self) -> BenchTestbed:
+        """The testbed; ``ValueError`` if options do not fit."""
+        return BenchTestbed.of(self.testbed, self.rate, self.rails)
+
+    def topology(self, num_cpu_nodes: int = 2) -> Topology:
+        """Return the nodes and ranks; without options ``num_cpu_nodes`` on the CPU. ``ValueError`` if they do not fit.
+
+        On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
+        """
+        from fusco.core.requirements import check_cuda_core
+        from fusco.core.topology import Topology
+
+        device, launched = self.device.value, self.bed.launched()
+        nodes, ranks_per_node = self.bed.choose_shape(self.nodes, self.ranks_per_node)
+        if device == "cpu" and not launched:
+            nodes = nodes or num_cpu_nodes
+        nodes, ranks_per_node = choose_shape(device, nodes, ranks_per_node, launched, num_devices(device))
+        if device == "cuda":
+            check_cuda_core()
+        return Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
 
 
 def run_testbed(

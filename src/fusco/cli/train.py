@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusco.bench.names import STDOUT
 from fusco.cli import options
+from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
-from fusco.cli.running import Interrupted, Terminated, new_console, num_devices
-from fusco.cli.train_presets import PRESETS, PresetName, from_preset
+from fusco.cli.running import Interrupted, Terminated, check_room, new_console, num_devices
+from fusco.cli.train_presets import PRESETS, PresetName, SizeOptions
 from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
 
@@ -25,29 +26,15 @@ if TYPE_CHECKING:
     from fusco.train.records import Run
 
 
+@with_groups
 def train(
+    *,
     preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
     device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. " + from_preset("layers"))] = None,
-    hidden: Annotated[int | None, typer.Option(min=1, help="Elements of a row. " + from_preset("hidden"))] = None,
-    num_experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts of a layer. " + from_preset("num_experts"))
-    ] = None,
-    num_topk: Annotated[int | None, typer.Option(min=1, help="Experts per token. " + from_preset("num_topk"))] = None,
-    moe_intermediate: Annotated[
-        int | None, typer.Option(min=1, help="Inner width of an expert. " + from_preset("moe_intermediate"))
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of each rank in a step. " + from_preset("tokens"))
-    ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence. " + from_preset("length"))] = None,
+    sizes: SizeOptions,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
-    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. " + from_preset("lr"))] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of linear warm-up. " + from_preset("warmup_steps"))
-    ] = None,
     router_loss: Annotated[
         float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
     ] = 0.01,
@@ -59,17 +46,13 @@ def train(
         Literal["none", "full", "selective"],
         typer.Option(help="What blocks recompute in the backward pass: nothing, all, all but dispatch and combine."),
     ] = "none",
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None,
-        typer.Option(help="Computed in; parameters stay in float32. " + from_preset("dtype")),
-    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="File or directory to train on, one token per byte. Default: this machine's Python sources."),
     ] = None,
     text_bytes: Annotated[int, typer.Option(min=1, help="Maximum bytes of the text.")] = 32 << 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of every wait in fusco, in seconds.")] = 60.0,
+    timeout_s: options.Timeout = 60.0,
     record_trace: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="Write the last step's routing here (npz or npy), for fusco bench --trace."),
@@ -92,33 +75,22 @@ def train(
 
     if record_trace:
         check_trace_path(record_trace)
-    sizes = PRESETS[preset].changed(
-        layers=layers,
-        hidden=hidden,
-        num_experts=num_experts,
-        num_topk=num_topk,
-        moe_intermediate=moe_intermediate,
-        tokens=tokens,
-        length=length,
-        lr=lr,
-        warmup_steps=warmup_steps,
-        dtype=dtype,
-    )
+    chosen = PRESETS[preset].changed(**vars(sizes))
     with joined_by_torchrun(device.value) as joined:
         job = TrainingJob(
-            shape=sizes.shape(),
+            shape=chosen.shape(),
             device=device.value,
             num_ranks=_num_ranks(ranks, device, joined),
             ep_size=ep_size,
-            tokens=sizes.tokens,
-            length=sizes.length,
+            tokens=chosen.tokens,
+            length=chosen.length,
             num_steps=steps,
-            learning_rate=sizes.lr,
-            warmup_steps=sizes.warmup_steps,
+            learning_rate=chosen.lr,
+            warmup_steps=chosen.warmup_steps,
             router_loss=router_loss,
             dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
             activation_checkpointing=activation_checkpointing,
-            dtype=sizes.dtype,
+            dtype=chosen.dtype,
             seed=seed,
             text=text,
             text_bytes=text_bytes,
@@ -139,8 +111,6 @@ def train(
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
     found = num_devices(device.value)
-    if device is Device.CUDA and not found:
-        raise ValueError("--device cuda needs a GPU, and torch finds none")
     if joined is not None:
         if wanted not in (None, joined.world_size):
             raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")
@@ -155,13 +125,15 @@ def _run(
     job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run]:
     """Train. Problems of the machine or the text raise before any process starts."""
-    from fusco.api.validation import check_cuda_core
     from fusco.bench.json_lines import write_json_lines
+    from fusco.core.requirements import check_cuda_core
     from fusco.train.text import load_text
     from fusco.train.world import run_here, run_joined
 
     if job.device == "cuda" and "fusco" in job.dispatchers:
         check_cuda_core()
+    if job.device == "cpu":
+        check_room("parameters and the optimizer's states (--layers, --hidden)", job.parameter_bytes, job.num_ranks)
     if joined is None:
         load_text(job)
     if json and not console.quiet:

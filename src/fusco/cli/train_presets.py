@@ -1,12 +1,14 @@
-"""Presets of sizes for ``fusco train``."""
+"""Presets of sizes for ``fusco train``, and the options that change them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
 
 if TYPE_CHECKING:
-    from fusco.train.job import ModelShape
+    from fusco.fsdp.qwen3 import Qwen3Shape
 
 PresetName = Literal["small", "large"]
 
@@ -30,11 +32,11 @@ class Preset:
         """Return the preset with the user's values; ``None`` means not given."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
-    def shape(self) -> ModelShape:
+    def shape(self) -> Qwen3Shape:
         """Return the sizes of the model."""
-        from fusco.train.job import ModelShape
+        from fusco.train.job import byte_model
 
-        return ModelShape(
+        return byte_model(
             num_layers=self.layers,
             hidden=self.hidden,
             num_experts=self.num_experts,
@@ -62,6 +64,26 @@ PRESETS: dict[PresetName, Preset] = {
 }
 
 
-def from_preset(name: str) -> str:
-    """Describe an option's defaults for its help."""
-    return f"Default: {getattr(PRESETS['small'], name)}, in large {getattr(PRESETS['large'], name)}."
+def _size(what: str, name: str, smallest: int = 1) -> Any:
+    """Return the option of a size, whose help names the defaults."""
+    small, large = (getattr(PRESETS[preset], name) for preset in get_args(PresetName))
+    least = None if isinstance(small, str) else smallest
+    return typer.Option(min=least, help=f"{what} Default: {small}, in large {large}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Options that change a preset; ``None`` means not given."""
+
+    layers: Annotated[int | None, _size("Blocks.", "layers")] = None
+    hidden: Annotated[int | None, _size("Elements of a row.", "hidden")] = None
+    num_experts: Annotated[int | None, _size("Experts of a layer.", "num_experts")] = None
+    num_topk: Annotated[int | None, _size("Experts per token.", "num_topk")] = None
+    moe_intermediate: Annotated[int | None, _size("Inner width of an expert.", "moe_intermediate")] = None
+    tokens: Annotated[int | None, _size("Tokens of each rank in a step.", "tokens")] = None
+    length: Annotated[int | None, _size("Tokens of a sequence.", "length")] = None
+    lr: Annotated[float | None, _size("Learning rate of AdamW.", "lr", 0)] = None
+    warmup_steps: Annotated[int | None, _size("Steps of linear warm-up.", "warmup_steps", 0)] = None
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, _size("Computed in; parameters stay in float32.", "dtype")
+    ] = None

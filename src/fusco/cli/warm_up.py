@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,8 @@ from fusco.cli import options
 from fusco.cli.running import new_console
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from fusco.cuda.kernels.warm_up import KernelShape
@@ -44,7 +47,7 @@ def warm_up(
     """
     import torch
 
-    from fusco.api.validation import check_cuda_core
+    from fusco.core.requirements import check_cuda_core
     from fusco.cuda.kernels.warm_up import KernelShape
 
     architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
@@ -53,6 +56,7 @@ def warm_up(
             raise ValueError(f"--arch {name!r} is not an architecture such as sm_90")
     if architectures:
         check_cuda_core()
+        _check_supported(architectures)
     console = new_console()
     _warm_up_cpu(console)
     shape = KernelShape(num_ranks=ranks_per_node, num_topk=num_topk, hidden=hidden, dtype=getattr(torch, dtype))
@@ -60,6 +64,16 @@ def warm_up(
         _warm_up_cuda(name, shape, console)
     if not architectures:
         console.print("CUDA kernels: none, since torch finds no GPU and no --arch is given", highlight=False)
+
+
+def _check_supported(architectures: Sequence[str]) -> None:
+    from cuda.bindings import nvrtc
+
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    for name in architectures:
+        if int(name[3:].rstrip(ascii_lowercase)) not in numbers:
+            known = ", ".join(f"sm_{number}" for number in numbers)
+            raise ValueError(f"--arch {name!r} is none that this NVRTC compiles for: {known}")
 
 
 def _visible() -> list[str]:

@@ -44,13 +44,9 @@ class Connections:
 
 
 def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo, spin_s: float = 0.0) -> Connections:
-    """Connect to all other ranks and map the segments of the ranks of this node.
+    """Connect to all other ranks and map the segments of the ranks of this node, whose sizes are equal on all ranks.
 
-    Args:
-        store_gather: the all-gather of the group.
-        sizes: of the segment, equal on all ranks.
-        peer_info: hosts and addresses of all ranks.
-        spin_s: see ``Watchdog``.
+    ``spin_s`` is that of the ``Watchdog``.
 
     Raises:
         SharedMemoryError: on all ranks, if one has no room or cannot open a peer's segment.

@@ -9,8 +9,9 @@ from fusco.core.topology import Topology
 
 ALIGNMENT = 64  # a cache line: no two writers share one, and views of every dtype are aligned
 RECORD_TEXT_BYTES = 1024
-# Digest (2), handle, number of counts, bytes of text; see ``RecordExchange``.
-RECORD_HEADER_INTS = 5
+# Digest (2), handle, number of counts, bytes of text, bytes of the attachment; see ``RecordExchange``.
+RECORD_HEADER_INTS = 6
+NUM_COMPARED_INTS = 4  # of a header, those that must be equal on all ranks
 _MAX_VERB_COUNTS = 8  # counts of a verb besides those for each rank
 
 
@@ -23,11 +24,13 @@ def align(num_bytes: int) -> int:
 class ControlLayout:
     """Offsets in bytes from the start of a rank's segment, the same on every rank: flags first, then records.
 
-    ``num_data_flags`` flags are for a backend that moves data through the same memory.
+    ``num_data_flags`` flags are for a backend that moves data through the same memory. Each record has room for an
+    attachment of ``attachment_bytes`` behind it, a multiple of a cache line.
     """
 
     topology: Topology
     num_data_flags: int = 0
+    attachment_bytes: int = 0
 
     @cached_property
     def record_ints(self) -> int:
@@ -71,7 +74,11 @@ class ControlLayout:
 
     def record_offset(self, node: int) -> int:
         """Offset in bytes of the record of the counterpart on ``node``."""
-        return self.flags_bytes + node * self.record_bytes
+        return self.flags_bytes + node * (self.record_bytes + self.attachment_bytes)
+
+    def attachment_offset(self, node: int) -> int:
+        """Offset in bytes of what the counterpart on ``node`` attached to its record."""
+        return self.record_offset(node) + self.record_bytes
 
     @property
     def num_bytes(self) -> int:

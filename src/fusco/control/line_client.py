@@ -38,36 +38,49 @@ def ask_all(addresses: Sequence[tuple[str, int]], line: bytes, timeout_s: float)
     ``timeout_s`` is the limit for all of them together: a ``TimeoutError`` for each that has not answered by then.
     """
     outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
-    waiting, under_way, deadline = deque(range(len(addresses))), 0, time.monotonic() + timeout_s
+    waiting, deadline = deque(enumerate(addresses)), time.monotonic() + timeout_s
     with selectors.PollSelector() as poll:  # needs no descriptor
+        under_way = poll.get_map()
         try:
             while waiting or under_way:
-                while waiting and under_way < _MAX_CONNECTIONS:
-                    started = _start(waiting[0], addresses[waiting[0]], line)
-                    if isinstance(started, OSError):
-                        if is_local_failure(started) and under_way:
-                            break  # until a connection under way has closed
-                        outcomes[waiting.popleft()] = started
-                        continue
-                    waiting.popleft()
-                    poll.register(started.connection, selectors.EVENT_WRITE, started)
-                    under_way += 1
-                if not under_way:
-                    continue
-                ready = poll.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
+                _start_more(waiting, line, poll, outcomes)
+                ready = poll.select(max(0.0, deadline - time.monotonic())) if under_way else []
+                if under_way and not ready:
                     break
                 for key, _ in ready:
-                    outcome = _advance(key.data, poll)
-                    if outcome is not None:
-                        outcomes[key.data.index] = outcome
-                        poll.unregister(key.data.connection)
-                        key.data.connection.close()
-                        under_way -= 1
+                    _advance(key.data, poll, outcomes)
         finally:
-            for key in list(poll.get_map().values()):
+            for key in list(under_way.values()):
                 key.data.connection.close()
     return outcomes
+
+
+def _start_more(
+    waiting: deque[tuple[int, tuple[str, int]]],
+    line: bytes,
+    poll: selectors.BaseSelector,
+    outcomes: list[bytes | OSError],
+) -> None:
+    """Connect to addresses until enough connections are under way; note the errors of those that fail at once."""
+    while waiting and len(poll.get_map()) < _MAX_CONNECTIONS:
+        index, address = waiting[0]
+        started = _start(index, address, line)
+        if isinstance(started, _Request):
+            poll.register(started.connection, selectors.EVENT_WRITE, started)
+        elif is_local_failure(started) and poll.get_map():
+            return  # until a connection under way has closed
+        else:
+            outcomes[index] = started
+        waiting.popleft()
+
+
+def _advance(request: _Request, poll: selectors.BaseSelector, outcomes: list[bytes | OSError]) -> None:
+    """Send or receive what is possible now; note the outcome and close the connection once there is one."""
+    outcome = _outcome_of(request, poll)
+    if outcome is not None:
+        outcomes[request.index] = outcome
+        poll.unregister(request.connection)
+        request.connection.close()
 
 
 def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSError:
@@ -83,8 +96,8 @@ def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSEr
     return _error_of(result)
 
 
-def _advance(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
-    """Send or receive what is possible now; return the outcome once there is one."""
+def _outcome_of(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
+    """Send or receive what is possible now; return the answer or error once there is one."""
     connection = request.connection
     try:
         if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -1,4 +1,4 @@
-"""Which peers are gone, as the operating system knows: processes of this machine, connections to other machines."""
+"""Liveness of peers, as the operating system knows it: processes of this machine, connections to other machines."""
 
 from __future__ import annotations
 

@@ -12,15 +12,12 @@ import torch
 from fusco.control.atomics import load_acquire_at
 from fusco.control.counters import Counters, warm_up_counters
 from fusco.control.flags import Flags, warm_up_flags
-from fusco.control.layout import RECORD_HEADER_INTS, ControlLayout
+from fusco.control.layout import NUM_COMPARED_INTS, RECORD_HEADER_INTS, ControlLayout
 from fusco.control.shared_segment import SharedSegment
 from fusco.control.watchdog import Watchdog
 from fusco.core.compiled import compiled
 from fusco.core.errors import Stall
 
-NUM_COMPARED_INTS = (
-    RECORD_HEADER_INTS - 1
-)  # ints of a record that must be equal: all of the header but the bytes of text
 _SPINS = 4_000  # polls before the interpreter goes on: about two microseconds, less than another call takes
 
 
@@ -80,6 +77,9 @@ class NodeMemory:
             for node in range(topology.num_nodes)
         }
         self.own_record = self._records[self.local, self.node]
+        own, size = self.bytes[self.local].numpy(), layout.attachment_bytes
+        offsets = map(layout.attachment_offset, range(topology.num_nodes))
+        self._attachments: list[memoryview] = [own[offset : offset + size].data for offset in offsets]
         self.flags = [Flags(memory[: layout.flags_bytes]) for memory in self.bytes]
         self.write_done, self.announce_record = map(self.own.writer, (layout.done_flag, layout.record_flag(self.node)))
         self._bases = np.array([memory.data_ptr() for memory in self.bytes], dtype=np.int64)
@@ -102,17 +102,21 @@ class NodeMemory:
         return self.layout.topology.node_to_ranks[self.node]
 
     def counterpart(self, node: int) -> int:
-        """The rank with the same local rank on ``node``; the two exchange records and routing."""
+        """Return the rank with the same local rank on ``node``; the two exchange records and routing."""
         return self.layout.topology.node_to_ranks[node][self.local]
 
     def record(self, local: int, node: int) -> torch.Tensor:
-        """The record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
+        """Return the record from ``node`` in the segment of a local rank, uint8 (record_bytes,)."""
         offset = self.layout.record_offset(node)
         return self.bytes[local][offset : offset + self.layout.record_bytes]
 
     def record_bytes(self, local: int, node: int) -> memoryview:
-        """The same record as a memoryview, which is faster to read and write than a tensor."""
+        """Return the same record as a memoryview, which is faster to read and write than a tensor."""
         return self._records[local, node]
+
+    def attachment(self, node: int) -> memoryview:
+        """Memory of this rank for what its counterpart on ``node`` attaches to a record."""
+        return self._attachments[node]
 
     @property
     def addresses(self) -> tuple[list[int], list[int]]:
@@ -142,6 +146,7 @@ class NodeMemory:
         """Close all segments."""
         self.bytes, self.flags = [], []
         self._records.clear()
+        self._attachments.clear()
         self._bases = self._record_addresses = self._bases[:0]
         self.own_record = memoryview(b"")
         self.write_done = self.announce_record = _ignore

@@ -10,9 +10,9 @@ import numpy as np
 
 from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.control.layout import RECORD_HEADER_INTS
+from fusco.control.layout import NUM_COMPARED_INTS, RECORD_HEADER_INTS
 from fusco.control.machine_calls import call_at, libc_address, yield_address
-from fusco.control.node_memory import NUM_COMPARED_INTS, NodeMemory
+from fusco.control.node_memory import NodeMemory
 from fusco.core.compiled import compiled
 
 # Outcomes. After the first two, nothing has been published.
@@ -154,19 +154,15 @@ class RepeatedRecord:
         conditions: Sequence[Condition],
         descriptors: Mapping[int, int] | None = None,
     ) -> None:
-        """Make the record.
+        """Make the record of a call with these counts of all ranks, by rank.
 
-        Args:
-            memory: of the node.
-            fingerprint: of the call.
-            counts: of all ranks, by rank.
-            conditions: without which nothing is published.
-            descriptors: of the connection to each counterpart, if there are several nodes.
+        Nothing is published unless all conditions hold. ``descriptors`` are those of the connection to each
+        counterpart, if there are several nodes.
         """
         self.text, layout, own = fingerprint.text, memory.layout, counts[memory.rank]
         remotes, nodes = layout.topology.remote_nodes(memory.rank), range(layout.topology.num_nodes)
         record = np.zeros(layout.record_bytes // 8, dtype=np.int64)
-        header = [*fingerprint.digest, 0, len(own), len(self.text), *own]
+        header = [*fingerprint.digest, 0, len(own), len(self.text), 0, *own]
         record[: len(header)] = header
         end = layout.record_ints * 8 + len(self.text)
         record.view(np.uint8)[layout.record_ints * 8 : end] = np.frombuffer(self.text, dtype=np.uint8)

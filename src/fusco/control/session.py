@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
-from fusco.control.record_exchange import RecordExchange
+from fusco.control.record_exchange import Attachment, RecordExchange
 from fusco.control.repeated_record import ALL_EQUAL, PEERS_NOT_DONE, RECORDS_MISSING, RepeatedRecord
 from fusco.core.access import Access
 from fusco.core.errors import (
@@ -23,6 +23,7 @@ from fusco.core.profile import Call, CallProfile
 
 # Errors that all ranks raise in the same collective. The communicator stays usable.
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
+_NOTHING: Mapping[int, Attachment] = {}
 
 
 class Session:
@@ -149,7 +150,11 @@ class Session:
             self._watchdog.check()
 
     def agree(
-        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+        self,
+        fingerprint: CollectiveFingerprint,
+        counts: Sequence[int] = (),
+        handle: int = 0,
+        attachments: Mapping[int, Attachment] = _NOTHING,
     ) -> Sequence[tuple[int, ...]]:
         """Exchange fingerprints and counts with all ranks; return the counts of all ranks, by rank.
 
@@ -157,6 +162,7 @@ class Session:
             fingerprint: equal on all ranks, unless one has rejected its input.
             counts: as many on all ranks.
             handle: number of the collective that made the handle that this one uses, equal on all ranks; 0 for none.
+            attachments: data that goes with the record to other nodes, by node; see ``RecordExchange``.
 
         Raises:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
@@ -165,7 +171,9 @@ class Session:
         if self.has_published:
             self.has_published = False
             return self._exchange.counts_of_all(fingerprint, len(counts))
-        of_ranks = self._exchange.exchange_records(self.sequence_number, fingerprint, handle, counts, self.profile)
+        of_ranks = self._exchange.exchange_records(
+            self.sequence_number, fingerprint, handle, counts, self.profile, attachments
+        )
         if self.broken:  # closed meanwhile, by a signal handler
             self._require_usable(fingerprint.operation)
         return of_ranks

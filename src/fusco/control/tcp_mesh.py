@@ -10,7 +10,7 @@ import hmac
 import selectors
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from fusco.control.counters import readable, writable
@@ -168,12 +168,12 @@ class Mesh(Protocol):
     A rank may be one round ahead of its peers.
     """
 
-    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
+    def begin(self, peer_to_message: Mapping[int, bytes], peer_to_memory: Mapping[int, memoryview]) -> None:
         """Begin a round; the previous one must be done.
 
         Args:
-            message: bytes for all peers; copied, so the caller may change it at once.
-            peer_to_memory: memory for each peer's message, of the same size.
+            peer_to_message: bytes for each peer.
+            peer_to_memory: memory for each peer's message, or for the part of it that all messages have.
         """
 
     def poll(self) -> list[int]:
@@ -191,13 +191,27 @@ class TcpMesh(TcpConnections):
         """Connect; see ``TcpConnections``."""
         self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
         self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
+        self._memory_behind: Callable[[int], memoryview] | None = None
+        self._have_more: set[int] = (
+            set()
+        )  # peers of whose message the memory that ``begin`` took has only the first part
         super().__init__(store_gather, peers, listen_on, secret)
 
-    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
-        """See ``Mesh``."""
+    def begin(
+        self,
+        peer_to_message: Mapping[int, bytes],
+        peer_to_memory: Mapping[int, memoryview],
+        memory_behind: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        """See ``Mesh``.
+
+        Messages may be longer than the memory in ``peer_to_memory``: when that of a peer is full, ``memory_behind``
+        returns memory of exactly the size of the rest.
+        """
         assert self.is_done, (list(self._sending), list(self._receiving))
-        copy = memoryview(bytes(message))
-        self._sending, self._receiving = dict.fromkeys(peer_to_memory, copy), dict(peer_to_memory)
+        self._sending = {peer: memoryview(message) for peer, message in peer_to_message.items()}
+        self._receiving = dict(peer_to_memory)
+        self._memory_behind, self._have_more = memory_behind, set(peer_to_memory) if memory_behind else set()
         self._send()
 
     def resume(self, message: memoryview, peer_to_memory: Mapping[int, memoryview], num_moved: Sequence[int]) -> None:
@@ -231,7 +245,7 @@ class TcpMesh(TcpConnections):
 
     def close(self) -> None:
         """Close the connections and drop all references to the caller's memory."""
-        self._sending, self._receiving = {}, {}
+        self._sending, self._receiving, self._memory_behind = {}, {}, None
         super().close()
 
     def _send(self) -> None:
@@ -249,7 +263,7 @@ class TcpMesh(TcpConnections):
 
     def _receive(self, peer: int) -> bool:
         """Receive without blocking; return whether the message is complete."""
-        while memory := self._receiving[peer]:
+        while memory := self._receiving[peer] or self._more_memory(peer):
             try:
                 num_bytes = self._connections[peer].recv_into(memory)
             except BlockingIOError:
@@ -263,6 +277,12 @@ class TcpMesh(TcpConnections):
             self._receiving[peer] = memory[num_bytes:]
         del self._receiving[peer]
         return True
+
+    def _more_memory(self, peer: int) -> memoryview:
+        if peer not in self._have_more or self._memory_behind is None:
+            return memoryview(b"")
+        self._have_more.remove(peer)
+        return self._memory_behind(peer)
 
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:

@@ -73,7 +73,7 @@ def _sums_before(values: Any, key: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """How rows cross between nodes: ``runs`` has every row that a rank has for another node, once.
+    """Routes of rows between nodes: ``runs`` has every row that a rank has for another node, once.
 
     A rank sends its runs for a node in their order here, and a rank receives them in this order from each other. They
     are in order of carrier, then node, the carrier's rows before those that it carries for others, then source and row.

@@ -32,7 +32,7 @@ class CallProfile:
     Attributes:
         operation: for example ``"dispatch #3"``.
         planning_s: agreeing with all ranks, in every collective; in a dispatch also exchanging routing and making the
-            plan, in an all-to-all making the schedule.
+            plan, in an all-to-all making the schedule. Rows of a small dispatch between CPUs travel meanwhile.
         staging_s: copying rows into peer-visible memory, in their order; on CUDA zero, since rows are pushed at once.
         wire_s: moving rows to their final places.
         rearranging_s: passes over memory that only rearrange rows. This engine has none; the field exists so that one
@@ -72,15 +72,10 @@ class CallProfile:
 
 @dataclass
 class Call:
-    """A collective under way.
+    """A collective under way."""
 
-    Attributes:
-        sequence_number: of the latest exchange of records, the same on all ranks; most collectives have one.
-        profile: counts times, bytes and multiprocessors.
-    """
-
-    sequence_number: int
-    profile: CallProfile
+    sequence_number: int  # of the latest exchange of records, the same on all ranks; most collectives have one
+    profile: CallProfile  # counts times, bytes and multiprocessors
     _exchange: Callable[[Mapping[str, str]], int] | None = None  # compares, and returns the next sequence number
 
     def compare(self, fields: Mapping[str, str]) -> None:

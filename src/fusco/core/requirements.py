@@ -1,7 +1,8 @@
-"""Minimum versions of the packages that fusco needs, and their check."""
+"""Packages that fusco needs: their minimum versions, and checks that they are installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -25,6 +26,17 @@ def check_torch() -> None:
 def check_fsdp(user: str, packages: tuple[str, ...] = ("torch", "transformers")) -> None:
     """Raise ``RequirementError`` if one of these packages is missing or too old for ``user``, without importing any."""
     _check(user, {name: LEAST_OF_FSDP[name] for name in packages})
+
+
+def has_cuda_core() -> bool:
+    """Return whether cuda-core, which compiles CUDA kernels, is installed."""
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.core") is not None
+
+
+def check_cuda_core() -> None:
+    """Raise ``ValueError`` if cuda-core is not installed."""
+    if not has_cuda_core():
+        raise ValueError("device 'cuda' needs the package cuda-core: pip install 'cuda-core[cu13]'")
 
 
 def _check(user: str, least: Mapping[str, str]) -> None:

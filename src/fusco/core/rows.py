@@ -39,14 +39,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor whose memory holds the same values; without a gradient."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """Return a contiguous tensor whose memory holds the same values, without a gradient: the same one if it is so."""
+    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``plain(tensor)`` at an address that is a multiple of 16 bytes."""
-    if tensor.data_ptr() % _ALIGNMENT == 0 and is_plain(tensor):  # as a rule
-        return tensor
     same = plain(tensor)
     return same if same.data_ptr() % _ALIGNMENT == 0 else same.clone()
 

@@ -89,6 +89,11 @@ class Topology:
         """Number of ranks of each node."""
         return len(self.node_to_ranks[0])
 
+    def locals_of(self, node: int) -> tuple[int, ...]:
+        """Return the local rank of each rank of ``node``, -1 for all other ranks."""
+        places = zip(self.rank_to_node, self.rank_to_local, strict=True)
+        return tuple(local if of_rank == node else -1 for of_rank, local in places)
+
     def remote_nodes(self, rank: int) -> tuple[int, ...]:
         """Return all nodes other than that of ``rank``, ascending."""
         return tuple(node for node in range(self.num_nodes) if node != self.rank_to_node[rank])

@@ -133,10 +133,20 @@ class ScatterRows:
         memory: CpuMemory,
         collective: int,
         outputs: Sequence[torch.Tensor],
-        row_bytes: int,
+        attached: IntArray | None,
         profile: CallProfile,
     ) -> None:
-        """``outputs`` are the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes)."""
+        """Make the task.
+
+        Args:
+            plan: of the dispatch.
+            memory: of the node, with its pools.
+            collective: number of the collective.
+            outputs: the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes).
+            attached: by rank of another node, the address of its rows, if they are attached to the records.
+            profile: counts the rows of other ranks.
+        """
+        row_bytes = sum(output.shape[1] for output in outputs)
         self._plan, self._memory, self._profile, self._row_bytes = plan, memory, profile, row_bytes
         sizes = [output.shape[1] for output in outputs]
         places = [
@@ -145,7 +155,7 @@ class ScatterRows:
         ]
         self._outputs, self._payloads = np.array(places, np.int64), outputs  # which keeps their memory
         self._rows_per_slice = plan.rows_per_slice(memory.layout.rows_per_slot(row_bytes))
-        self._rows = self._source_rows(collective)
+        self._rows = self._source_rows(collective, attached)
         self._num_done = np.zeros(len(self._rows), np.int64)
         self._num_left = len(self._rows)
 
@@ -187,7 +197,7 @@ class ScatterRows:
         seen, expected = int(self._num_done[num_left > 0].sum()), int(num_left.sum())
         return Stall("scattering rows", tuple(ranks), f"{seen + expected} rows in the pools of this node", f"{seen}")
 
-    def _source_rows(self, collective: int) -> IntArray:
+    def _source_rows(self, collective: int, attached: IntArray | None) -> IntArray:
         """Return a ``SourceRows`` for each rank of the node and each run from others.
 
         Rows of this node are first, as they do not wait for the network.
@@ -204,12 +214,18 @@ class ScatterRows:
         own.pool[:] = memory.pools
         own.first_row[:] = first_row[ranks]
         own.is_of_peer[:] = ranks != memory.rank
-        chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)
         of_runs = SourceRows(*table[num_own:].T)
-        of_runs.flag[:] = memory.arrival_flags[holder, runs.carrier]
-        of_runs.before[:] = memory.layout.tag(collective, 0) + chunks
-        of_runs.rows_per_step[:] = rows_per_slice
-        of_runs.pool[:] = memory.crossing_pools[holder] + runs.offsets_by(runs.forwarder) * self._row_bytes
+        if attached is None:
+            chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)
+            of_runs.flag[:] = memory.arrival_flags[holder, runs.carrier]
+            of_runs.before[:] = memory.layout.tag(collective, 0) + chunks
+            of_runs.rows_per_step[:] = rows_per_slice
+            of_runs.pool[:] = memory.crossing_pools[holder] + runs.offsets_by(runs.forwarder) * self._row_bytes
+        else:  # they came with the record, all of a rank as one run
+            of_runs.flag[:] = memory.rows_flags[holder]
+            of_runs.before[:] = collective - 1
+            of_runs.rows_per_step[:] = runs.num_rows
+            of_runs.pool[:] = attached[runs.src]
         of_runs.first_row[:] = first_row[runs.src] + runs.first
         of_runs.num_rows[:] = runs.num_rows
         of_runs.is_of_peer[:] = holder != memory.local

@@ -16,13 +16,15 @@ from fusco.control.tcp_mesh import Mesh
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
-from fusco.core.lanes import IntArray
+from fusco.core.groups import Groups
+from fusco.core.lanes import IntArray, Lanes
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cpu.all_to_all import ByteMemory, make_tasks
+from fusco.cpu.attachments import Attachments
 from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
@@ -36,7 +38,7 @@ from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan, make_plan
 from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
-from fusco.cpu.routing_exchange import DispatchCounts, RoutingExchange
+from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
@@ -53,10 +55,12 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
+from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.rank_links import lane_links
-from fusco.planner.sending import plan_stages, warm_up_stages
+from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
 from fusco.rails.rail import configured_rails
 from fusco.schedule.cost import CPU_LINKS
@@ -88,6 +92,10 @@ class CpuEngine:
             num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
             self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
+            self._counterparts = Groups.of_same_local_rank(config.topology)
+            # Other balancers are the caller's choice of who sends, and stages of when.
+            is_small = self._layout.control.attachment_bytes > 0 and config.settings.slice_order != "staged"
+            self._can_attach = is_small and isinstance(self._transport, TcpTransport)
             self._resources = resources.pop_all()
 
     @property
@@ -110,40 +118,57 @@ class CpuEngine:
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
-        published = DispatchCounts(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
+        published = PublishedRows(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
         self._routing_exchange.publish(request.routing)
         self._stage(request.payloads, call)
+        attachments: Attachments | None = None
+        if self._can_attach and request.balancer is balance_by_lanes:
+            num_bytes = sum(map(row_bytes, request.payloads))
+            attachments = Attachments(self._memory, request.routing, num_bytes, forwarding, call.profile)
 
-        def run(counts: Sequence[Sequence[int]]) -> DispatchOutput[CpuPlan]:
+        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[CpuPlan]:
             with call.profile.spend("planning"):
-                plan = self._plan(request, forwarding, list(map(DispatchCounts.unpack, counts)), call)
-            rows = self._move_rows(plan, request.payloads, call)
+                plan = self._plan(request, forwarding, list(map(PublishedRows.unpack, counts)), attachments, call)
+            rows = self._move_rows(plan, request.payloads, attachments, call)
             static, needed = request.static, plan.distribution.num_slots_needed
             if static and static.on_overflow == "raise" and needed > static.num_rows:
                 raise LateRejection(RowOverflowError(self._rank, static.num_rows, needed))
             return DispatchOutput(plan, rows, weights_of_rows(plan, request))
 
-        return Pending(published.pack(), run)
+        return Pending(published.pack(), run, attachments.of_nodes if attachments else {})
 
     def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
         self._stage(request.payloads, call)
-        return Pending((), lambda _: self._move_rows(request.plan, request.payloads, call))
+        return Pending((), lambda _: self._move_rows(request.plan, request.payloads, None, call))
 
     def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
         return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
 
     def _plan(
-        self, request: DispatchRequest, forwarding: NodeForwarding, counts: Sequence[DispatchCounts], call: Call
+        self,
+        request: DispatchRequest,
+        forwarding: NodeForwarding,
+        counts: Sequence[PublishedRows],
+        attachments: Attachments | None,
+        call: Call,
     ) -> CpuPlan:
-        num_tokens_to_node = [list(of_rank.num_rows_to_node) for of_rank in counts]
-        traffic = Traffic.from_counts(self._topology, num_tokens_to_node, self._layout.rank_links)
-        lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
-        is_staged = self._settings.slice_order == "staged"
+        num_tokens_to_node, exchange = [list(of_rank.num_rows_to_node) for of_rank in counts], self._routing_exchange
+        stages: tuple[SendingStage, ...] = ()
+        if attachments:
+            lanes = Lanes.of_groups(self._counterparts, num_tokens_to_node)
+        else:
+            traffic = Traffic.from_counts(self._topology, num_tokens_to_node, self._layout.rank_links)
+            lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
+            if self._settings.slice_order == "staged":
+                stages = plan_stages(traffic, self._topology.rank_to_node[self._rank])
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
-        routing = self._routing_exchange.exchange(
-            call.sequence_number, request.routing, forwarding, num_tokens_to_node, call.profile
-        )
+        if attachments:
+            routing = exchange.collect(num_tokens_to_node, request.routing, attachments)
+        else:
+            routing = exchange.exchange(
+                call.sequence_number, request.routing, forwarding, num_tokens_to_node, call.profile
+            )
         return make_plan(
             rank=self._rank,
             placement=request.placement,
@@ -152,7 +177,7 @@ class CpuEngine:
             routing=routing,
             expert_alignment=request.expert_alignment,
             static_rows=request.static.num_rows if request.static else None,
-            sending_stages=plan_stages(traffic, self._topology.rank_to_node[self._rank]) if is_staged else (),
+            sending_stages=stages,
         )
 
     def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
@@ -163,7 +188,9 @@ class CpuEngine:
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
                 rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
 
-    def _move_rows(self, plan: CpuPlan, payloads: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
+    def _move_rows(
+        self, plan: CpuPlan, payloads: Sequence[torch.Tensor], attachments: Attachments | None, call: Call
+    ) -> list[torch.Tensor]:
         memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
         sizes = list(map(row_bytes, payloads))
         bytes_per_token = sum(sizes)
@@ -177,18 +204,20 @@ class CpuEngine:
             if plan.distribution.has_padding:
                 for output in as_bytes_out:
                     output[plan.distribution.padding_slots] = 0
-            received = plan.rank_lanes.received
-            rows_per_slice = plan.rows_per_slice(self._layout.rows_per_slot(bytes_per_token))
-            scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, bytes_per_token, call.profile)
-            self._run(
-                [
-                    SendRows(plan, memory, self._send_ring(), bytes_per_token, call),
-                    self._receive_rows(received.carrier, received.num_rows, bytes_per_token, rows_per_slice, call),
-                    scatter,
-                ],
-                scatter.awaited,
-            )
+            attached = attachments.rows(np.diff(plan.routing.src_to_first_row)) if attachments else None
+            scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, attached, call.profile)
+            crossing = [] if attachments else self._crossing_tasks(plan, bytes_per_token, call)
+            self._run([*crossing, scatter], scatter.awaited)
         return outputs
+
+    def _crossing_tasks(self, plan: CpuPlan, bytes_per_token: int, call: Call) -> list[Task]:
+        """Return the tasks that send this rank's part of the rows to other nodes, and receive theirs."""
+        received = plan.rank_lanes.received
+        rows_per_slice = plan.rows_per_slice(self._layout.rows_per_slot(bytes_per_token))
+        return [
+            SendRows(plan, self._memory, self._send_ring(), bytes_per_token, call),
+            self._receive_rows(received.carrier, received.num_rows, bytes_per_token, rows_per_slice, call),
+        ]
 
     def _sum_rows(
         self, plan: CpuPlan, rows: torch.Tensor, pair_weights: torch.Tensor | None, call: Call

@@ -12,6 +12,7 @@ from fusco.core.topology import Topology
 from fusco.planner.rank_links import most_crossing_rows
 
 _SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
+_MAX_ATTACHED_BYTES = 128 << 10  # from a rank to all other nodes: 0.1 ms on the loopback device
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,20 @@ class CpuLayout:
     @cached_property
     def control(self) -> ControlLayout:
         """Layout of flags and records."""
-        return ControlLayout(self.topology, num_data_flags=self.topology.num_nodes + self.topology.world_size)
+        num_flags = self.topology.num_nodes + self.topology.world_size
+        return ControlLayout(self.topology, num_flags, self._attachment_bytes)
+
+    @cached_property
+    def _attachment_bytes(self) -> int:
+        """Bytes for routing and rows of all tokens of a rank, if a dispatch can attach them to its record; else 0.
+
+        They must be few, and the rows must be one slice.
+        """
+        capacity = self.capacity
+        rows = capacity.max_tokens_per_rank * capacity.max_row_bytes
+        num_bytes = align(rows + capacity.max_tokens_per_rank * capacity.num_topk * 12)  # ids, and weights at most
+        num_sent = num_bytes * (self.topology.num_nodes - 1)
+        return num_bytes if rows <= self.slot_bytes and 0 < num_sent <= _MAX_ATTACHED_BYTES else 0
 
     @cached_property
     def slot_bytes(self) -> int:

@@ -35,6 +35,14 @@ class CpuMemory:
         ]
         self.src_to_ids = np.array([base + layout.ids_offset(region) for base, region in where])
         self.src_to_weights = np.array([base + layout.weights_offset(region) for base, region in where])
+        self.are_remote = self.nodes != self.node
+        # Addresses of what each rank of another node attached to its record.
+        self.src_to_attachment = np.array(
+            [
+                self.addresses[local] + layout.control.attachment_offset(node)
+                for local, node in zip(self.locals, self.nodes, strict=True)
+            ]
+        )
         outgoing = [self._ring(self.local, consumer) for consumer in range(len(self.ranks))]
         incoming = [self._ring(producer, self.local) for producer in range(len(self.ranks))]
         depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes

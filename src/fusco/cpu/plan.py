@@ -79,13 +79,13 @@ def make_plan(
     static_rows: int | None,
     sending_stages: tuple[SendingStage, ...],
 ) -> CpuPlan:
-    """Make the plan of ``fusco.planner.dispatch_plan.make_plan``; see there."""
-    topology = lanes.topology
-    node = topology.rank_to_node[rank]
-    rank_to_local = tuple(
-        local if topology.rank_to_node[each] == node else -1 for each, local in enumerate(topology.rank_to_local)
-    )
-    pairs = plan_pairs(routing, placement, rank, rank_to_local, expert_alignment, static_rows)
+    """Make the plan of a rank from its forwarding, its node's routing and the lanes; see ``DispatchPlan``.
+
+    Each expert's block is rounded up to ``expert_alignment`` rows. The expert-major output has ``static_rows`` rows,
+    with ``None`` as many as needed. Slices are sent in the order of ``sending_stages``; if empty, to all nodes in turn.
+    """
+    locals_ = lanes.topology.locals_of(lanes.topology.rank_to_node[rank])
+    pairs = plan_pairs(routing, placement, rank, locals_, expert_alignment, static_rows)
     return CpuPlan(
         rank=rank,
         placement=placement,

@@ -168,9 +168,11 @@ class RailMesh:
     def __init__(self, transport: RailTransport) -> None:
         self._transport, self._tickets, self._arrived = transport, list[Ticket](), list[int]()
 
-    def begin(self, message: memoryview, peer_to_memory: Mapping[int, memoryview]) -> None:
-        copy = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._tickets = [self._transport.send(copy, peer) for peer in peer_to_memory]
+    def begin(self, peer_to_message: Mapping[int, bytes], peer_to_memory: Mapping[int, memoryview]) -> None:
+        self._tickets = [
+            self._transport.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), peer)
+            for peer, message in peer_to_message.items()
+        ]
         for peer, memory in peer_to_memory.items():
             place, on_done = torch.frombuffer(memory, dtype=torch.uint8), partial(self._arrived.append, peer)
             self._tickets.append(self._transport.receive(place, peer, on_done))

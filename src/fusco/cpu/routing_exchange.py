@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from fusco.control.node_memory import wait_for_flag
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
+from fusco.cpu.attachments import Attachments
 from fusco.cpu.kernels.copy_segments import concatenate
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.transport import Ticket, Transport
@@ -19,24 +19,6 @@ from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.routing import Routing
-
-
-@dataclass(frozen=True)
-class DispatchCounts:
-    """Counts that a rank publishes in a dispatch: its tokens, and how many of them each other node needs."""
-
-    num_tokens: int
-    num_rows_to_node: tuple[int, ...]
-
-    def pack(self) -> list[int]:
-        """Pack as counts."""
-        return [self.num_tokens, *self.num_rows_to_node]
-
-    @classmethod
-    def unpack(cls, counts: Sequence[int]) -> DispatchCounts:
-        """Unpack from counts."""
-        num_tokens, *num_rows_to_node = counts
-        return cls(num_tokens, tuple(num_rows_to_node))
 
 
 class RoutingExchange:
@@ -91,7 +73,7 @@ class RoutingExchange:
             )
         if tickets:
             self._finish(tickets)
-        return self._node_routing(num_tokens_to_node, num_topk, weights_dtype)
+        return self.collect(num_tokens_to_node, routing)
 
     def _receive_routing(
         self,
@@ -128,19 +110,26 @@ class RoutingExchange:
             messages.append(routing.topk_weights.detach()[tokens])
         return [self._transport.send(message, dst) for message in messages]
 
-    def _node_routing(
-        self, num_tokens_to_node: Sequence[Sequence[int]], num_topk: int, weights_dtype: torch.dtype | None
+    def collect(
+        self,
+        num_tokens_to_node: Sequence[Sequence[int]],
+        routing: Routing,
+        attachments: Attachments | None = None,
     ) -> NodeRouting:
-        memory = self._memory
+        """Return the routing of every token that this node needs, which is here; arguments as in ``exchange``."""
+        memory, num_topk = self._memory, routing.num_topk
         num_tokens = np.array([of_rank[memory.node] for of_rank in num_tokens_to_node], np.int64)
+        src_to_ids, src_to_weights = (
+            attachments.routing(num_tokens) if attachments else (memory.src_to_ids, memory.src_to_weights)
+        )
         firsts = (0, *num_tokens.cumsum().tolist())
         # Both are copied out of shared memory: handles outlive the collective, and the next one overwrites the memory.
         ids = torch.empty(firsts[-1], num_topk, dtype=torch.int32, device="cpu")
-        concatenate(memory.src_to_ids, num_tokens * num_topk * ids.itemsize, ids)
-        if weights_dtype is None:
+        concatenate(src_to_ids, num_tokens * num_topk * ids.itemsize, ids)
+        if routing.topk_weights is None:
             return NodeRouting(ids, None, firsts)
-        weights = torch.empty(firsts[-1], num_topk, dtype=weights_dtype, device="cpu")
-        concatenate(memory.src_to_weights, num_tokens * num_topk * weights.itemsize, weights)
+        weights = torch.empty(firsts[-1], num_topk, dtype=routing.topk_weights.dtype, device="cpu")
+        concatenate(src_to_weights, num_tokens * num_topk * weights.itemsize, weights)
         return NodeRouting(ids, weights, firsts)
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:

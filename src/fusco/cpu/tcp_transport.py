@@ -93,6 +93,8 @@ class TcpTransport(TcpConnections):
 
     def awaited_sockets(self) -> list[int]:
         """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        if not (self._num_receiving or self._num_sending):
+            return []
         sockets = [readable(self._peer_to_fd[peer]) for peer, queue in self._receiving.items() if queue]
         return sockets + [writable(self._peer_to_fd[peer]) for peer, queue in self._sending.items() if queue]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusco.control.connect import raise_if_any
 from fusco.control.flags import Flags
 from fusco.control.store_gather import StoreGather
 from fusco.core.errors import SharedMemoryError
@@ -45,6 +46,18 @@ def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
+def allocate_on_all_ranks(store_gather: StoreGather, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
+    memory, error = None, ""
+    try:
+        memory = allocate_visible(num_bytes, device)
+    except SharedMemoryError as failure:
+        error = str(failure)
+    raise_if_any(store_gather.all_gather("device memory", error))
+    assert memory is not None
+    return memory
+
+
 class _Abort(ctypes.Structure):
     """A flag that kernels poll, in a word that compiled code can read."""
 
@@ -55,7 +68,7 @@ class Arena:
     """Peer-visible memory laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
     def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather) -> None:
-        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_visible``."""
+        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``."""
         topology, device = layout.topology, memory.device
         self._store_gather, self.rank, self.layout, self.device = store_gather, store_gather.rank, layout, device
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]

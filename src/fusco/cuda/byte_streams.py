@@ -120,7 +120,7 @@ class NetworkExchange:
         return self._has_unpacked is not None and self._has_unpacked.query()
 
     def stall(self) -> Stall:
-        """A peer does not send, or does not receive."""
+        """Describe the wait for peers to send and to receive."""
         return Stall("exchanging segments between nodes", self._peers, "all of them", "not all")
 
     def _packed(self, segments: Segments) -> torch.Tensor:
@@ -130,7 +130,7 @@ class NetworkExchange:
 
 
 class DeviceSegmentChannels:
-    """Of one call, which launches on one stream."""
+    """Factory of the tasks of byte streams for one call, which launches on one stream."""
 
     def __init__(
         self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream

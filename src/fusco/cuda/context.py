@@ -36,12 +36,10 @@ class CudaContext:
     def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watchdog: Watchdog) -> CudaContext:
         """Return a context with its tables on the device."""
         topology, rank, device = arena.layout.topology, arena.rank, library.device
-        own_node, num_local = topology.rank_to_node[rank], len(placement.rank_to_experts[rank])
-        places = zip(topology.rank_to_node, topology.rank_to_local, strict=True)
-        rank_to_place = [local if node == own_node else -1 for node, local in places]
+        num_local, locals_ = len(placement.rank_to_experts[rank]), topology.locals_of(topology.rank_to_node[rank])
         tables = PlanTables(
             expert_to_local=placement.local_index_table(rank, device)[:-1].int(),
-            expert_to_rank=placement.membership_table(rank_to_place, device)[:-1].int(),
+            expert_to_rank=placement.membership_table(locals_, device)[:-1].int(),
             publishers=topology.rank_to_local,  # each rank publishes the routing of its counterparts
             num_local_experts=num_local,
             run_counts=torch.empty(library.num_sms * num_local, dtype=torch.int32, device=device),

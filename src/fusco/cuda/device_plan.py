@@ -20,30 +20,21 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, kw_only=True)
 class RowRun:
-    """Rows that follow each other in a plan, as ``held_rows.Rows`` has them. No kernel needs views of the tensors.
+    """Rows that follow each other in a plan, as ``held_rows.Rows`` has them. No kernel needs views of the tensors."""
 
-    Attributes:
-        first_row: see ``HeldRows``.
-        tables: of the plan.
-        begin: the first of them among the plan's rows.
-        mark: the first of them among ``PlannedRows.token_to_ranks``.
-    """
-
-    first_row: tuple[int, ...]
-    tables: PlanTensors
-    begin: int
-    mark: int
+    first_row: tuple[int, ...]  # see ``HeldRows``
+    tables: PlanTensors  # of the plan
+    begin: int  # the first of them among the plan's rows
+    mark: int  # the first of them among ``PlannedRows.token_to_ranks``
     tensors = ()  # the plan has them
 
     @property
     def num_topk(self) -> int:
-        """See ``held_rows.Rows``."""
         return self.tables.shape.num_topk
 
     @property
     def weight_bytes(self) -> int:
-        """See ``held_rows.Rows``."""
-        return self.tables.weight_bytes
+        return self.tables.shape.weight_bytes
 
     @property
     def offsets(self) -> RowAddresses:
@@ -53,7 +44,6 @@ class RowRun:
 
     @property
     def addresses(self) -> RowAddresses:
-        """See ``held_rows.Rows``."""
         return RowAddresses(*map(operator.add, self.tables.addresses, self.offsets))
 
 
@@ -91,20 +81,18 @@ class DevicePlan(PlannedRows):
 
     @property
     def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
-        """See ``fusco.engine.base.Plan``."""
         if self.reported_counts is None:
             return None
         return torch.tensor(memoryview(self.reported_counts).cast("i").tolist(), dtype=torch.int64, device="cpu")
 
     @property
     def addresses(self) -> RowAddresses:
-        """Of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
+        """Addresses of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
         return self.tables.addresses
 
     @property
     def weight_bytes(self) -> int:
-        """See ``held_rows.Rows``."""
-        return self.tables.weight_bytes
+        return self.tables.shape.weight_bytes
 
     def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows | RowRun:
         """Return some of the rows; copied unless they follow each other in the plan.

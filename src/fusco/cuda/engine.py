@@ -13,14 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fusco.control.connect import Connections, raise_if_any
+from fusco.control.connect import Connections
 from fusco.control.keeping import leak
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import TcpMesh
 from fusco.core.config import EngineConfig, Launch
-from fusco.core.errors import RowOverflowError, SharedMemoryError, Stall
-from fusco.core.integers import MAX_INT32
+from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
@@ -28,7 +27,7 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import Arrival, ByteMemory, MessageRounds, SegmentMemory
-from fusco.cuda.arena import Arena, allocate_visible
+from fusco.cuda.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
@@ -37,12 +36,11 @@ from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.kernels.plan import plan_shared_bytes
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.repeated_calls import RepeatedCalls, warm_up_repeated_calls
+from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.repeated_internode import RepeatedInternodeCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
@@ -63,7 +61,6 @@ from fusco.planner.routing import describe_invalid_id
 from fusco.schedule.cost import CUDA_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
 
-_MAX_TOPK, _MAX_RANKS = 32, 32  # one lane of a warp per expert of a token, one bit of a uint32 per rank
 _ENDING = 0.5  # fraction of the time limit, for launched work to complete before its memory is released
 
 
@@ -114,7 +111,7 @@ class CudaEngine:
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
             device_layout = DeviceLayout.of(config)
-            memory = _allocate_together(store_gather, device_layout.offsets["end"], device)
+            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
             self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
             self._order = StreamOrder(device, self._peer_watch.start)
@@ -170,8 +167,8 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         report = self._arena.plan_report
         if invalid := report.take_invalid_pair(is_static=True):  # no host waits for such a dispatch
-            src, *pair = invalid
-            reason = describe_invalid_id(*pair, self._placement.num_experts)
+            src, token, k, expert_id = invalid
+            reason = describe_invalid_id(token, k, expert_id, self._placement.num_experts)
             return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
         if overflow := report.take_overflow():
             needed, limit = overflow
@@ -369,40 +366,6 @@ class CudaEngine:
         return DeviceSegmentChannels(self._memory, self._context, self._network, stream)
 
 
-def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch.device) -> Library:
-    """Return the kernels of a device; ``ValueError``, the same on all ranks, for sizes that it does not support.
-
-    Call it before ranks connect: a rank that raises while others connect would look dead to them.
-    """
-    if config.capacity.num_topk > _MAX_TOPK or config.topology.ranks_per_node > _MAX_RANKS:
-        raise ValueError(
-            f"device 'cuda' takes at most {_MAX_TOPK} experts a token and {_MAX_RANKS} ranks a node, got "
-            f"num_topk={config.capacity.num_topk} and {config.topology.ranks_per_node} ranks"
-        )
-    num_pairs = config.capacity.max_tokens_per_rank * config.topology.world_size * config.capacity.num_topk
-    if num_pairs > MAX_INT32 // 4:
-        raise ValueError(
-            f"device 'cuda' counts pairs of a token and an expert in 32 bits: max_tokens_per_rank="
-            f"{config.capacity.max_tokens_per_rank} and num_topk={config.capacity.num_topk} on "
-            f"{config.topology.world_size} ranks make {num_pairs}, more than {MAX_INT32 // 4}"
-        )
-    library = Library(device)
-    warm_up_repeated_calls()  # before any rank's clock runs
-    _check_room_to_plan(placement, library)
-    return library
-
-
-def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:
-    """Raise ``ValueError``, the same on all ranks, if a block lacks shared memory to count any rank's experts."""
-    num_experts = max(map(len, placement.rank_to_experts))
-    needed, limit = plan_shared_bytes(num_experts), library.max_shared_bytes
-    if needed > limit:
-        raise ValueError(
-            f"num_experts={placement.num_experts} puts {num_experts} on one rank, for which planning takes {needed:,} "
-            f"bytes of shared memory in a block, but {library.device} has {limit:,}; have fewer, or more ranks"
-        )
-
-
 def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]:
     """Return the rows to or from each rank of the node, as segments; rows are in order of rank."""
     size = row_bytes(rows)
@@ -414,15 +377,3 @@ def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]
 
 def _int64(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
-
-
-def _allocate_together(store_gather: StoreGather, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
-    memory, error = None, ""
-    try:
-        memory = allocate_visible(num_bytes, device)
-    except SharedMemoryError as failure:
-        error = str(failure)
-    raise_if_any(store_gather.all_gather("device memory", error))
-    assert memory is not None
-    return memory

@@ -16,8 +16,8 @@ Where a dispatch has one slice, nothing can overlap with it, and all of it is on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -36,70 +36,29 @@ from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.abi import MemoryAt, Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from fusco.cuda.kernels.held_rows import Rows
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.node_barrier import node_barrier
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
+from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.message_rows import MessageRows
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
-from fusco.cuda.own_rows import OwnRows, PublishedRows, Transfer, affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_ring import SliceRing
+from fusco.cuda.slice_sender import SliceSender, forwarded_starts, num_rows_per_slice
 from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
+from fusco.engine.published_rows import PublishedRows
 from fusco.planner.balancer import is_builtin
-from fusco.planner.internode import InternodeTraffic, Piece
+from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 from fusco.planner.traffic import Traffic
 
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
-
-
-@dataclass
-class LatestDispatch:
-    """Launches of the latest dispatch, to be repeated: all of it on one stream if it ``is_alone``.
-
-    Attributes:
-        terms: of its messages.
-        forwarding: the launch of ``plan_forwarding``.
-        packed: the routing that it has packed.
-        gathers: launches of ``gather_rows``, with their parts and the number of the payload.
-        sends: messages of rows in the first slice.
-        receives: likewise.
-        counts: of all ranks.
-        plan: the launch of the plan.
-        scatters: the launches of ``scatter_rows``.
-    """
-
-    terms: ForwardingTerms
-    forwarding: PreparedLaunch
-    packed: torch.Tensor
-    gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = field(default_factory=list)
-    sends: Sequence[Message] = ()
-    receives: Sequence[Message] = ()
-    counts: Sequence[tuple[int, ...]] = ()
-    plan: PreparedLaunch | None = None
-    scatters: Sequence[PreparedLaunch] = ()
-    is_alone: bool = False
-
-
-@dataclass
-class LatestCombine:
-    """Launches of the latest combine, to be repeated.
-
-    Attributes:
-        sums: the launches of ``combine_rows``, slice by slice, and then of this node's tokens.
-        add: the launch of ``add_returned``, or ``None``.
-        sends: messages of sums in the last slice.
-    """
-
-    sums: list[PreparedLaunch] = field(default_factory=list)
-    add: PreparedLaunch | None = None
-    sends: Sequence[Message] = ()
 
 
 class InternodeShuffle:
@@ -123,11 +82,9 @@ class InternodeShuffle:
     ) -> None:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
-        self._packing_stream = packing_stream
         self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
+        self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
-        self._has_begun = torch.cuda.Event()
-        self._gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = []  # of the latest slice
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
 
     @cached_property
@@ -182,7 +139,7 @@ class InternodeShuffle:
             published = list(map(PublishedRows.unpack, counts))
             transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
             with call.profile.spend("wire"):
-                arrivals = list(self._send(transfer, plan.forwarding, plan.traffic))
+                arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
                 rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
                 self._scatter_slices(plan, transfer, rows, arrivals)
             return rows
@@ -224,7 +181,7 @@ class InternodeShuffle:
         plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
         traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
         size = hidden * wire_dtype.itemsize
-        rows_per_slice = self.rows_per_slice(traffic, size)
+        rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
         carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
@@ -243,7 +200,7 @@ class InternodeShuffle:
                 is_own = piece.src == plan.rank
                 place = returned[piece.node].data_ptr() + piece.first * size if is_own else carried + piece.place * size
                 receives.append(Message(piece.forwarder, place, piece.num_rows * size))
-            _count_bytes(sends, call)
+            call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
             self.latest_combine.sends = sends
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", streams, timeline)
         return returned, arrival
@@ -262,10 +219,6 @@ class InternodeShuffle:
                     sums.copy_(self._arena.pooled_like(nodes[carrier], place, sums))
                     call.profile.lane_row_bytes += sums.nbytes
             node_barrier(launcher)  # carriers may overwrite them
-
-    def rows_per_slice(self, traffic: InternodeTraffic, row_bytes: int) -> int:
-        """Return the rows in a slice."""
-        return traffic.fit(self._layout.rows_per_slice(row_bytes), self._layout.max_held_rows(row_bytes))
 
     def _sum(
         self,
@@ -297,7 +250,9 @@ class InternodeShuffle:
             messages = RoutingMessages(request.routing, packed, traffic)
             profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
         # Routing travels with the first slice: separate, it would cost the network's latency once more.
-        sending = self._send(transfer, forwarding, traffic, (messages.sends, messages.receives))
+        sending = self._sender.send(
+            transfer, forwarding, traffic, (messages.sends, messages.receives), self.latest_dispatch
+        )
         with profile.spend("wire"):
             arrivals = list(itertools.islice(sending, 1))
         if arrivals:
@@ -356,92 +311,6 @@ class InternodeShuffle:
                 self._known_traffic[key] = known
         return known
 
-    def _send(
-        self,
-        transfer: Transfer,
-        forwarding: ForwardingTensors,
-        traffic: InternodeTraffic,
-        with_first: tuple[Sequence[Message], Sequence[Message]] = ((), ()),
-    ) -> Iterator[torch.cuda.Event]:
-        """Launch the transfer of each slice into the forwarders' pools; yield an event for each that arrives here.
-
-        ``with_first``: messages, sent and received, that travel with the first slice.
-        """
-        timeline, packing = self._context.timeline, self._packing_stream
-        sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self.rows_per_slice(traffic, sum(sizes))
-        starts = self.forwarded_starts(traffic, sizes)
-        num_slices = traffic.num_slices(rows_per_slice)
-        is_alone = num_slices == 1 and bool(with_first[0] or with_first[1])
-        if is_alone:
-            packing = transfer.stream
-        elif num_slices:
-            self._has_begun.record(transfer.stream)
-            packing.wait_event(self._has_begun)  # and so does the network: no peer reads the pool after earlier work
-        first_row = 0  # of what arrives next, in the pool
-        for number in range(num_slices):
-            self._ring.slot(number, packing, torch.uint8)
-            with timeline.span("gather", f"slice {number}", packing):
-                sends = self._pack(transfer, forwarding, traffic, number, rows_per_slice, packing)
-            receives: list[Message] = []
-            for piece in traffic.receives(traffic.rank, number, rows_per_slice):
-                for start, size in zip(starts, sizes, strict=True):
-                    receives.append(Message(piece.carrier, start + first_row * size, piece.num_rows * size))
-                first_row += piece.num_rows
-            _count_bytes(sends, transfer.call)
-            if is_alone:
-                latest = self.latest_dispatch
-                latest.sends, latest.receives, latest.gathers, latest.is_alone = sends, receives, self._gathers, True
-            if number == 0:
-                sends, receives = [*sends, *with_first[0]], [*receives, *with_first[1]]
-            network = packing if is_alone else self._network.stream
-            yield self._ring.exchange(number, sends, receives, f"slice {number}", (packing, network), timeline)
-
-    def _pack(
-        self,
-        transfer: Transfer,
-        forwarding: ForwardingTensors,
-        traffic: InternodeTraffic,
-        number: int,
-        rows_per_slice: int,
-        packing: torch.cuda.Stream,
-    ) -> list[Message]:
-        """Pack this rank's rows of a slice into the slots of their carriers; return the messages that it carries."""
-        launcher, rank, profile = self._context.launcher(packing), traffic.rank, transfer.call.profile
-        pieces = [piece for piece in traffic.pieces(number, rows_per_slice) if piece.carrier in traffic.node_ranks]
-        free = {
-            carrier: self._arena.address(local, 0, self._layout.slice_offset(number))
-            for local, carrier in enumerate(traffic.node_ranks)
-        }
-        messages: dict[Piece, list[Message]] = {piece: [] for piece in pieces if piece.carrier == rank}
-        if traffic.is_shared:
-            node_barrier(launcher)  # the slots of all carriers are free
-        self._gathers = []
-        for of_payload, payload in enumerate(transfer.payloads):
-            parts, size = [], row_bytes(payload)
-            for piece in pieces:
-                if piece.src == rank:
-                    place = forwarding.address + forwarding.offset_of_tokens(piece.node, piece.first)
-                    parts.append(Part(place, free[piece.carrier], piece.num_rows))
-                    profile.lane_row_bytes += piece.num_rows * size * (piece.carrier != rank)
-                if piece.carrier == rank:
-                    messages[piece].append(Message(piece.forwarder, free[rank], piece.num_rows * size))
-                free[piece.carrier] += piece.num_rows * size
-            free = {carrier: -(-address // 16) * 16 for carrier, address in free.items()}
-            self._gather(launcher, payload, parts, of_payload)
-        if traffic.is_shared:
-            node_barrier(launcher)  # all rows are in the slots
-        return list(itertools.chain.from_iterable(messages.values()))
-
-    def _gather(self, launcher: Launcher, payload: torch.Tensor, parts: list[Part], number: int) -> None:
-        """Gather by launches of as many parts as there are other nodes: so many without lanes, and one kernel."""
-        num_remote = self._topology.num_nodes - 1
-        for first in range(0, len(parts), num_remote):
-            of_launch = parts[first : first + num_remote]
-            of_launch += [Part(0, 0, 0)] * (num_remote - len(of_launch))
-            if launched := gather_rows(launcher, payload, of_launch):
-                self._gathers.append((launched, of_launch, number))
-
     def _scatter_slices(
         self,
         plan: InternodePlan,
@@ -451,8 +320,8 @@ class InternodeShuffle:
     ) -> None:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
-        rows_per_slice = self.rows_per_slice(traffic, sum(sizes))
-        starts = self.forwarded_starts(traffic, sizes)
+        rows_per_slice = num_rows_per_slice(self._layout, traffic, sum(sizes))
+        starts = forwarded_starts(self._arena, traffic, sizes)
         first_row, local = 0, self._arena.local
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
@@ -463,12 +332,6 @@ class InternodeShuffle:
             self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)
             first_row += held.first_row[local + 1] - held.first_row[local]
 
-    def forwarded_starts(self, traffic: InternodeTraffic, sizes: list[int]) -> list[int]:
-        """Return the addresses of the payloads that this rank forwards."""
-        arena, num_rows = self._arena, traffic.num_forwarded
-        starts = (self._layout.pool_offset(num_rows, sizes, p) for p in range(len(sizes)))
-        return [arena.address(arena.local, 0, start) for start in starts]
-
 
 def _require_alike(is_static: Sequence[int]) -> None:
     """Raise ``MismatchError``, the same on all ranks, unless all pass static rows or none does."""
@@ -478,10 +341,6 @@ def _require_alike(is_static: Sequence[int]) -> None:
             f"ranks disagree in dispatch: ranks {ranks[1]} passed static rows, ranks {ranks[0]} did not. Between nodes "
             f"messages are of a fixed size on all ranks or on none"
         )
-
-
-def _count_bytes(sends: Sequence[Message], call: Call) -> None:
-    call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
 
 
 def _with_sms(launch: Launch) -> Launch:

@@ -10,12 +10,13 @@ from time import perf_counter
 import torch
 
 from fusco.core.profile import Call
-from fusco.core.rows import aligned, is_plain
+from fusco.core.rows import aligned, plain
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
-from fusco.cuda.own_rows import OwnRows, Planning, PublishedRows, Transfer, affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
+from fusco.cuda.own_rows import OwnRows, Planning, Transfer
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.tuning import pushes_early
 from fusco.engine.base import (
@@ -26,7 +27,7 @@ from fusco.engine.base import (
     Pending,
     RedispatchRequest,
 )
-from fusco.planner.routing import Routing
+from fusco.engine.published_rows import PublishedRows
 
 
 class IntranodeShuffle:
@@ -82,7 +83,8 @@ class IntranodeShuffle:
         """Launch plan and scatter; an exact size is read while rows move, if its bound is affordable."""
         routing, profile, own_rows, planner = request.routing, transfer.call.profile, self._own_rows, self._planner
         begin = perf_counter()
-        published = [(routing.topk_idx.contiguous(), detached_weights(routing))]
+        weights = None if routing.topk_weights is None else plain(routing.topk_weights)
+        published = [(routing.topk_idx.contiguous(), weights)]
         num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
 
@@ -133,9 +135,3 @@ def narrowed(outputs: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         if output.shape[0] != num_rows:
             output.resize_(num_rows, *output.shape[1:])
     return outputs
-
-
-def detached_weights(routing: Routing) -> torch.Tensor | None:
-    """Return the weights, detached and contiguous, or ``None``."""
-    weights = routing.topk_weights
-    return weights if weights is None or is_plain(weights) else weights.detach().contiguous()

@@ -81,17 +81,10 @@ class NcclTransport:
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
         channels_per_peer: int | None = None,
     ) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks; ``wait_until`` waits for a condition, and raises if a rank is missing.
 
-        Args:
-            store_gather: distributes the unique id.
-            device: the device of all messages.
-            wait_until: waits for a condition, and raises if a rank is missing.
-            channels_per_peer: number of NCCL channels to a rank of another node, where NCCL supports it and
-                ``NCCL_NCHANNELS_PER_NET_PEER`` is not set; ``None`` leaves it to NCCL.
-
-        Raises:
-            TransportError: if NCCL fails. Errors of ``wait_until`` pass through.
+        ``channels_per_peer`` is the number of NCCL channels to a rank of another node, where NCCL supports it and
+        ``NCCL_NCHANNELS_PER_NET_PEER`` is not set; ``None`` leaves it to NCCL. Raises ``TransportError`` if NCCL fails.
         """
         self._nccl = _library()
         self._comm, self._lock = ctypes.c_void_p(), Lock()

@@ -82,15 +82,9 @@ class Network:
         timeout_s: float,
         on_stall: Callable[[], None],
     ) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks. All messages are on ``stream``, unless ``exchange`` names another one.
 
-        Args:
-            store_gather: all-gathers with all ranks.
-            watchdog: waits for all ranks.
-            stream: the stream of all messages.
-            num_remote_nodes: the number of other nodes.
-            timeout_s: NCCL is aborted after this long without progress.
-            on_stall: called just before NCCL is aborted.
+        NCCL is aborted after ``timeout_s`` without progress; ``on_stall`` is called just before.
         """
         device = stream.device
         self._nccl = NcclTransport(
@@ -190,15 +184,10 @@ class Network:
 
 @dataclass(frozen=True)
 class PreparedMessages:
-    """Messages that compiled code launches.
+    """Messages that compiled code launches."""
 
-    Attributes:
-        calls: see ``NcclTransport.calls``.
-        stall: the wait for them.
-    """
-
-    calls: Sequence[NativeCall]
-    stall: Stall
+    calls: Sequence[NativeCall]  # see ``NcclTransport.calls``
+    stall: Stall  # the wait for them
 
 
 class NcclWatchdog:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+
+from fusco.core.rows import wants_grad
+from fusco.cuda.device_plan import DevicePlan
+from fusco.engine.base import DispatchRequest
 
 # Rows of a bound that are not needed take memory as long as the output lives: without gradients, to the end of a layer.
 # Chosen for a prefill of 8192 tokens of hidden 2048 on 2 ranks, top-8, bf16: 256 MiB. Without a bound the device was
@@ -43,3 +48,17 @@ def affordable_bound(
     bound = num_pairs + min(num_pairs, num_local_experts) * (expert_alignment - 1)
     extra_bytes = (bound - num_pairs // num_ranks) * row_bytes
     return bound if extra_bytes <= (MAX_EXTRA_BYTES_WITH_GRADIENTS if needs_grad else MAX_EXTRA_BYTES) else None
+
+
+def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, row_bytes: Sequence[int]) -> int | None:
+    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
+    shape = plan.tables.shape
+    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
+    return affordable_bound(
+        shape.num_rows * shape.num_topk,
+        shape.num_local_experts,
+        request.expert_alignment,
+        len(plan.first_row) - 1,
+        sum(row_bytes),
+        needs_grad=needs_grad,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,72 +12,36 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.recent import Recent
-from fusco.core.rows import row_bytes, wants_grad
+from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import Rows
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
-from fusco.cuda.output_bound import affordable_bound
-from fusco.engine.base import DispatchRequest
-
-
-class PublishedRows(NamedTuple):
-    """Numbers of rows that a rank dispatches, as other ranks need them.
-
-    Attributes:
-        num_tokens: of the rank.
-        num_rows_to_node: tokens for each other node; empty if there is one node, or with an earlier plan.
-    """
-
-    num_tokens: int
-    num_rows_to_node: tuple[int, ...] = ()
-
-    def pack(self) -> tuple[int, ...]:
-        """Return the counts of a record."""
-        return (self.num_tokens, *self.num_rows_to_node)
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def unpack(counts: tuple[int, ...]) -> PublishedRows:
-        """Return the inverse of ``pack``."""
-        return PublishedRows(counts[0], counts[1:])
+from fusco.engine.published_rows import PublishedRows
 
 
 @dataclass(kw_only=True)
 class Transfer:
-    """Rows that one call moves, once all ranks have agreed.
+    """Rows that one call moves, once all ranks have agreed."""
 
-    Attributes:
-        payloads: rows of this rank, aligned.
-        published: published by each rank of the group.
-        launch: launch options.
-        stream: the stream for all launches.
-        call: counts times and SMs.
-        launched: the kernels launched so far.
-    """
-
-    payloads: Sequence[torch.Tensor]
-    published: Sequence[PublishedRows]
-    launch: Launch
-    stream: torch.cuda.Stream
-    call: Call
-    launched: list[PreparedLaunch] = field(default_factory=list)
+    payloads: Sequence[torch.Tensor]  # rows of this rank, aligned
+    published: Sequence[PublishedRows]  # published by each rank of the group
+    launch: Launch  # launch options
+    stream: torch.cuda.Stream  # the stream for all launches
+    call: Call  # counts times and SMs
+    launched: list[PreparedLaunch] = field(default_factory=list)  # the kernels launched so far
 
     def __post_init__(self) -> None:
         self.row_bytes = tuple(map(row_bytes, self.payloads))
 
 
 class Planning(NamedTuple):
-    """Plan of rows that is launched right before they are scattered.
+    """Plan of rows that is launched right before they are scattered."""
 
-    Attributes:
-        launch: launches it.
-        topk_idx: the routing of this rank if rows are pushed while the plan is made; see ``OwnRouting``.
-    """
-
-    launch: Callable[[], object]
+    launch: Callable[[], object]  # launches it
+    # the routing of this rank if rows are pushed while the plan is made; see ``OwnRouting``
     topk_idx: torch.Tensor | None
 
 
@@ -147,17 +110,3 @@ class OwnRows:
                 for p in range(len(sizes))
             ]
         return offsets
-
-
-def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, row_bytes: Sequence[int]) -> int | None:
-    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
-    shape = plan.tables.shape
-    needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
-    return affordable_bound(
-        shape.num_rows * shape.num_topk,
-        shape.num_local_experts,
-        request.expert_alignment,
-        len(plan.first_row) - 1,
-        sum(row_bytes),
-        needs_grad=needs_grad,
-    )

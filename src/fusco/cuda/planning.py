@@ -45,14 +45,9 @@ class DevicePlanner:
         stream: torch.cuda.Stream,
         held: Sequence[int] = (),
     ) -> _Plan:
-        """Return a plan that ``launch`` will make on the device.
+        """Return a plan that ``launch`` will make on the device; ``plan_type`` takes the fields of ``DevicePlan``.
 
-        Args:
-            plan_type: constructor that takes the fields of ``DevicePlan``.
-            request: the dispatch.
-            num_rows: rows of each source on this node.
-            stream: the stream to launch on.
-            held: sources whose rows this rank forwards.
+        ``num_rows`` are the rows of each source on this node, ``held`` the sources whose rows this rank forwards.
         """
         static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
         key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)

@@ -25,7 +25,7 @@ from fusco.cuda.kernels.plan import PlanMemory, plan_fields
 from fusco.cuda.kernels.repeated_launches import Field, RepeatedLaunches, warm_up_repeated_launches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
 from fusco.cuda.kernels.spares import SpareLimit
-from fusco.cuda.own_rows import affordable_bound_of
+from fusco.cuda.output_bound import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
@@ -56,25 +56,15 @@ def _nothing_is_wrong(context: CudaContext) -> list[Condition]:
 
 @dataclass(frozen=True)
 class RepeatedCalls:
-    """Makes calls that can be repeated, of those that have just been made.
-
-    Attributes:
-        context: of the rank.
-        planner: of the rank.
-        order: of its launches.
-        memory: of the node.
-        shuffle: has launched the kernels of the latest call, within a node or between nodes.
-        descriptors: of the connections to counterparts on other nodes.
-        spare_limit: of plans for later calls.
-    """
+    """Makes calls that can be repeated, of those that have just been made."""
 
     context: CudaContext
     planner: DevicePlanner
     order: StreamOrder
     memory: NodeMemory
-    shuffle: Any
-    descriptors: Mapping[int, int] | None = None
-    spare_limit: SpareLimit = field(default_factory=SpareLimit, init=False)
+    shuffle: Any  # has launched the kernels of the latest call, within a node or between nodes
+    descriptors: Mapping[int, int] | None = None  # of the connections to counterparts on other nodes
+    spare_limit: SpareLimit = field(default_factory=SpareLimit, init=False)  # of plans for later calls
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
         """Prepare a dispatch that has just been launched, if an earlier one was the same."""

@@ -16,7 +16,7 @@ from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
 from fusco.cuda.device_plan import DevicePlan, RowRun
-from fusco.cuda.internode import InternodeShuffle, LatestCombine, LatestDispatch
+from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.combine_rows import combine_fields
@@ -26,10 +26,12 @@ from fusco.cuda.kernels.plan import plan_fields
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, forwarding_fields
 from fusco.cuda.kernels.repeated_launches import CONSTANT, Field, NativeCall, PreparedFields, RepeatedLaunches
 from fusco.cuda.kernels.scatter_rows import scatter_fields
+from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, SpareEvents
 from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second, or_none
 from fusco.cuda.routing_messages import RoutingMessages
+from fusco.cuda.slice_sender import forwarded_starts, num_rows_per_slice
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
@@ -38,11 +40,7 @@ _ALIGNMENT = 16  # of rows, in bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedInternodeCalls(RepeatedCalls):
-    """Makes calls between nodes that can be repeated.
-
-    Attributes:
-        network: of the rank.
-    """
+    """Makes calls between nodes that can be repeated."""
 
     network: Network
     shuffle: InternodeShuffle
@@ -53,7 +51,6 @@ class RepeatedInternodeCalls(RepeatedCalls):
         return [*super().conditions(), *(Condition(address, -1, 0) for address in overflows)]
 
     def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
-        """See ``RepeatedCalls``."""
         latest = self.shuffle.latest_dispatch
         circumstances = (latest.counts, plan.stream, request.static, request.launch, latest.terms[:-1])
         is_whole = is_second(request.known, circumstances) and _is_one_slice(plan, latest)
@@ -62,7 +59,6 @@ class RepeatedInternodeCalls(RepeatedCalls):
             request.known.repeated = RepeatedInternodeDispatch(self, request, plan, latest, num_slots)
 
     def keep_combine(self, request: CombineRequest[Any]) -> None:
-        """See ``RepeatedCalls``."""
         plan, latest = request.plan, self.shuffle.latest_combine
         circumstances = (plan.tables.shape, plan.first_row, plan.traffic, plan.stream, request.launch)
         is_whole = is_second(request.known, circumstances) and len(latest.sums) == 2 and _is_in_runs(plan)
@@ -144,7 +140,9 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         arrival = [record_event(calls.context.library, stream, value=event)] if request.static else []
         assert latest.plan
         planning = (latest.plan, plan_fields(shape, memory, ids, weights) + _received_fields(routing))
-        starts = calls.shuffle.forwarded_starts(plan.traffic, [row_bytes(payload) for payload in request.payloads])
+        starts = forwarded_starts(
+            calls.context.arena, plan.traffic, [row_bytes(payload) for payload in request.payloads]
+        )
         moved = (
             [Field("rows", row, entry=payload) for payload, row in enumerate(rows)],
             [Field("rows", CONSTANT, start, payload) for payload, start in enumerate(starts)],
@@ -160,7 +158,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         return [RepeatedLaunches(each, outputs.stop, plan.stream, report, _PATIENCE_MS) for each in together]
 
     def count(self, profile: CallProfile) -> None:
-        """See ``Repeated``."""
         super().count(profile)
         profile.internode_row_bytes, profile.internode_metadata_bytes = self._bytes
         profile.internode_empty_bytes = self._num_empty * self._row_bytes
@@ -168,7 +165,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
     def outputs(
         self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
     ) -> list[torch.Tensor] | None:
-        """See ``RepeatedDispatch``."""
         if static is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
             return None
         return super().outputs(payloads, static, launch)
@@ -180,7 +176,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         topk_weights: torch.Tensor | None,
         outputs: list[torch.Tensor],
     ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
-        """See ``RepeatedDispatch``."""
         ticket, tables, forwarding = self._planner.next_ticket(), self._memory.take(), self._forwardings.take()
         is_static, num_slots = self._static is not None, self._num_slots
         number = 0 if is_static else self._message_rows.next_ticket()
@@ -269,7 +264,7 @@ class RepeatedInternodeCombine(Repeated):
         parts = [own_bytes, *(num_rows * size for num_rows in num_returned)]
         places = list(itertools.accumulate((math.ceil(part / _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
         self._scratch_bytes, node_to_place = places[-1], dict(zip(traffic.destinations, places[1:-1], strict=True))
-        sent = traffic.sends(0, calls.shuffle.rows_per_slice(traffic, size))
+        sent = traffic.sends(0, num_rows_per_slice(calls.context.layout, traffic, size))
         receives = [
             Message(piece.forwarder, node_to_place[piece.node] + piece.first * size, piece.num_rows * size)
             for piece in sent
@@ -296,7 +291,6 @@ class RepeatedInternodeCombine(Repeated):
         return RepeatedLaunches(launches, num_values, plan.stream, 0)
 
     def count(self, profile: CallProfile) -> None:
-        """See ``Repeated``."""
         super().count(profile)
         profile.internode_row_bytes, profile.internode_metadata_bytes = self._bytes
         profile.internode_empty_bytes = self._num_empty * self._row_bytes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from fusco.control.threads import limit_now
 from fusco.core.config import Launch
+from fusco.cuda.device_plan import DevicePlan
 
 _POLL_INTERVAL_S = 1e-3
 _Result = TypeVar("_Result")
@@ -18,18 +19,6 @@ _Result = TypeVar("_Result")
 # The handle of a device's current stream in 0.1 us; PyTorch's public function makes an object, which takes 2. Builds of
 # PyTorch for CPUs have none.
 raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
-
-
-class Held(Protocol):
-    """Tensors of a plan."""
-
-    @property
-    def stream(self) -> int:
-        """Handle of the stream that they were allocated on, whose later work may use them; 0 if not known."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
 
 
 class StreamOrder:
@@ -58,7 +47,7 @@ class StreamOrder:
         return self._current
 
     def enter(
-        self, launch: Launch, *inputs: torch.Tensor | None, held: Held | None = None
+        self, launch: Launch, *inputs: torch.Tensor | None, held: DevicePlan | None = None
     ) -> tuple[torch.cuda.Stream, AbstractContextManager[object] | None]:
         """Return the caller's stream or the communicator's, after all earlier launches, and a context to launch on it.
 
@@ -67,7 +56,7 @@ class StreamOrder:
         Args:
             launch: selects the stream.
             inputs: the caller's tensors, which the caller keeps alive on its own streams.
-            held: tensors referenced only by a handle, so that the caller cannot call ``record_stream`` on them.
+            held: a plan whose tensors only a handle has, so that the caller cannot call ``record_stream`` on them.
         """
         callers = self.current()
         stream = self.own if launch.own_stream else callers

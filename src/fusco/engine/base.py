@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.control.record_exchange import Attachment
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
@@ -79,30 +80,22 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(eq=False)
 class KnownCall:
-    """Calls whose inputs differ in nothing but values and addresses from one that has been validated in full.
+    """Calls whose inputs differ in nothing but values and addresses from one that has been validated in full."""
 
-    Attributes:
-        fingerprint: of all of them.
-        circumstances: of the latest one, beyond what the fingerprint has; the engine sets and compares them.
-        repeated: what the engine has prepared for more of them, see ``fusco.api.repeats``.
-    """
-
-    fingerprint: CollectiveFingerprint
+    fingerprint: CollectiveFingerprint  # of all of them
+    # of the latest one, beyond what the fingerprint has; the engine sets and compares them
     circumstances: object = field(default=None, init=False)
+    # what the engine has prepared for more of them, see ``fusco.api.repeats``
     repeated: Any = field(default=None, init=False)
 
 
 @dataclass(kw_only=True)
 class Request:
-    """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly.
+    """Validated input of a collective. Not to be changed; not frozen, as that makes objects three times as slowly."""
 
-    Attributes:
-        known: of earlier requests with the same ``fields``, if there were any.
-        handle: number of the collective that made the handle, equal on all ranks; 0 without one.
-    """
-
+    # of earlier requests with the same ``fields``, if there were any
     known: KnownCall | None = field(default=None, repr=False, compare=False)
-    handle: int = 0
+    handle: int = 0  # number of the collective that made the handle, equal on all ranks; 0 without one
 
     @property
     def fields(self) -> Fields:
@@ -112,33 +105,20 @@ class Request:
 
 @dataclass(kw_only=True)
 class DispatchRequest(Request):
-    """Validated dispatch of one rank.
+    """Validated dispatch of one rank."""
 
-    Attributes:
-        routing: ids, and weights in the dtype in which they are sent.
-        topk_weights: the caller's weights.
-        payloads: tensors of rows (num_tokens, ...).
-        placement: which rank owns which expert.
-        balancer: chooses the forwarders.
-        expert_alignment: every expert's block is padded to a multiple of this many rows.
-        with_weights: whether to return the weight of every row, too.
-        static: fixed size of the output, or ``None``.
-        launch: streams and SMs to use.
-    """
-
-    routing: Routing
-    topk_weights: torch.Tensor | None = None
-    payloads: Sequence[torch.Tensor]
-    placement: ExpertPlacement
-    balancer: Balancer
-    expert_alignment: int
-    with_weights: bool = False
-    static: StaticRows | None
-    launch: Launch
+    routing: Routing  # ids, and weights in the dtype in which they are sent
+    topk_weights: torch.Tensor | None = None  # the caller's weights
+    payloads: Sequence[torch.Tensor]  # tensors of rows (num_tokens, ...)
+    placement: ExpertPlacement  # which rank owns which expert
+    balancer: Balancer  # chooses the forwarders
+    expert_alignment: int  # every expert's block is padded to a multiple of this many rows
+    with_weights: bool = False  # whether to return the weight of every row, too
+    static: StaticRows | None  # fixed size of the output, or ``None``
+    launch: Launch  # streams and SMs to use
 
     @property
     def fields(self) -> Fields:
-        """See ``Request``."""
         weights = self.topk_weights
         return {
             "payloads": list(map(describe_rows, self.payloads)),
@@ -150,18 +130,12 @@ class DispatchRequest(Request):
 
 @dataclass
 class DispatchOutput(Generic[PlanT]):
-    """Result of a dispatch.
+    """Result of a dispatch."""
 
-    Attributes:
-        plan: for combine and for other payloads.
-        rows: expert-major rows of each payload.
-        weights: the weight of each row (num_rows,), if requested.
-        event: recorded after the dispatch's work, if the caller's stream does not wait for it.
-    """
-
-    plan: PlanT
-    rows: list[torch.Tensor]
-    weights: torch.Tensor | None = None
+    plan: PlanT  # for combine and for other payloads
+    rows: list[torch.Tensor]  # expert-major rows of each payload
+    weights: torch.Tensor | None = None  # the weight of each row (num_rows,), if requested
+    # recorded after the dispatch's work, if the caller's stream does not wait for it
     event: torch.cuda.Event | None = None
 
 
@@ -183,7 +157,6 @@ class RedispatchRequest(Request, Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """See ``Request``."""
         return {
             "payloads": list(map(describe_rows, self.payloads)),
             "requires_grad": str(wants_grad(self.payloads[0])),
@@ -214,7 +187,6 @@ class CombineRequest(Request, Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """See ``Request``."""
         return {
             "row": describe_rows(self.rows),
             "is_weighted": str(self.is_weighted),
@@ -230,7 +202,6 @@ class CombineAllRequest(Request, Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        """See ``Request``."""
         return {"rows": [describe_rows(part.rows) for part in self.parts]}
 
 
@@ -257,23 +228,14 @@ class ShuffleRequest(Request):
 
 @dataclass(kw_only=True)
 class AllToAllRequest(Request):
-    """Validated all-to-all of one rank.
+    """Validated all-to-all of one rank."""
 
-    Attributes:
-        input: contiguous rows, by destination.
-        output: contiguous rows, by source; they do not overlap ``input``.
-        send_rows: number of rows for each rank.
-        receive_rows: number of rows from each rank.
-        mode: mode of the schedule between nodes; ``None`` lets the engine choose.
-        requires_grad: whether gradients will be sent back, by another all-to-all.
-    """
-
-    input: torch.Tensor
-    output: torch.Tensor
-    send_rows: Sequence[int]
-    receive_rows: Sequence[int]
-    mode: ScheduleMode | None = None
-    requires_grad: bool = False
+    input: torch.Tensor  # contiguous rows, by destination
+    output: torch.Tensor  # contiguous rows, by source; they do not overlap ``input``
+    send_rows: Sequence[int]  # number of rows for each rank
+    receive_rows: Sequence[int]  # number of rows from each rank
+    mode: ScheduleMode | None = None  # mode of the schedule between nodes; ``None`` lets the engine choose
+    requires_grad: bool = False  # whether gradients will be sent back, by another all-to-all
 
     @property
     def row_bytes(self) -> int:
@@ -287,7 +249,6 @@ class AllToAllRequest(Request):
 
     @property
     def fields(self) -> Fields:
-        """See ``Request``."""
         return {
             "rows": describe_rows(self.input),
             "schedule": str(self.mode),
@@ -297,16 +258,13 @@ class AllToAllRequest(Request):
 
 @dataclass
 class Pending(Generic[ResultT]):
-    """Collective that one rank has prepared.
+    """Collective that one rank has prepared."""
 
-    Attributes:
-        counts: packed counts that this rank publishes; the same number of them on all ranks.
-        run: executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise
-            ``LateRejection``.
-    """
-
-    counts: Sequence[int]
+    counts: Sequence[int]  # packed counts that this rank publishes; the same number of them on all ranks
+    # executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise ``LateRejection``
     run: Callable[[Sequence[tuple[int, ...]]], ResultT]
+    # data that goes to other nodes with the counts, by node
+    attachments: Mapping[int, Attachment] = field(default_factory=dict)
 
 
 class LateRejection(Exception):  # noqa: N818  no error itself: it carries one

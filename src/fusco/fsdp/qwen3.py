@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 
-class Qwen3Shape(Protocol):
-    """Sizes of a Qwen3-MoE; every block has experts."""
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Shape:
+    """Sizes of a Qwen3-MoE whose blocks all have experts; the defaults are those of Qwen3-30B-A3B.
 
-    @property
-    def num_layers(self) -> int:
-        """Blocks."""
+    Raises:
+        ValueError: for sizes that do not fit together.
+    """
 
-    @property
-    def hidden(self) -> int:
-        """Elements of a token's row."""
+    num_layers: int = 48  # blocks
+    hidden: int = 2048  # elements of a token's row
+    num_heads: int = 32  # attention heads of ``head_dim`` elements
+    num_key_value_heads: int = 4  # heads of keys and values
+    head_dim: int = 128  # elements of a head
+    num_experts: int = 128  # of each layer
+    num_topk: int = 8  # experts per token (top-k)
+    moe_intermediate: int = 768  # inner width of an expert
+    vocab: int = 151_936  # tokens of the vocabulary
 
-    @property
-    def num_heads(self) -> int:
-        """Attention heads of ``head_dim`` elements."""
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if self.num_topk > self.num_experts:
+            raise ValueError(f"a token cannot have {self.num_topk} different ones of {self.num_experts} experts")
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """Heads of keys and values."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a head."""
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of each block."""
-
-    @property
-    def num_topk(self) -> int:
-        """Experts per token."""
-
-    @property
-    def moe_intermediate(self) -> int:
-        """Inner width of an expert."""
+    def num_parameters(self, num_experts: int) -> int:
+        """Return the parameters of a model with ``num_experts`` of each layer's experts, without those of norms."""
+        heads = 2 * (self.num_heads + self.num_key_value_heads) * self.head_dim
+        per_layer = self.hidden * (heads + 3 * num_experts * self.moe_intermediate + self.num_experts)
+        return self.num_layers * per_layer + 2 * self.vocab * self.hidden
 
 
-def make_qwen3(shape: Qwen3Shape, vocab: int, **options: Any) -> nn.Module:
+def make_qwen3(shape: Qwen3Shape, **options: Any) -> nn.Module:
     """Return the model, its parameters wherever the context makes them; ``options`` are more of ``Qwen3MoeConfig``."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.Qwen3MoeConfig(
-        vocab_size=vocab,
+        vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,

@@ -3,7 +3,7 @@
 Contract: DeepEP v1.2.1, ``deep_ep/buffer.py`` (MIT licence), and its callers in Megatron-core, NeMo Automodel, vLLM and
 SGLang. Everything runs on the current stream: ``async_finish`` gives an event recorded after the call,
 ``allocate_on_comm_stream`` has no effect. Nothing here has gradients: frameworks call it from their own autograd
-functions.
+functions. Arguments that a docstring does not name are accepted and ignored: fusco has no such parts.
 """
 
 from __future__ import annotations
@@ -79,13 +79,8 @@ class Buffer:
             num_nvl_bytes: kept as an attribute; memory is allocated by the calls' own sizes.
             num_rdma_bytes: kept as an attribute.
             low_latency_mode: must be false.
-            num_qps_per_rank: accepted and ignored, as are NVLink, MNNVL, fabric and shrink options.
-            allow_nvlink_for_low_latency_mode: ignored.
-            allow_mnnvl: ignored.
             explicitly_destroy: kept as an attribute; ``destroy`` always works.
             comm: an MPI communicator; not supported.
-            use_fabric: ignored; of later versions, as is ``enable_shrink``.
-            enable_shrink: ignored.
         """
         if low_latency_mode:
             _refuse("low_latency_mode=True")
@@ -142,7 +137,6 @@ class Buffer:
             num_experts: of all ranks together.
             previous_event: waited for first.
             async_finish: whether the returned event is one to wait for.
-            allocate_on_comm_stream: ignored.
 
         Returns:
             Tokens to each rank, int32 (num_ranks,); ``None``; tokens to each expert, int32 (num_experts,); which token
@@ -186,8 +180,6 @@ class Buffer:
         Args:
             x: (num_tokens, hidden), or FP8 rows and their float32 scales (num_tokens, hidden / 128) of any strides.
             handle: of an earlier dispatch: the same routing, without indices and weights.
-            num_tokens_per_rank: ignored; fusco counts.
-            num_tokens_per_rdma_rank: ignored.
             is_token_in_rank: bool (num_tokens, num_ranks).
             num_tokens_per_expert: int32 (num_experts,) of this rank; its length is the number of experts.
             topk_idx: int64 (num_tokens, num_topk), -1 for no expert.
@@ -198,7 +190,6 @@ class Buffer:
             config: for its ``num_sms``.
             previous_event: waited for first.
             async_finish: whether the returned event is one to wait for.
-            allocate_on_comm_stream: ignored.
 
         Returns:
             Rows (num_rows, hidden), or rows and scales; local experts, int64 (num_rows, num_topk), -1 for those of
@@ -248,7 +239,6 @@ class Buffer:
             config: for its ``num_sms``.
             previous_event: waited for first.
             async_finish: whether the returned event is one to wait for.
-            allocate_on_comm_stream: ignored.
 
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.

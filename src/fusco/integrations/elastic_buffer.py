@@ -2,11 +2,12 @@
 
 Contract: DeepEP 2.1 (dd758ca), ``deep_ep/buffers/elastic.py`` (MIT licence), and its callers in SGLang and vLLM.
 Everything runs on the current stream. Nothing here has gradients: frameworks call it from their own autograd functions.
+Arguments that a docstring does not name are accepted and ignored: fusco sees rows when they come, FP8 with scales, too,
+derives nodes from the hosts, is deterministic, and ends waits after 60 s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,57 +16,12 @@ import torch.distributed as dist
 from fusco.api.autograd import rows_of_weights
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
+from fusco.integrations.ep_handle import DispatchRequest, EPHandle, checked_ep_handle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.expert_rows import ExpertRows
 
 _UNSUPPORTED = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
 _NO_BUFFER_BYTES = 1  # of size hints: memory is allocated by the calls' own sizes
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What a dispatch was asked for.
-
-    Attributes:
-        num_experts: of all ranks together.
-        expert_alignment: of the experts' blocks, in rows.
-        num_max_tokens_per_rank: as given.
-        num_sms: as given; 0 means fusco's default.
-        topk_idx: int64 (num_tokens, num_topk), a copy unless ``do_handle_copy`` was false.
-    """
-
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    topk_idx: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class EPHandle(_Asked):
-    """A dispatch; any number of combines and other dispatches along it may use it. Attributes are also ``_Asked``'s.
-
-    Attributes:
-        num_expanded_tokens: rows, with padding.
-        num_recv_tokens_per_expert_list: rows of each local expert with padding; empty without a wait of the host.
-        num_unaligned_recv_tokens_per_expert: without padding, int32 (num_local_experts,) on the device.
-        psum_num_recv_tokens_per_expert: the end of each local expert's rows: the start of its block and the number of
-            its rows; int32 (num_local_experts,) on the device.
-        sent: fusco's own.
-        do_expand: true.
-    """
-
-    num_expanded_tokens: int
-    num_recv_tokens_per_expert_list: list[int]
-    num_unaligned_recv_tokens_per_expert: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor
-    sent: SentRows
-    do_expand: bool = True
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("num_recv_tokens", "psum_num_recv_tokens_per_scaleup_rank"):
-            raise NotImplementedError(f"fusco's expanded layout has no {name}: a token is counted for each expert")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class ElasticBuffer:
@@ -101,17 +57,7 @@ class ElasticBuffer:
             num_bytes: kept as an attribute.
             num_cpu_bytes: must be 0.
             num_max_tokens_per_rank: tokens of a rank in calls without one of their own.
-            hidden: ignored, as are the following: fusco sees rows when they come, and is deterministic.
-            num_topk: ignored.
-            use_fp8_dispatch: ignored; rows may be FP8 with scales in any call.
-            deterministic: ignored.
-            allow_hybrid_mode: ignored; nodes are derived from the hosts.
-            allow_multiple_reduction: ignored.
             prefer_overlap_with_compute: halves ``get_theoretical_num_sms``.
-            sl_idx: ignored.
-            num_allocated_qps: ignored.
-            num_cpu_timeout_secs: ignored; waits end after 60 s.
-            num_gpu_timeout_secs: ignored.
             explicitly_destroy: kept as an attribute; ``destroy`` always works.
         """
         if num_cpu_bytes:
@@ -216,11 +162,9 @@ class ElasticBuffer:
             num_max_tokens_per_rank: for the number of rows without a wait of the host.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this.
             num_sms: maximum number of multiprocessors; 0 means fusco's default.
-            num_qps: ignored.
             previous_event: waited for first.
             previous_event_before_epilogue: likewise.
             async_with_compute_stream: whether the returned event is one to wait for.
-            allocate_on_comm_stream: ignored.
             handle: of an earlier dispatch: the same routing.
             do_handle_copy: copy ``topk_idx`` into the handle.
             do_cpu_sync: ``False``: as many rows as ranks with ``num_max_tokens_per_rank`` tokens can need, without a
@@ -239,7 +183,7 @@ class ElasticBuffer:
         payloads = [each.contiguous() for each in (x if isinstance(x, tuple) else (x,))]
         launch = Launch(num_sms=num_sms or None)
         if handle is not None:
-            rows, weights = _dispatch_again(payloads, topk_weights, _checked(handle), launch)
+            rows, weights = _dispatch_again(payloads, topk_weights, checked_ep_handle(handle), launch)
         else:
             if not do_expand:
                 _refuse("do_expand=False (version 1's Buffer has that layout)")
@@ -247,7 +191,7 @@ class ElasticBuffer:
                 raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
             kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
             max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-            asked = _Asked(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
+            asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
             handle = self._dispatch(payloads, topk_weights, asked, launch, is_static=do_cpu_sync is False)
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
         if cumulative_local_expert_recv_stats is not None:
@@ -277,17 +221,15 @@ class ElasticBuffer:
             topk_weights: float32 (num_rows,), a value of each row that goes back to its token and expert.
             bias: one or two tensors (num_tokens, hidden), added to the sums.
             num_sms: maximum number of multiprocessors; 0 means that of the dispatch.
-            num_qps: ignored.
             previous_event: waited for first.
             previous_event_before_epilogue: likewise.
             async_with_compute_stream: whether the returned event is one to wait for.
-            allocate_on_comm_stream: ignored.
 
         Returns:
             Sums (num_tokens, hidden); the values, float32 (num_tokens, num_topk), or ``None``; the event.
         """
         wait_for(previous_event, previous_event_before_epilogue)
-        sent, parts = _checked(handle).sent, [x.contiguous()]
+        sent, parts = checked_ep_handle(handle).sent, [x.contiguous()]
         if topk_weights is not None:
             parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.dispatched.handle))
         launch = Launch(num_sms=num_sms or handle.num_sms or None)
@@ -305,7 +247,7 @@ class ElasticBuffer:
         self,
         payloads: list[torch.Tensor],
         topk_weights: torch.Tensor | None,
-        asked: _Asked,
+        asked: DispatchRequest,
         launch: Launch,
         *,
         is_static: bool,
@@ -350,13 +292,6 @@ def _dispatch_again(
     comm, sent = handle.sent.comm, handle.sent.dispatched.handle
     rows = comm.dispatch_again(payloads, sent, launch=launch)
     return rows, None if topk_weights is None else comm.dispatch_weights(topk_weights.float(), sent, launch=launch)
-
-
-def _checked(handle: Any) -> EPHandle:
-    """Return a caller's handle; raises ``TypeError`` for another one."""
-    if not isinstance(handle, EPHandle):
-        raise TypeError(f"this call needs the handle of a dispatch, got {type(handle).__name__}")
-    return handle
 
 
 def _refuse(what: str) -> NoReturn:

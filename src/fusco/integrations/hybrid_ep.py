@@ -22,7 +22,15 @@ from fusco.core.rows import row_bytes
 from fusco.integrations.dense_routing import dense_weights, map_to_indices
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
-from fusco.integrations.rank_rows import RankRows, checked_handle, combine, combine_dense, dispatch_again, ranks_of
+from fusco.integrations.rank_rows import (
+    RankRouting,
+    RankRows,
+    checked_handle,
+    combine,
+    combine_dense,
+    dispatch_again,
+    ranks_of,
+)
 
 _TOPK_STEP = 4  # the number of experts per token that a map allows for is rounded up to a multiple of it
 
@@ -35,6 +43,7 @@ class _Sent:
     handle: Handle  # of its dispatch
     topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
+    num_experts: int  # of all ranks together
 
 
 class HybridEPBuffer:
@@ -69,7 +78,7 @@ class HybridEPBuffer:
             group: ranks among which experts are distributed, in equal runs of consecutive experts.
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
-            num_local_experts: experts of each rank.
+            num_local_experts: experts of each rank, unless a call says otherwise.
             use_fp8: ignored; rows may come as uint8 with scales in any call.
             num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
             num_sms_combine_api: multiprocessors of a combine.
@@ -102,14 +111,14 @@ class HybridEPBuffer:
         self._dispatch_launch, self._combine_launch = (
             Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
         )
-        self._comms = GrowingCommunicator(
-            group, self._num_experts, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain
-        )
+        self._nodes = num_of_hybrid_ep_ranks_per_nvlink_domain
+        self._comms = {self._num_experts: GrowingCommunicator(group, self._num_experts, ranks_per_node=self._nodes)}
         self._rank_rows = RankRows(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
-        self._comms.abort()
+        for comms in self._comms.values():
+            comms.abort()
         self._rank_rows.abort()
 
     def empty_jit_cache(self) -> None:
@@ -177,7 +186,7 @@ class HybridEPBuffer:
         payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
             return self._dispatch_again(payloads, handle, probs, topk_weights)
-        self._check_experts(num_of_experts_per_rank, num_of_experts)
+        num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
         lost = None
         if routing_map is not None:
             topk_idx = self._indices(routing_map)
@@ -204,7 +213,7 @@ class HybridEPBuffer:
             )
             return comm, padded, sent
 
-        comm, ids, sent = self._comms.run(self._need(payloads, ids), hidden.device, dispatch)
+        comm, ids, sent = self._comms_of(num_experts).run(self._need(payloads, ids), hidden.device, dispatch)
         if self._num_topk:  # other ranks may have seen tokens with more experts
             self._num_topk = max(self._num_topk, ids.shape[1])
         counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
@@ -216,7 +225,7 @@ class HybridEPBuffer:
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
-        kept = _Sent(comm, sent.handle, ids, counts)
+        kept = _Sent(comm, sent.handle, ids, counts, num_experts)
         return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, has_overflow.int())
 
     @torch.no_grad()
@@ -250,7 +259,7 @@ class HybridEPBuffer:
             return sent.comm.combine(hidden.contiguous(), sent.handle, weights=None, launch=launch), None
         parts = (hidden.contiguous(), rows_of_weights(probs.reshape(-1).float(), sent.handle))
         sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
-        return sums, dense_weights(sent.topk_idx, values, self._num_experts)
+        return sums, dense_weights(sent.topk_idx, values, sent.num_experts)
 
     @torch.no_grad()
     def dispatch(
@@ -280,22 +289,21 @@ class HybridEPBuffer:
             sent = checked_handle(handle[0])
             rows = dispatch_again(payloads, sent, self._dispatch_launch)
         else:
-            self._check_experts(None, num_of_experts)
+            num_experts = self._count_experts(None, num_of_experts, routing_map)
             if routing_map is not None:
                 topk_idx = self._indices(routing_map)
             if topk_idx is None:
                 raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
             if probs is not None:
                 topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
-            is_token_in_rank = ranks_of(topk_idx, self._num_experts, self.group_size)
-            routing = (topk_idx, topk_weights, self._num_experts)
+            is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
+            routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
         experts_of_rows, weights = sent.local_routing()
         of_node = None
         if topk_weights is not None:
-            first = self.local_rank * self.num_local_experts
-            of_node = weights.new_zeros(len(weights), self.num_local_experts * self._ranks_per_node)
-            of_node[:, first : first + self.num_local_experts] = weights
+            of_node = weights.new_zeros(len(weights), weights.shape[1] * self._ranks_per_node)
+            of_node[:, self._local(sent)] = weights
         num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
         scales = None if scaling_factor is None else rows[1]
         return rows[0], of_node, scales, (sent, None, None, num_rows, experts_of_rows, len(hidden), None)
@@ -319,8 +327,7 @@ class HybridEPBuffer:
         sent = checked_handle(handle[0])
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
-        first = self.local_rank * self.num_local_experts
-        return combine_dense(hidden, probs[:, first : first + self.num_local_experts], sent, self._combine_launch)
+        return combine_dense(hidden, probs[:, self._local(sent)], sent, self._combine_launch)
 
     def _dispatch_again(
         self,
@@ -338,20 +345,37 @@ class HybridEPBuffer:
             weights = sent.comm.dispatch_weights(topk_weights.float(), sent.handle, launch=self._dispatch_launch)
         return rows[0], weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
 
-    def _check_experts(self, per_rank: int | None, of_all_ranks: int | None) -> None:
-        """Raise ``ValueError`` unless a call's numbers of experts are those of the buffer."""
-        if (per_rank or self.num_local_experts) != self.num_local_experts:
-            raise ValueError(f"num_of_experts_per_rank={per_rank}, but the buffer has {self.num_local_experts} a rank")
-        if (of_all_ranks or self._num_experts) != self._num_experts:
-            raise ValueError(f"num_of_experts={of_all_ranks}, but the buffer has {self._num_experts}")
+    def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:
+        """Return the experts of all ranks in a call, by default the buffer's; layers may have different numbers.
+
+        Raises ``ValueError`` if the arguments disagree, or do not divide among the ranks.
+        """
+        given = {"num_of_experts_per_rank": (per_rank or 0) * self.group_size, "num_of_experts": of_all or 0}
+        given["columns of routing_map"] = 0 if routing_map is None else routing_map.shape[1]
+        counts = {name: count for name, count in given.items() if count}
+        num_experts = next(iter(counts.values()), self._num_experts)
+        if num_experts % self.group_size or len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+            raise ValueError(f"numbers of experts differ, or do not divide among {self.group_size} ranks: {listed}")
+        return num_experts
+
+    def _comms_of(self, num_experts: int) -> GrowingCommunicator:
+        """Return the communicators of layers with so many experts."""
+        first = self._comms[self._num_experts]
+        if num_experts not in self._comms and not first.is_closed:
+            self._comms[num_experts] = GrowingCommunicator(self.group, num_experts, ranks_per_node=self._nodes)
+        return self._comms.get(num_experts, first)
+
+    def _local(self, sent: RankRouting) -> slice:
+        """Return the columns of this rank's experts among those of its node."""
+        num_local = sent.num_experts // self.group_size
+        return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
 
     def _indices(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Return a map as indices. Calls on the CPU, and the first with any, count the experts of tokens first."""
-        if routing_map.shape[1] != self._num_experts:
-            raise ValueError(f"routing_map has {routing_map.shape[1]} experts, but the buffer has {self._num_experts}")
         if not self._num_topk or not routing_map.is_cuda:
             num_topk = int(routing_map.sum(1).max()) if len(routing_map) else 0
-            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, self._num_experts))
+            self._num_topk = max(self._num_topk, min(-(-num_topk // _TOPK_STEP) * _TOPK_STEP, routing_map.shape[1]))
         return map_to_indices(routing_map, max(self._num_topk, 1))
 
     def _count_lost(self, routing_map: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from fusco.core.lanes import Lanes
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
+from fusco.planner.distribution import ExpertDistribution, NodeRouting
 from fusco.planner.forwarding import NodeForwarding
 from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.sending import SendingStage
@@ -100,38 +100,3 @@ class DispatchPlan:
         """Return the number of rows of ``src_rank`` on this node."""
         first = self.routing.src_to_first_row
         return first[src_rank + 1] - first[src_rank]
-
-
-def make_plan(
-    *,
-    rank: int,
-    placement: ExpertPlacement,
-    lanes: Lanes,
-    forwarding: NodeForwarding,
-    routing: NodeRouting,
-    expert_alignment: int = 1,
-    static_rows: int | None = None,
-    sending_stages: tuple[SendingStage, ...] = (),
-) -> DispatchPlan:
-    """Make a rank's plan from its forwarding, its node's routing and the lanes.
-
-    Args:
-        rank: this rank.
-        placement: owners of the experts.
-        lanes: who sends and receives which rows between nodes.
-        forwarding: tokens that this rank sends to each node.
-        routing: the routing of all rows on this rank's node.
-        expert_alignment: each expert's block is rounded up to this many rows.
-        static_rows: rows of the expert-major output; ``None`` means as many as needed.
-        sending_stages: order in which slices are sent to other nodes; empty means to all nodes in turn.
-    """
-    distribution = distribute(routing, placement, rank, expert_alignment, static_rows)
-    return DispatchPlan(
-        rank=rank,
-        placement=placement,
-        lanes=lanes,
-        forwarding=forwarding,
-        routing=routing,
-        distribution=distribution,
-        sending_stages=sending_stages,
-    )

@@ -133,8 +133,5 @@ def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology:
 
     The holder of a row derives from it which ranks of its node send partial sums in a combine.
     """
-    local_of = [
-        local if topology.rank_to_node[rank] == node else -1 for rank, local in enumerate(topology.rank_to_local)
-    ]
-    expert_to_local = placement.membership_table(local_of, routing.topk_idx.device)
+    expert_to_local = placement.membership_table(topology.locals_of(node), routing.topk_idx.device)
     return mark_destinations(routing.topk_idx, expert_to_local, topology.ranks_per_node)

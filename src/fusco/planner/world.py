@@ -10,8 +10,8 @@ import torch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import Balancer
-from fusco.planner.dispatch_plan import DispatchPlan, make_plan
-from fusco.planner.distribution import NodeRouting
+from fusco.planner.dispatch_plan import DispatchPlan
+from fusco.planner.distribution import NodeRouting, distribute
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
 from fusco.planner.routing import Routing
 from fusco.planner.traffic import Traffic
@@ -58,14 +58,15 @@ def plan_world(
     traffic = traffic_of(forwardings, topology)
     lanes = traffic.lanes_of(balancer(traffic))
     nodes = [node_routing(routings, forwardings, node, topology) for node in range(topology.num_nodes)]
-    return tuple(
-        make_plan(
+    plans = []
+    for rank, node in enumerate(topology.rank_to_node):
+        plan = DispatchPlan(
             rank=rank,
             placement=placement,
             lanes=lanes,
             forwarding=forwardings[rank],
-            routing=nodes[topology.rank_to_node[rank]],
-            expert_alignment=expert_alignment,
+            routing=nodes[node],
+            distribution=distribute(nodes[node], placement, rank, expert_alignment),
         )
-        for rank in range(topology.world_size)
-    )
+        plans.append(plan)
+    return tuple(plans)

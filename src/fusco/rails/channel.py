@@ -8,21 +8,22 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fusco.core.errors import ClosedError, PeerFailureError, Stall
+from fusco.core.errors import ClosedError, PeerFailureError
 from fusco.rails.buffers import as_bytes
 from fusco.rails.connection import Connection
+from fusco.rails.credits import Credits
 from fusco.rails.handshake import Introduction
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
+from fusco.rails.rail_failures import RailFailures
 from fusco.rails.receive_queue import ReceiveQueue
 from fusco.rails.request import Request
 from fusco.rails.schedule import WAIT, rails_of
-from fusco.rails.scheduler import Batch, Scheduler
+from fusco.rails.scheduler import Scheduler
 from fusco.rails.send_queue import SendQueue
 from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, WireError
 
 CLOSING_S = 3.0  # what is left to deliver must pass rails that may have failed
-_EPOCHS = 1 << 32
 
 
 class Channel:
@@ -39,7 +40,7 @@ class Channel:
         self.peer = peer.worker
         self.num_rails = min(len(host.rails), peer.num_rails)
         self._connections: dict[int, Connection] = {}  # by rail
-        self._failures: dict[int, str] = {}  # by rail, why it last failed
+        self._failures = RailFailures(host.worker, self.peer, host.rails[: self.num_rails], self._connections)
         self._scheduler = Scheduler(
             host.row, host.monitor, host.policy, host.limits, direct=host.direct, num_rails=self.num_rails
         )
@@ -47,7 +48,7 @@ class Channel:
         self._receives = ReceiveQueue(peer.chunk_bytes)
         self._next_send, self._next_receive = 0, 0
         self._posting = threading.Lock()
-        self._epoch, self._idle, self._batch = 0, 0, Batch(host.limits, host.policy)
+        self._credits = Credits(host)
         self._without_rail_since: float | None = None
         self._error: Exception | None = None
         self._peer_said_bye = self._is_closing = self._was_connected = False
@@ -101,9 +102,9 @@ class Channel:
     def check_connected(self, limit_s: float) -> None:
         """Raise ``PeerFailureError`` unless a rail is connected, after a wait of ``limit_s`` seconds."""
         if not self.usable:
-            reason = f"no rail to worker {self.peer} was connected within {limit_s:g} s: {self._rail_states()}"
+            reason = f"no rail to worker {self.peer} was connected within {limit_s:g} s: {self._failures}"
             self.close()
-            raise self._error if isinstance(self._error, PeerFailureError) else self._peer_failure(None, reason)
+            raise self._error if isinstance(self._error, PeerFailureError) else self._failures.error(reason)
 
     # What follows is for the endpoint's thread.
 
@@ -154,12 +155,12 @@ class Channel:
         if self._connections.get(rail) is not connection:
             return
         del self._connections[rail]
-        self._failures[rail] = reason
+        self._failures.note(rail, reason)
         self._scheduler.view.usable &= ~(1 << rail)
         self._end(connection)
         self._sends.put_back(connection.outstanding)
         if self._peer_said_bye and not self._connections:
-            self.fail(self._peer_failure(None, f"worker {self.peer} has closed its channel", has_left=True))
+            self.fail(self._failures.error(f"worker {self.peer} has closed its channel", has_left=True))
             return
         if tells_peer:
             for other in self._connections.values():
@@ -277,11 +278,11 @@ class Channel:
 
     def peer_is_gone(self, reason: str) -> None:
         """Break the channel: the peer cannot be reached."""
-        self.fail(self._peer_failure(None, f"worker {self.peer} is unreachable, {reason}: {self._rail_states()}"))
+        self.fail(self._failures.error(f"worker {self.peer} is unreachable, {reason}: {self._failures}"))
 
     def note_failure(self, rail: int, reason: str) -> None:
         """Note why a rail could not be connected."""
-        self._failures[rail] = reason
+        self._failures.note(rail, reason)
 
     def _begin_close(self) -> None:
         """Tell the peer, and fail what is not done; ``end_close`` follows once it has that."""
@@ -377,21 +378,12 @@ class Channel:
 
     def _grant(self, seq: int, num_bytes: int) -> None:
         connection = min(self._connections.values(), key=lambda each: each.has_output)
-        connection.send_credit(self._credit(GRANT, seq, num_bytes, 0))
-
-    def _credit(self, kind: int, seq: int, size: int, slot: int) -> Record:
-        """Return a credit with this host's idle rails, which are looked up anew for every batch."""
-        if self._batch.is_over():
-            self._idle = self._host.monitor.idle_to_receive()
-            self._batch.begin()
-        self._batch.count()
-        self._epoch = (self._epoch + 1) % _EPOCHS
-        return Record(seq, size, slot, self._idle, self._epoch, kind)
+        connection.send_credit(self._credits.make(GRANT, seq, num_bytes))
 
     def _take(self, connection: Connection, record: Record, was_wanted: bool) -> None:  # noqa: FBT001  a callback
         kind, rail = record.kind, connection.rail
         if kind in (DATA, TOO_LARGE):
-            connection.send_credit(self._credit(ACK, record.seq, record.size, record.slot))
+            connection.send_credit(self._credits.make(ACK, record.seq, record.size, record.slot))
             if was_wanted:
                 self._host.row.received(rail, record.mask)
                 self._receives.arrived(record)
@@ -413,26 +405,7 @@ class Channel:
 
     def _timed_out(self, request: Request, limit_s: float) -> BaseException:
         """Break the channel and return the error of a request that was waited for too long."""
-        error = self._peer_failure(
-            request, f"worker {self.peer} did not take part within {limit_s:g} s; {self._rail_states()}"
-        )
+        reason = f"worker {self.peer} did not take part within {limit_s:g} s; {self._failures}"
+        error = self._failures.error(reason, request)
         self._host.loop.post(lambda: self.fail(error))
         return error
-
-    def _peer_failure(self, request: Request | None, reason: str, *, has_left: bool = False) -> PeerFailureError:
-        what = f"{request.verb} #{request.seq}" if request else "a channel"
-        stall = Stall("transfer over rails", (self.peer,), "the message" if request else "a rail", self._seen())
-        return PeerFailureError(
-            rank=self._host.worker, peers=(self.peer,), operation=what, stall=stall, reason=reason, has_left=has_left
-        )
-
-    def _seen(self) -> str:
-        return f"{len(self._connections)} of {self.num_rails} rails connected"
-
-    def _rail_states(self) -> str:
-        """Describe each rail: connected, or why it failed."""
-        states = []
-        for i, rail in enumerate(self._host.rails[: self.num_rails]):
-            state = "connected" if i in self._connections else self._failures.get(i, "never connected")
-            states.append(f"rail {i} ({rail.interface}, {rail.address}): {state}")
-        return "; ".join(states)

@@ -142,13 +142,8 @@ class LocalWorld:
                 failures = {rank: outcome for rank, (is_ok, outcome) in outcomes.items() if not is_ok}
                 raise RankFailedError(failures, f"rank(s) {waiting} gave no result within {limit}")
             for rank in waiting:
-                try:
-                    if self._pipes[rank].poll():
-                        outcomes[rank] = self._pipes[rank].recv()
-                    elif self.processes[rank].sentinel in ready:
-                        outcomes[rank] = (False, self._death(rank))
-                except EOFError:
-                    outcomes[rank] = (False, self._death(rank))
+                if outcome := self._outcome(rank, has_ended=self.processes[rank].sentinel in ready):
+                    outcomes[rank] = outcome
             if not all(is_ok for is_ok, _ in outcomes.values()) and time.monotonic() + grace_s < deadline:
                 deadline, limit = time.monotonic() + grace_s, f"{grace_s:g} s after another failed"
         return [outcomes[rank] for rank in ranks]
@@ -157,6 +152,15 @@ class LocalWorld:
         """Kill the processes at once."""
         for process in self.processes:
             process.kill()
+
+    def _outcome(self, rank: int, *, has_ended: bool) -> tuple[bool, Any] | None:
+        """Return what a rank has sent, or its death; ``None`` if there is nothing yet."""
+        try:
+            if self._pipes[rank].poll():
+                return self._pipes[rank].recv()  # type: ignore[no-any-return]
+        except EOFError:
+            has_ended = True
+        return (False, self._death(rank)) if has_ended else None
 
     def _death(self, rank: int) -> RankFailure:
         self.processes[rank].join(timeout=1.0)  # its pipe may close before it has ended

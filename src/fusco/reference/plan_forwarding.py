@@ -73,17 +73,21 @@ def plan_forwarding(
     first = is_invalid.int().argmax()
     bad_id = torch.cat([topk_idx.reshape(-1).long(), torch.zeros(1, dtype=torch.int64, device=device)])[first]
     plan = DeviceForwarding(node_to_tokens=node_to_tokens, token_to_place=torch.where(marks, places, -1).int())
-    rejected = torch.where(is_expert, -1, topk_idx).clamp(-_LARGEST_ID, _LARGEST_ID).int()
+    rejected = None
+    if sends_invalid_ids and not is_valid.all():
+        assert max_rows == num_tokens, (max_rows, num_tokens)
+        rejected = torch.where(is_expert, -1, topk_idx).clamp(-_LARGEST_ID, _LARGEST_ID).int()
     messages = []
     for node in (node for node in range(num_nodes) if node != own_node):
-        kept = torch.where(expert_to_node[experts.long()] == node, experts, -1).int()[marks[node]]
-        num_empty = 0 if max_rows is None else max_rows - len(kept)
-        ids = torch.cat([kept, kept.new_full((num_empty, routing.num_topk), -1)])
-        weights = routing.topk_weights
-        if weights is not None:
-            weights = torch.cat([weights[marks[node]], weights.new_zeros(num_empty, routing.num_topk)])
-        if sends_invalid_ids and not is_valid.all():
-            assert max_rows == num_tokens, (max_rows, num_tokens)
-            ids = rejected
-        messages.append(Routing(ids, weights))
+        of_node = torch.where(expert_to_node[experts.long()] == node, experts, -1).int()
+        message = _message(of_node[marks[node]], routing.topk_weights, marks[node], max_rows)
+        messages.append(message if rejected is None else Routing(rejected, message.topk_weights))
     return PlannedForwarding(plan, torch.cat([counts, torch.stack([first, bad_id])]), messages)
+
+
+def _message(ids: torch.Tensor, weights: torch.Tensor | None, is_sent: torch.Tensor, max_rows: int | None) -> Routing:
+    """Return the routing of the tokens that go to a node, with empty rows up to ``max_rows``."""
+    num_empty = 0 if max_rows is None else max_rows - len(ids)
+    if weights is not None:
+        weights = torch.cat([weights[is_sent], weights.new_zeros(num_empty, weights.shape[1])])
+    return Routing(torch.cat([ids, ids.new_full((num_empty, ids.shape[1]), -1)]), weights)

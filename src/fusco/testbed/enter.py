@@ -20,8 +20,8 @@ def main() -> None:
         _fail(f"cannot enter the testbed, which may be closed: {error}")
     try:
         os.execvp(command[0], command)  # noqa: S606  the command is the caller's
-    except OSError as error:
-        _fail(f"cannot execute {command[0]}: {error.strerror}")
+    except (OSError, ValueError) as error:  # Python refuses an empty name itself
+        _fail(f"cannot execute {command[0]!r}: {getattr(error, 'strerror', error)}")
 
 
 def _fail(why: str) -> None:

@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Literal
 
 from fusco.fsdp.activation_checkpointing import Checkpointing
+from fusco.fsdp.qwen3 import Qwen3Shape
 
 _HEAD_DIM = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes of a Qwen3-MoE whose tokens are bytes; every layer has experts.
+def byte_model(*, num_layers: int, hidden: int, num_experts: int, num_topk: int, moe_intermediate: int) -> Qwen3Shape:
+    """Return the sizes of a Qwen3-MoE whose tokens are bytes; ``ValueError`` for sizes that do not fit together.
 
-    Raises:
-        ValueError: for sizes that do not fit together.
+    Attention heads have 128 elements if at least four such heads fit, else 32, which ``hidden`` is a multiple of; two
+    share a head of keys and values.
     """
-
-    num_layers: int  # blocks
-    hidden: int  # elements of a token's row; a multiple of 32
-    num_experts: int  # of each layer
-    num_topk: int  # experts per token (top-k)
-    moe_intermediate: int  # inner width of an expert
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden", "num_experts", "num_topk", "moe_intermediate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.hidden % _HEAD_DIM:
-            raise ValueError(f"hidden must be a multiple of {_HEAD_DIM}, got {self.hidden}")
-        if self.num_topk > self.num_experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {self.num_experts} experts")
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of an attention head: 128 if at least four such heads fit, else 32."""
-        return 128 if self.hidden % 128 == 0 and self.hidden >= 4 * 128 else _HEAD_DIM
-
-    @property
-    def num_heads(self) -> int:
-        """Attention heads."""
-        return self.hidden // self.head_dim
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Heads of keys and values: one for two attention heads."""
-        return self.num_heads // 2 if self.num_heads % 2 == 0 else self.num_heads
+    if hidden % _HEAD_DIM:
+        raise ValueError(f"hidden must be a multiple of {_HEAD_DIM}, got {hidden}")
+    head_dim = 128 if hidden % 128 == 0 and hidden >= 4 * 128 else _HEAD_DIM
+    num_heads = hidden // head_dim
+    return Qwen3Shape(
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
+        head_dim=head_dim,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        moe_intermediate=moe_intermediate,
+        vocab=256,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +44,7 @@ class TrainingJob:
         ValueError: for values that do not fit together.
     """
 
-    shape: ModelShape  # of the model
+    shape: Qwen3Shape  # of the model
     device: Literal["cpu", "cuda"] = "cpu"  # ``"cpu"``, or ``"cuda"`` with one rank per GPU
     num_ranks: int = 4  # processes
     ep_size: int = 2  # number of ranks over which a layer's experts are distributed
@@ -81,11 +67,11 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         for name in ("router_loss", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.num_ranks % self.ep_size:
             raise ValueError(f"ep_size={self.ep_size} does not divide the {self.num_ranks} ranks")
         if self.shape.num_experts % self.ep_size:
@@ -109,3 +95,8 @@ class TrainingJob:
     def bytes_per_step(self) -> int:
         """Bytes of text that one step of all ranks reads."""
         return self.num_ranks * self.num_sequences * (self.length + 1)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a rank's shards: parameters, their gradients, and two moments of AdamW, all in float32."""
+        return 4 * 4 * self.shape.num_parameters(self.shape.num_experts) // self.num_ranks

@@ -37,7 +37,7 @@ class Session:
         if error is None:
             self.log.append("end")
 
-    def agree(self, fingerprint, counts=(), handle=0):
+    def agree(self, fingerprint, counts=(), handle=0, attachments=None):
         self.log.append(fingerprint)
         return [tuple(counts), tuple(count + 1 for count in counts)]
 

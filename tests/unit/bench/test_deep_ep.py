@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from fusco import ExpertPlacement, Settings, Topology
+from fusco.bench.shuffle_factory import ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Pattern, Workload
-from fusco.bench.variants import ShuffleFactory
-from fusco.bench.verification import WorldInput, verify
+from fusco.bench.verification import verify
+from fusco.bench.world_input import WorldInput
 
 NUM_RANKS, NUM_EXPERTS = 2, 6
 DESTROYED: list[int] = []  # the ranks whose buffers were destroyed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+import time
+from dataclasses import asdict, fields, replace
 from importlib import resources
 
 import numpy as np
@@ -13,15 +15,19 @@ pytest.importorskip("transformers", reason="fusco bench prefill needs transforme
 
 from typer.testing import CliRunner
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.prefill import variants
 from fusco.bench.prefill.batches import describe, prompt_lengths
 from fusco.bench.prefill.gate import LAYER_LIMITS, Deviation, compare_layer, compare_logits, relative_error
-from fusco.bench.prefill.job import TINY, ModelShape, PrefillJob
+from fusco.bench.prefill.iterations import CallClock, Iteration, measure, outliers
+from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
-from fusco.bench.prefill.records import Case, Measured, summarize
+from fusco.bench.prefill.records import Case, Measured, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
+from fusco.bench.stopwatch import SectionTimer
 from fusco.cli import bench_prefill
 from fusco.cli.main import app
+from fusco.fsdp.qwen3 import Qwen3Shape
 
 SHAPE = replace(TINY, hidden=32, num_heads=2, num_key_value_heads=1, head_dim=16, moe_intermediate=16, vocab=64)
 JOB = PrefillJob(
@@ -120,7 +126,7 @@ def test_a_rank_has_its_experts_only_and_the_weights_do_not_depend_on_the_ranks(
 
 
 def test_the_default_shape_is_that_of_qwen3_30b_a3b():
-    job = replace(JOB, shape=ModelShape(), num_ranks=1, dtype="bfloat16")
+    job = replace(JOB, shape=Qwen3Shape(), num_ranks=1, dtype="bfloat16")
     assert job.parameter_bytes / 2 == pytest.approx(30.53e9, rel=1e-3)
 
 
@@ -170,10 +176,16 @@ def test_logits_are_compared_for_all_tokens():
     assert "the logits of a token are 2 off" in deviation.failures("float32")[0]
 
 
+def iteration_of(ms, **more):
+    names = [each.name for each in fields(Iteration)]
+    return Iteration(**{**dict.fromkeys(names, 0), "longest": "dispatch of layer 1", "ms": ms, **more})
+
+
 def record_of(*deviations):
     case = Case(batch="skewed", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
     sections = {"dispatch": 1.0, "combine": 2.0, "prefill": 12.0}
-    measured = Measured(ttft_ms=[10.0, 12.0, 20.0], section_ms=sections, deviations=deviations)
+    iterations = [[iteration_of(ms), iteration_of(9.0)] for ms in (10.0, 12.0, 20.0)]
+    measured = Measured(iterations=iterations, section_ms=sections, deviations=deviations)
     return summarize(JOB, case, "fusco", measured, 3 << 30)
 
 
@@ -182,6 +194,7 @@ def test_a_record_has_medians_and_the_worst_of_all_ranks():
     assert (record.ttft_ms, record.num_iterations) == (12.0, 3)
     assert 19.0 < record.p99_ms <= 20.0
     assert record.tokens_per_s == 6000
+    assert record.slowest_ms == 20.0
     assert record.shuffle_share == 0.25
     assert (record.layer_error, record.same_next_tokens) == (2e-6, round(68 / 72, 5))
     assert (record.batch, record.peak_memory_gib, record.verified) == ("skewed: 64, 8", 3.0, True)
@@ -223,3 +236,63 @@ def test_norms_are_those_of_transformers():
         x = torch.randn(3, len(norm.weight))
         norm.weight.data.uniform_(0.5, 2.0)
         torch.testing.assert_close(norm(x), type(norm).forward(norm, x))
+
+
+def test_a_slow_prefill_is_explained_rank_by_rank():
+    usual, slow = iteration_of(80.0, dispatch_ms=4.0), iteration_of(263.0, dispatch_ms=190.0, preemptions=7)
+    quick = [[usual, usual]] * 4
+    assert outliers([*quick, [usual, iteration_of(100.0)]]) == []
+    first, *ranks = outliers([*quick, [iteration_of(81.0), slow]])
+    assert first.startswith("prefill 5 of 5 took 263.0 ms, 3.29 times the median")
+    assert ranks[0].startswith("  rank 0: 81.0 (80.0) ms: dispatch 0.0 (4.0), ")
+    assert ranks[1].startswith("  rank 1: 263.0 (80.0) ms: dispatch 190.0 (4.0), ")
+    assert "dispatch of layer 1" in ranks[1]
+    assert "7 preemptions" in ranks[1]
+
+
+def test_a_prefill_is_measured_with_its_calls_and_garbage_collections():
+    clock = CallClock(SectionTimer("cpu", is_on=False))
+
+    def align():
+        clock.mark("dispatch")  # of an earlier prefill that failed
+        time.sleep(0.02)
+        gc.collect()
+
+    def work():
+        for layer in range(2):
+            with clock.timed("dispatch"):
+                time.sleep(0.002 + 0.03 * layer)
+            with clock.timed("combine"):
+                gc.collect(0)
+        time.sleep(0.003)
+
+    found = measure(align, work, clock, "cpu")
+    assert found.longest == "dispatch of layer 1"
+    assert 32 <= found.longest_ms <= found.dispatch_ms - 2
+    assert 0 < found.gc_ms <= found.combine_ms
+    assert found.rest_ms >= 3
+    assert found.cpu_ms + 37 <= found.ms
+    assert found.dispatch_ms + found.combine_ms + found.rest_ms <= found.ms + 0.01
+    assert (found.device_allocations, found.device_growth_bytes) == (0, 0)
+
+
+def test_a_resumed_job_runs_the_cases_that_are_missing(tmp_path):
+    path = tmp_path / "prefill.jsonl"
+    job = replace(JOB, batches=("skewed", "1"), routings=("random", "trace"), variants=("fusco", "torch"))
+    record = replace(record_of(Deviation(), Deviation()), job=asdict(job))
+    assert resume(job, path) == (job, [])
+    other = replace(record, variant="torch")
+    write_json_lines([record, replace(other, commit="another"), replace(other, job=asdict(replace(job, seed=1)))], path)
+    assert resume(job, path) == (job, [])
+    write_json_lines([other], path, appends=True)
+    with path.open("a") as lines:
+        lines.write('{"kind": "prefill", "varia')  # killed while it wrote
+    resumed, kept = resume(job, path)
+    assert [each.variant for each in kept] == ["fusco", "torch"]
+    assert kept[0] == replace(record, **{name: getattr(kept[0], name) for name in ("lengths", "job")})
+    assert resumed.cases == [("random", "1"), ("trace", "skewed"), ("trace", "1")]
+
+
+def test_resuming_needs_a_file():
+    done = CliRunner().invoke(app, ["bench", "prefill", "--resume"])
+    assert "--resume needs --json FILE" in str(done.exception)

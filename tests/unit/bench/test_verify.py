@@ -2,9 +2,10 @@
 
 import torch
 
+from fusco.bench.shuffle_factory import Shuffle
 from fusco.bench.traffic import Pattern, Workload
-from fusco.bench.variants import Shuffle
-from fusco.bench.verification import WorldInput, verify
+from fusco.bench.verification import verify
+from fusco.bench.world_input import WorldInput
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology

@@ -140,12 +140,29 @@ def test_plan_refuses_what_no_memory_holds(arguments):
     assert f"Invalid value for '{arguments[0]}'" in done.output
 
 
-def test_bad_input_is_a_sentence_and_exit_code_2():
-    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--num-topk", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "error: the trace has top-8, num_topk is 4" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "shuffle", "--num-topk", "4"], "error: the trace has top-8, num_topk is 4\n"),
+        (["plan", "--nodes", "0"], "error: --nodes 0: "),
+        (["plan", "--hidden=x"], "error: --hidden x: "),
+        (["bench", "host", "--ranks", "1", "--ranks", "0"], "error: --ranks 1, 0: "),
+        (["plan", "--json", "/nowhere/a"], "error: --json /nowhere/a: there is no directory /nowhere"),
+        (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),
+        (["nothing"], "error: No such command 'nothing'"),
+        (["train", "--layers", "10000000"], "error: parameters and the optimizer's states (--layers, --hidden) need"),
+        (["warm-up", "--arch", "sm_1"], "error: --arch 'sm_1' is none that this NVRTC compiles for: sm_"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fusco", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    written = capsys.readouterr()
+    assert written.err.startswith(message)
+    assert written.err.count("\n") == 1
+    assert not written.out
 
 
 @pytest.mark.parametrize(
@@ -431,3 +448,15 @@ def test_balancers_are_compared(tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["balancer"] for record in records} == set(BALANCERS)
     assert all(record["busiest_ratio"] >= 1 for record in records)
+
+
+@pytest.mark.parametrize("content", ["", "text"])
+def test_rails_leaves_a_file_that_is_no_board(content, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "board"
+    path.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["fusco", "rails", "--once", "--board", str(path)])
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert exited.value.code == 2
+    assert re.search(r"no board of rails", capsys.readouterr().err)
+    assert path.read_text() == content

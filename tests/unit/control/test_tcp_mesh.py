@@ -38,7 +38,7 @@ def connecting_waits_by(store_gather, wait_until):
 def exchange(mesh, message, peers):
     """Exchange messages in one round; return those received, by peer."""
     received = {peer: bytearray(len(message)) for peer in peers}
-    mesh.begin(memoryview(message), {peer: memoryview(memory) for peer, memory in received.items()})
+    mesh.begin(dict.fromkeys(peers, message), {peer: memoryview(memory) for peer, memory in received.items()})
     complete, deadline = [], time.monotonic() + LIMIT_S
     while not mesh.is_done:
         complete += mesh.poll()
@@ -77,7 +77,7 @@ def test_a_rank_may_be_a_round_ahead():
         mesh, peer = mesh_of(store_gather), 1 - store_gather.rank
         first = exchange(mesh, b"first", [peer])
         if store_gather.rank == 0:
-            mesh.begin(memoryview(b"again"), {1: memoryview(again := bytearray(5))})
+            mesh.begin({1: b"again"}, {1: memoryview(again := bytearray(5))})
             first_is_done.set()
             while not mesh.is_done:
                 mesh.poll()
@@ -89,6 +89,35 @@ def test_a_rank_may_be_a_round_ahead():
         return first, second
 
     assert on_ranks(2, talk) == {rank: ({1 - rank: b"first"}, {1 - rank: b"again"}) for rank in range(2)}
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 3_000_000])  # the last one is more than sockets take at once
+def test_a_message_may_be_longer_than_the_memory_of_its_first_part(num_behind):
+    """Its first byte says here how much follows; the next round's message may be right behind."""
+
+    def talk(store_gather):
+        mesh, peer = mesh_of(store_gather), 1 - store_gather.rank
+        rounds = []
+        for size in (num_behind + store_gather.rank, 0, num_behind):
+            first, behind = bytearray(9), bytearray()
+
+            def memory_behind(src, first=first, behind=behind):
+                behind += bytes(int.from_bytes(first[1:], "big"))
+                return memoryview(behind) if src == peer else None
+
+            message = b"x" + size.to_bytes(8, "big") + bytes([size % 251]) * size
+            mesh.begin({peer: message}, {peer: memoryview(first)}, memory_behind)
+            deadline, complete = time.monotonic() + LIMIT_S, []
+            while not mesh.is_done and time.monotonic() < deadline:
+                complete += mesh.poll()
+            rounds.append((complete, bytes(first[:1]), bytes(behind)))
+        mesh.close()
+        return rounds
+
+    for rank, rounds in on_ranks(2, talk).items():
+        peer = 1 - rank
+        for size, received in zip((num_behind + peer, 0, num_behind), rounds, strict=True):
+            assert received == ([peer], b"x", bytes([size % 251]) * size)
 
 
 def test_only_peers_connect():
@@ -107,7 +136,7 @@ def test_only_peers_connect():
 def test_without_peers_nothing_is_opened():
     def talk(store_gather):
         mesh = mesh_of(store_gather, [])
-        mesh.begin(memoryview(b"record"), {})
+        mesh.begin({}, {})
         return mesh.is_done, mesh.poll()
 
     assert on_ranks(2, talk) == {rank: (True, []) for rank in range(2)}
@@ -120,7 +149,7 @@ def test_a_peer_that_has_gone_is_named():
         if store_gather.rank == 1:
             mesh.close()
             return None
-        mesh.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
+        mesh.begin({1: b"again"}, {1: memoryview(bytearray(5))})
         deadline = time.monotonic() + LIMIT_S
         while not mesh.failure and time.monotonic() < deadline:
             mesh.poll()
@@ -143,7 +172,7 @@ def test_a_peer_that_has_gone_raises_no_signal():
             return None
         has_gone.wait(LIMIT_S)
         for _ in range(3):  # the first one may still be sent
-            mesh.begin(memoryview(b"again"), {1: memoryview(bytearray(5))})
+            mesh.begin({1: b"again"}, {1: memoryview(bytearray(5))})
             time.sleep(0.05)
             mesh._sending, mesh._receiving = {}, {}
         mesh.close()

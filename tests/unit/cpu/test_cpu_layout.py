@@ -36,6 +36,8 @@ def sections(layout: CpuLayout) -> list[tuple[int, int]]:
     ids = 4 * tokens * layout.capacity.num_topk
     parts = [(0, layout.control.flags_bytes)]
     parts += [(layout.control.record_offset(node), layout.control.record_bytes) for node in range(num_nodes)]
+    attachment_bytes = layout.control.attachment_bytes
+    parts += [(layout.control.attachment_offset(node), attachment_bytes) for node in range(num_nodes)]
     for region in range(num_nodes):
         parts += [(layout.ids_offset(region), ids), (layout.weights_offset(region), 2 * ids)]
     parts.append((layout.pool_offset, tokens * layout.capacity.max_row_bytes))
@@ -102,6 +104,25 @@ def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_all_ranks():
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=1, num_topk=1)
     layout = CpuLayout(Topology.of_equal_nodes(72, 8), capacity, Settings())
     assert layout.control.record_ints >= 2 + 2 * 72
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "tokens", "slice_bytes", "is_attached"),
+    [
+        (2, 64, None, True),
+        (1, 64, None, False),  # no other node
+        (2, 1024, None, False),  # more than 128 KiB
+        (3, 64, None, False),  # the same to two nodes
+        (3, 32, None, True),
+        (2, 64, 1000, False),  # several slices
+    ],
+)
+def test_rows_are_attached_to_records_if_they_are_few_and_one_slice(num_nodes, tokens, slice_bytes, is_attached):
+    capacity = Capacity(max_tokens_per_rank=tokens, max_bytes_per_token=1024, num_topk=8)
+    settings = Settings() if slice_bytes is None else Settings(slice_bytes=slice_bytes)
+    layout = CpuLayout(Topology.of_equal_nodes(2 * num_nodes, 2), capacity, settings)
+    needed = tokens * (1024 + 8 * (4 + 8))  # rows, ids, weights of float64
+    assert layout.control.attachment_bytes == (needed if is_attached else 0)
 
 
 @given(layouts())

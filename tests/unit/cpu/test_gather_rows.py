@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusco.cpu.kernels.gather_rows import gather_rows
+from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from generator import any_bits
 
 
@@ -17,3 +17,11 @@ def test_rows_are_gathered_in_order_and_nothing_else_is_written(rows, row_bytes)
     expected[: len(rows)] = pool[rows]
     gather_rows(pool.data_ptr(), np.array(rows, np.int64), row_bytes, found.view(-1))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [[], [2], [1, 3]])
+def test_parts_are_gathered_one_after_the_other(rows):
+    pools = [any_bits((4, row_bytes), torch.uint8, row_bytes, "pool") for row_bytes in (8, 0, 7)]
+    parts = np.array([(pool.data_ptr(), pool.shape[1]) for pool in pools], np.int64)
+    gathered = gather_parts(parts, np.array(rows, np.int64))
+    assert gathered.tolist() == [byte for pool in pools for byte in pool[rows].flatten().tolist()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -149,8 +149,13 @@ class SimulatedSession:
         pass
 
     def agree(
-        self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = (), handle: int = 0
+        self,
+        fingerprint: CollectiveFingerprint,
+        counts: Sequence[int] = (),
+        handle: int = 0,
+        attachments: Mapping[int, object] | None = None,
     ) -> list[tuple[int, ...]]:
+        assert not attachments, "on CUDA nothing is attached to records"
         fingerprint = CollectiveFingerprint.decode(fingerprint.text, handle)
         gathered = self._gathers.all_gather(self._rank, (fingerprint, tuple(counts)))
         check_fingerprints([fingerprint for fingerprint, _ in gathered], self._rank)

@@ -104,7 +104,7 @@ def devices():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", None))
-        stack.enter_context(mock.patch("fusco.cuda.engine.allocate_visible", visible))
+        stack.enter_context(mock.patch("fusco.cuda.arena.allocate_visible", visible))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
         yield

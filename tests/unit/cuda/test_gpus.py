@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fusco import Capacity, ExpertPlacement, Settings, Topology
-from fusco.api.validation import check_device
+from fusco.api.create import check_device
 from fusco.core.config import EngineConfig
-from fusco.cuda.engine import open_library
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
+from fusco.cuda.open_library import open_library
 
 pytest.importorskip("cuda.core", reason="without cuda-core every GPU is refused")
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from fusco.train.job import ModelShape, TrainingJob
+from fusco.train.job import TrainingJob, byte_model
 
 SHAPE = {"num_layers": 2, "hidden": 64, "num_experts": 8, "num_topk": 2, "moe_intermediate": 16}
 JOB = {"tokens": 32, "length": 16, "learning_rate": 1e-3, "dtype": "float32"}
 
 
 def make_job(**changes):
-    shape = ModelShape(**{**SHAPE, **{name: changes.pop(name) for name in SHAPE if name in changes}})
+    shape = byte_model(**{**SHAPE, **{name: changes.pop(name) for name in SHAPE if name in changes}})
     return TrainingJob(shape=shape, **{**JOB, **changes})
 
 
@@ -22,9 +22,10 @@ def make_job(**changes):
         ({"hidden": 48}, "hidden must be a multiple of 32, got 48"),
         ({"num_layers": 0}, "num_layers must be positive, got 0"),
         ({"length": 10}, "sequences of length 10 do not divide the 32 tokens of a rank"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
-        ({"router_loss": -1.0}, "router_loss must not be negative, got -1.0"),
-        ({"warmup_steps": -2}, "warmup_steps must not be negative, got -2"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0"),
+        ({"router_loss": -1.0}, "router_loss must be finite and not negative, got -1.0"),
+        ({"warmup_steps": -2}, "warmup_steps must be finite and not negative, got -2"),
+        ({"router_loss": float("inf")}, "router_loss must be finite and not negative, got inf"),
         (
             {"ep_size": 1, "moe_intermediate": 17},
             "the 4 ranks that share an expert (4 ranks, ep_size=1) cannot shard it evenly with moe_intermediate=17",
@@ -41,7 +42,7 @@ def test_what_does_not_go_together_is_named(changes, text):
     ("hidden", "head_dim", "num_heads", "num_kv"), [(32, 32, 1, 1), (96, 32, 3, 3), (2048, 128, 16, 8)]
 )
 def test_attention_heads_fit_the_width(hidden, head_dim, num_heads, num_kv):
-    shape = ModelShape(**{**SHAPE, "hidden": hidden})
+    shape = byte_model(**{**SHAPE, "hidden": hidden})
     assert (shape.head_dim, shape.num_heads, shape.num_key_value_heads) == (head_dim, num_heads, num_kv)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.stopwatch import SectionTimer
+from fusco.bench.prefill.iterations import CallClock
 from fusco.core.config import StaticRows
 from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
 
@@ -19,7 +19,7 @@ class TimedDispatcher:
     """Wraps a dispatcher and marks the sections "dispatch" and "combine"."""
 
     inner: Dispatcher
-    clock: SectionTimer
+    clock: CallClock
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -49,7 +49,7 @@ class TimedTransformersLayer:
     Rows reach its experts by source rank, so a permutation of theirs is not in these sections.
     """
 
-    def __init__(self, implementation: Any, clock: SectionTimer) -> None:
+    def __init__(self, implementation: Any, clock: CallClock) -> None:
         self._implementation, self._clock = implementation, clock
         self._experts_forward, implementation.experts_forward = implementation.experts_forward, self._run_experts
 

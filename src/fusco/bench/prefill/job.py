@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from fusco.bench.prefill.batches import prompt_lengths
 from fusco.bench.prefill.routing import ROUTINGS, check_routing
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a Qwen3-MoE; the defaults are those of Qwen3-30B-A3B."""
-
-    num_layers: int = 48  # blocks, each with experts
-    hidden: int = 2048  # elements of a token's row
-    num_heads: int = 32  # attention heads of ``head_dim`` elements
-    num_key_value_heads: int = 4  # heads of keys and values
-    head_dim: int = 128  # elements of a head
-    num_experts: int = 128  # of each layer
-    num_topk: int = 8  # experts per token (top-k)
-    moe_intermediate: int = 768  # inner width of an expert
-    vocab: int = 151_936  # tokens of the vocabulary
-
+from fusco.fsdp.qwen3 import Qwen3Shape
 
 # Small enough for two cores; experts and top-k are those of the routing that is replayed.
-TINY = ModelShape(
+TINY = Qwen3Shape(
     num_layers=2, hidden=256, num_heads=4, num_key_value_heads=2, head_dim=64, moe_intermediate=64, vocab=512
 )
 
@@ -38,7 +24,7 @@ class PrefillJob:
         ValueError: for values that do not fit together.
     """
 
-    shape: ModelShape  # of the model
+    shape: Qwen3Shape  # of the model
     device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``
     num_ranks: int  # processes; each has its prompts, and its part of the experts
     ranks_per_node: int  # consecutive ranks that form a node
@@ -50,6 +36,7 @@ class PrefillJob:
     num_iterations: int  # timed prefills of each variant
     seed: int = 0  # of weights, token ids and random routing
     timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
+    done: tuple[tuple[str, str], ...] = ()  # cases that are not run again: a routing and a batch
 
     def __post_init__(self) -> None:
         if self.shape.num_experts % self.num_ranks:
@@ -60,6 +47,11 @@ class PrefillJob:
             prompt_lengths(batch, self.tokens, self.num_ranks)
 
     @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Routings and batches that are to run."""
+        return [case for case in product(self.routings, self.batches) if case not in self.done]
+
+    @property
     def num_local_experts(self) -> int:
         """Experts of each layer on a rank."""
         return self.shape.num_experts // self.num_ranks
@@ -67,8 +59,4 @@ class PrefillJob:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of a rank's parameters without norms: dense ones, and its experts."""
-        shape, size = self.shape, 4 if self.dtype == "float32" else 2
-        heads = 2 * (shape.num_heads + shape.num_key_value_heads) * shape.head_dim
-        experts = 3 * self.num_local_experts * shape.moe_intermediate
-        per_layer = shape.hidden * (heads + experts + shape.num_experts)
-        return size * (shape.num_layers * per_layer + 2 * shape.vocab * shape.hidden)
+        return (4 if self.dtype == "float32" else 2) * self.shape.num_parameters(self.num_local_experts)

@@ -86,7 +86,6 @@ def _whole_model(job: PrefillJob) -> nn.Module:
     transformers.AttentionInterface.register(_ATTENTION, packed_attention)
     return make_qwen3(
         job.shape,
-        job.shape.vocab,
         max_position_embeddings=max(job.tokens, 40_960),
         attn_implementation=_ATTENTION,
         experts_implementation="grouped_mm",

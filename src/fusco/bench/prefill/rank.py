@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from fusco.bench.json_lines import write_json_lines
 from fusco.bench.prefill.batches import prompt_lengths
 from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
+from fusco.bench.prefill.iterations import Iteration, measure
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
@@ -28,7 +28,7 @@ _NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed
 
 def num_steps(job: PrefillJob) -> int:
     """Return the steps that a rank reports: a comparison and the timed rounds of every case."""
-    return len(job.batches) * len(job.routings) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
+    return len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
 
 
 def prefill_rank(
@@ -52,12 +52,11 @@ def prefill_rank(
         reference = reference_layers(group, model.experts)
         variants = make_variants(job, group, model.experts, stack)  # before it, as transformers keeps their forward
         bench = PrefillBench(job, group, model, reference)
-        for routing in job.routings:
-            for batch in job.batches:
-                found = bench.run(batch, routing, variants, reporter.advance)
-                if log and rank == 0:
-                    write_json_lines(found, log, appends=True)
-                records += found
+        for routing, batch in job.cases:
+            found = bench.run(batch, routing, variants, reporter.advance)
+            if log and rank == 0:
+                write_json_lines(found, log, appends=True)
+            records += found
     return records
 
 
@@ -81,7 +80,7 @@ class PrefillBench:
         deviations = self._compare(prompts, variants)
         on_step()
         all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
-        times: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        iterations: dict[str, list[Iteration]] = {variant.name: [] for variant in variants}
         sections: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
         verified = [
             variant
@@ -90,19 +89,24 @@ class PrefillBench:
         ]
         for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
             for variant in verified:
-                times[variant.name].append(self._prefill_ms(prompts, variant))
+                iterations[variant.name].append(self._iteration(prompts, variant))
             on_step()
         sections.update(self._sections(prompts, verified, on_step))
+        of_ranks = self._gather({name: found[_NUM_WARM_UPS:] for name, found in iterations.items()})
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
         return [
             summarize(
                 self._job,
                 case,
                 name,
-                Measured(ttft_ms=times[name][_NUM_WARM_UPS:], section_ms=sections[name], deviations=all_of[name]),
+                Measured(
+                    iterations=list(zip(*(rank[name] for rank in of_ranks), strict=True)),
+                    section_ms=sections[name],
+                    deviations=all_of[name],
+                ),
                 peak,
             )
-            for name in times
+            for name in iterations
         ]
 
     def _prepare(self, batch: str, routing: str, variants: Sequence[Variant]) -> tuple[Case, Prompts]:
@@ -146,21 +150,16 @@ class PrefillBench:
                 deviation.num_inexact += not torch.equal(hidden, exact)
         return deviations
 
-    def _prefill_ms(self, prompts: Prompts, variant: Variant) -> float:
-        """Return the slowest rank's milliseconds from a barrier to the first tokens; a collective."""
+    def _iteration(self, prompts: Prompts, variant: Variant) -> Iteration:
+        """Measure one prefill from a barrier on; a collective."""
         self._layers = variant.layers
-        took = torch.tensor([self._timed_ms(prompts)], dtype=torch.float64, device="cpu")
-        dist.all_reduce(took, dist.ReduceOp.MAX, group=self._group)
-        return float(took)
+        return measure(self._align, lambda: self._model.first_tokens(prompts), variant.clock, self._job.device)
 
-    def _timed_ms(self, prompts: Prompts) -> float:
+    def _align(self) -> None:
         if self._job.device == "cuda":
             torch.cuda.synchronize()
         # A barrier on the host: one of NCCL would leave a kernel on the device.
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=self._group)
-        start = time.perf_counter()
-        self._model.first_tokens(prompts)
-        return (time.perf_counter() - start) * 1e3
 
     def _sections(
         self, prompts: Prompts, variants: Sequence[Variant], on_step: Callable[[], None]
@@ -170,10 +169,11 @@ class PrefillBench:
         rounds: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
         for _ in range(_NUM_SECTIONED):
             for variant in variants:
-                self._layers, variant.clock.is_on = variant.layers, True
-                took = self._timed_ms(prompts)
-                variant.clock.is_on = False
-                sections_ms = [seconds * 1e3 for seconds in variant.clock.take_s(names[:2]).values()]
+                sections = variant.clock.sections
+                sections.is_on = True
+                took = self._iteration(prompts, variant).ms
+                sections.is_on = False
+                sections_ms = [seconds * 1e3 for seconds in sections.take_s(names[:2]).values()]
                 means = torch.tensor([*sections_ms, took], dtype=torch.float64, device="cpu")
                 dist.all_reduce(means, group=self._group)
                 rounds[variant.name].append((means / self._job.num_ranks).tolist())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, hardware, versions
-from fusco.bench.prefill.batches import describe
+from fusco.bench.environment import Measurement, commit, hardware, versions
+from fusco.bench.prefill.batches import describe, prompt_lengths
 from fusco.bench.prefill.gate import Deviation
+from fusco.bench.prefill.iterations import Iteration
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.prefill.variants import deep_ep_version
 
@@ -30,7 +34,7 @@ class Case:
 class Measured:
     """One variant's measurements in a case, of all ranks."""
 
-    ttft_ms: Sequence[float]  # of every prefill, the slowest rank's
+    iterations: Sequence[Sequence[Iteration]]  # of every prefill and rank
     # dispatch and combine, summed over layers, and the prefill that they are part of; medians over prefills of means
     # over ranks
     section_ms: dict[str, float]
@@ -49,6 +53,7 @@ class PrefillRecord(Measurement):
     imbalance: float  # see ``Case``
     ttft_ms: float  # median time from a barrier until the host has the first token of every prompt, the slowest rank's
     p99_ms: float  # its 99th percentile
+    slowest_ms: float  # its maximum
     tokens_per_s: int  # tokens of all prompts over the median
     # dispatch_ms, combine_ms: of all layers, waiting included, means over ranks, from separate prefills
     dispatch_ms: float
@@ -62,6 +67,7 @@ class PrefillRecord(Measurement):
     verified: bool  # whether the comparisons were within their limits
     errors: list[str]  # what was not
     num_iterations: int  # timed prefills
+    iterations: Sequence[Sequence[Iteration]]  # of every one and rank
     peak_memory_gib: float  # allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU
     job: dict[str, Any]  # its configuration
 
@@ -78,7 +84,8 @@ class SkippedRecord:
 def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, peak_memory_bytes: int) -> PrefillRecord:
     """Return the record of a variant in a case."""
     num_tokens = sum(map(sum, case.lengths))
-    typical_ms = median(measured.ttft_ms) if measured.ttft_ms else 0.0
+    times = [max(rank.ms for rank in ranks) for ranks in measured.iterations]
+    typical_ms = median(times) if times else 0.0
     sections = measured.section_ms
     errors = [
         f"rank {rank}: {failure}"
@@ -92,7 +99,8 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         lengths=case.lengths,
         imbalance=round(case.imbalance, 3),
         ttft_ms=round(typical_ms, 3),
-        p99_ms=round(float(np.percentile(measured.ttft_ms, 99)), 3) if measured.ttft_ms else 0.0,
+        p99_ms=round(float(np.percentile(times, 99)), 3) if times else 0.0,
+        slowest_ms=max(times, default=0.0),
         tokens_per_s=round(num_tokens / typical_ms * 1e3) if typical_ms else 0,
         dispatch_ms=round(sections.get("dispatch", 0.0), 3),
         combine_ms=round(sections.get("combine", 0.0), 3),
@@ -103,9 +111,47 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         same_next_tokens=round(sum(each.num_same_tokens for each in measured.deviations) / num_tokens, 5),
         verified=not errors,
         errors=errors,
-        num_iterations=len(measured.ttft_ms),
+        num_iterations=len(times),
+        iterations=measured.iterations,
         peak_memory_gib=round(peak_memory_bytes / 2**30, 2),
         job=asdict(job),
         versions=versions("transformers") | ({"deep_ep": deep_ep_version()} if variant == "deep_ep" else {}),
         hardware=hardware(job.device),
     )
+
+
+def resume(job: PrefillJob, path: Path) -> tuple[PrefillJob, list[PrefillRecord]]:
+    """Return the job without the cases that a file of records has, and these records.
+
+    A case counts if all its variants are there, of the same sizes and the same commit.
+    """
+    wanted = _comparable(json.loads(json.dumps(asdict(job))))
+    kept: list[PrefillRecord] = []
+    done: list[tuple[str, str]] = []
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = filter(None, map(_parse, lines))
+    ours = [each for each in records if _comparable(each.job) == wanted and each.commit == commit()]
+    for routing, batch in product(job.routings, job.batches):
+        described = describe(batch, prompt_lengths(batch, job.tokens, job.num_ranks))
+        case = {each.variant: each for each in ours if (each.routing, each.batch) == (routing, described)}
+        if set(job.variants) <= set(case):
+            kept += [case[variant] for variant in job.variants]
+            done.append((routing, batch))
+    return replace(job, done=tuple(done)), kept
+
+
+def _parse(line: str) -> PrefillRecord | None:
+    """Return a line's record; ``None`` for other kinds, and for a line that a killed run did not complete."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    names = {field.name for field in fields(PrefillRecord)}
+    if values.get("kind") != "prefill" or set(values) != names:  # of another version
+        return None
+    iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
+    return PrefillRecord(**{**values, "iterations": iterations})
+
+
+def _comparable(job: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in job.items() if name not in ("batches", "routings", "variants", "done")}

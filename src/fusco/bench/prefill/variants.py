@@ -25,6 +25,7 @@ from fusco.bench.prefill.dispatchers import (
     TimedDispatcher,
     TimedTransformersLayer,
 )
+from fusco.bench.prefill.iterations import CallClock
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Launch, Settings
@@ -86,7 +87,7 @@ class Variant:
 
     name: str  # of ``VARIANTS``
     layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
-    clock: SectionTimer  # of its dispatches and combines
+    clock: CallClock  # of its dispatches and combines
     dispatcher: Dispatcher | None  # ``None`` for transformers
 
     def set_static_rows(self, num_rows: int) -> None:
@@ -117,7 +118,7 @@ def reference_layers(group: dist.ProcessGroup, experts: Sequence[Experts]) -> li
 def _make(
     name: str, job: PrefillJob, group: dist.ProcessGroup, experts: Sequence[Experts], stack: ExitStack
 ) -> Variant:
-    clock = SectionTimer(job.device, is_on=False)
+    clock = CallClock(SectionTimer(job.device, is_on=False))
     if name == "transformers":
         return Variant(name, _transformers_layers(job, experts, clock), clock, None)
     dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)
@@ -144,7 +145,7 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
     )
 
 
-def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: SectionTimer) -> list[Layer]:
+def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: CallClock) -> list[Layer]:
     module: Any = importlib.import_module("transformers.distributed.expert_parallel")
     mesh = dist.device_mesh.init_device_mesh(job.device, (job.num_ranks, 1), mesh_dim_names=("ep", "tp"))
     all_to_all = module.EPImplementationInterface()["all_to_all"]

@@ -72,7 +72,7 @@ def plan_pairs(
 
 
 class _Tables(NamedTuple):
-    """What the loops read, by expert id, and write."""
+    """Tables that the loops read, by expert id, or write."""
 
     expert_to_index: npt.NDArray[np.int64]
     expert_to_local: npt.NDArray[np.int64]

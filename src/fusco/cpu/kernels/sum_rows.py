@@ -104,6 +104,8 @@ def cut_chunks(held_rows: npt.NDArray[np.int64], ranks: Sequence[int], rows_per_
     """
     chunks = Chunks(*_cut_chunks(held_rows, len(ranks), rows_per_chunk))
     for rank, (first, end) in zip(ranks, chunks.local_to_chunks.tolist(), strict=True):
+        if end - first <= 2:  # the order of two does not change
+            continue
         of_holder = chunks.bounds[first:end]
         returned = of_holder[of_holder[:, 0] != rank]
         of_holder[: len(returned)] = returned[in_proportion(returned[:, 0])]

@@ -10,7 +10,7 @@ from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.copy_segments import SegmentMemory, concatenate, copy_segments
-from fusco.cpu.kernels.gather_rows import gather_rows
+from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
 from fusco.cpu.kernels.select_tokens import select_tokens
@@ -25,6 +25,7 @@ def warm_up_cpu() -> None:
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     copy_segments(memory, none, memory, none, none)
     gather_rows(0, none.numpy(), 1, memory)
+    gather_parts(np.zeros((0, 2), np.int64), none.numpy())
     SegmentMemory([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))

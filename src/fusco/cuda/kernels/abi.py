@@ -54,11 +54,9 @@ class MemoryAt(NamedTuple):
     item_bytes: int
 
     def data_ptr(self) -> int:
-        """See ``Memory``."""
         return self.address
 
     def element_size(self) -> int:
-        """See ``Memory``."""
         return self.item_bytes
 
 

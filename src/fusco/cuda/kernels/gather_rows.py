@@ -41,12 +41,9 @@ class Part(NamedTuple):
 def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -> PreparedLaunch | None:
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
-    Args:
-        launcher: the rank's launcher.
-        rows: contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
-        parts: the same number in every call, some may be empty.
-
-    Returns the launch, or ``None`` if there is nothing to pack.
+    ``rows`` are contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
+    There are as many parts in every call, some may be empty. Returns the launch, or ``None`` if there is nothing to
+    pack.
     """
     size = row_bytes(rows)
     first_row = (0, *itertools.accumulate(part.num_rows for part in parts))

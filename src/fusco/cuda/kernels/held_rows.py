@@ -62,17 +62,14 @@ class HeldRows:
 
     @cached_property
     def addresses(self) -> RowAddresses:
-        """See ``Rows``."""
         return RowAddresses(self.row_to_slots.data_ptr(), address(self.weights), self.token_to_ranks.data_ptr())
 
     @property
     def num_topk(self) -> int:
-        """See ``Rows``."""
         return self.row_to_slots.shape[1]
 
     @property
     def weight_bytes(self) -> int:
-        """See ``Rows``."""
         return 0 if self.weights is None else self.weights.element_size()
 
 

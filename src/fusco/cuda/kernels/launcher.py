@@ -42,18 +42,12 @@ class PreparedLaunch:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Launches kernels of a device for one rank.
+    """Launches kernels of a device for one rank."""
 
-    Attributes:
-        library: the device's kernels.
-        comm: a ``comm_type`` struct, the argument of kernels that work across the node's ranks.
-        stream: the handle of the stream to launch on.
-        prepared: launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams.
-    """
-
-    library: Library
-    comm: ctypes.Structure
-    stream: int
+    library: Library  # the device's kernels
+    comm: ctypes.Structure  # a ``comm_type`` struct, the argument of kernels that work across the node's ranks
+    stream: int  # the handle of the stream to launch on
+    # launches by kernel, compile-time constants and launch shape; shared by the launchers of all streams
     prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent)
 
     @property
@@ -78,14 +72,9 @@ class Launcher:
     ) -> PreparedLaunch:
         """Return a launch of the kernel ``key[0]``, and keep it in ``prepared`` under the key.
 
-        Args:
-            key: the kernel's name, and everything that constants, launch shape and unchanged arguments depend on.
-            constants: compile-time constants; those of all kernels are added.
-            arguments: a struct; see ``PreparedLaunch``.
-            grid: see ``Kernel.launch``, as for the others.
-            num_threads: likewise.
-            shared_bytes: likewise.
-            is_dependent: likewise.
+        The rest of the key is everything that constants, launch shape and unchanged arguments depend on. Compile-time
+        constants of all kernels are added to ``constants``. See ``PreparedLaunch`` for the arguments, and
+        ``Kernel.launch`` for the launch shape.
         """
         kernel = self._find(str(key[0]), constants, arguments, num_threads)
         shape = {

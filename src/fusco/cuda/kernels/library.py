@@ -89,10 +89,18 @@ class Kernel:
         if result := self.driver_launch(config, self.function, self._parameters, None):
             raise self.error(result)
 
-    def bind(self, arguments: ctypes.Structure, stream: int, **shape: Any) -> BoundLaunch:
+    def bind(
+        self,
+        arguments: ctypes.Structure,
+        stream: int,
+        *,
+        grid: int,
+        num_threads: int,
+        shared_bytes: int,
+        is_dependent: bool,
+    ) -> BoundLaunch:
         """Return a launch of these arguments on a stream handle; see ``launch`` for the others."""
-        config = self._configure(stream, shape["grid"], shape["num_threads"], *_optional(**shape))
-        return BoundLaunch(self, arguments, config)
+        return BoundLaunch(self, arguments, self._configure(stream, grid, num_threads, shared_bytes, is_dependent))
 
     def error(self, result: int) -> LaunchError:
         """Return the error of a launch with this result."""
@@ -115,11 +123,6 @@ class Kernel:
         if int(result[0]):
             raise _error(self.name, "launched", result[0].name)
         return result[-1]
-
-
-def _optional(*, shared_bytes: int = 0, is_dependent: bool = False, **_: int) -> tuple[int, bool]:
-    """Return the optional parts of a launch shape."""
-    return shared_bytes, is_dependent
 
 
 class BoundLaunch:

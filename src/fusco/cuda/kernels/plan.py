@@ -35,43 +35,27 @@ class PublishedRouting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTables:
-    """Tables for all plans of a rank.
+    """Tables for all plans of a rank."""
 
-    Attributes:
-        expert_to_local: int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks.
-        expert_to_rank: int32 (num_experts,), the index in the node; -1 for experts of other nodes.
-        publishers: for each source, the rank of the node that publishes its routing.
-        num_local_experts: experts of this rank.
-        run_counts: int32 (num_sms * num_local_experts,), scratch.
-        report: the address of a ``Report``.
-        reported_counts: int32 (num_local_experts,) in host memory: rows of each local expert, part of a report.
-    """
-
+    # int32 (num_experts,), the index among this rank's experts; -1 for experts of other ranks
     expert_to_local: torch.Tensor
-    expert_to_rank: torch.Tensor
-    publishers: tuple[int, ...]
-    num_local_experts: int
-    run_counts: torch.Tensor
-    report: int
+    expert_to_rank: torch.Tensor  # int32 (num_experts,), the index in the node; -1 for experts of other nodes
+    publishers: tuple[int, ...]  # for each source, the rank of the node that publishes its routing
+    num_local_experts: int  # experts of this rank
+    run_counts: torch.Tensor  # int32 (num_sms * num_local_experts,), scratch
+    report: int  # the address of a ``Report``
+    # int32 (num_local_experts,) in host memory: rows of each local expert, part of a report
     reported_counts: torch.Tensor
 
 
 class PlanTerms(NamedTuple):
-    """Output layout of a plan, and its launch.
+    """Output layout of a plan, and its launch."""
 
-    Attributes:
-        expert_alignment: each block is rounded up to a multiple of this.
-        max_slots: slots of the output.
-        is_overflow_reported: True if more rows than slots are an error.
-        num_sms: maximum number of SMs; ``None`` means those of the device.
-        is_followed_early: True if the next kernel pushes rows while this one waits for ranks.
-    """
-
-    expert_alignment: int
-    max_slots: int
-    is_overflow_reported: bool
-    num_sms: int | None
-    is_followed_early: bool = False
+    expert_alignment: int  # each block is rounded up to a multiple of this
+    max_slots: int  # slots of the output
+    is_overflow_reported: bool  # True if more rows than slots are an error
+    num_sms: int | None  # maximum number of SMs; ``None`` means those of the device
+    is_followed_early: bool = False  # True if the next kernel pushes rows while this one waits for ranks
 
 
 @dataclass(frozen=True)
@@ -132,7 +116,6 @@ class PlanTensors:
 
     @property
     def addresses(self) -> RowAddresses:
-        """See ``Rows``."""
         at, first, shape = self.shape.offsets, self.address, self.shape
         weights = first + at["weights"] if shape.weight_dtype else 0
         return RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
@@ -141,37 +124,25 @@ class PlanTensors:
         """Return the address of a tensor."""
         return self.address + self.shape.offsets[name]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight; 0 without weights."""
-        return self.shape.weight_bytes
-
     @cached_property
     def row_to_slots(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("row_to_slots", torch.int32, (self.shape.num_rows, self.shape.num_topk))
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """See ``PlannedRows``."""
-        shape = self.shape
-        return (
-            self._view("weights", shape.weight_dtype, (shape.num_rows, shape.num_topk)) if shape.weight_dtype else None
-        )
+        dtype, shape = self.shape.weight_dtype, (self.shape.num_rows, self.shape.num_topk)
+        return self._view("weights", dtype, shape) if dtype else None
 
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[:-1]
 
     @cached_property
     def num_rows_needed(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[-1:]
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
-        """See ``PlannedRows``."""
         return self._view("token_to_ranks", torch.int32, (self.shape.num_held_rows,))
 
     def _view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -196,20 +167,14 @@ class PlanMemory(Spares[PlanTensors]):
 
 @dataclass(kw_only=True)
 class PlannedRows:
-    """A plan as the kernel fills it; a *source* is a rank of any node, its rows are those of its tokens on this node.
+    """Plan as the kernel fills it. A *source* is a rank of any node, its rows are those of its tokens on this node."""
 
-    Attributes:
-        first_row: ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The
-            tokens of this node's ranks are all there, of other ranks only those that concern this node.
-        held: the sources with rows in this rank's pool; this rank first.
-        num_topk: experts per token (top-k).
-        tables: the tensors of the following properties.
-    """
-
+    # ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The tokens of this
+    # node's ranks are all there, of other ranks only those that concern this node
     first_row: tuple[int, ...]
-    held: tuple[int, ...]
-    num_topk: int
-    tables: PlanTensors
+    held: tuple[int, ...]  # the sources with rows in this rank's pool; this rank first
+    num_topk: int  # experts per token (top-k)
+    tables: PlanTensors  # the tensors of the following properties
 
     @property
     def row_to_slots(self) -> torch.Tensor:
@@ -276,20 +241,13 @@ def plan_slots(
     terms: PlanTerms,
     ticket: int,
 ) -> PreparedLaunch:
-    """Exchange routing within the node and fill the plan's tensors.
+    """Exchange routing within the node, fill the plan's tensors, and return the launch.
 
-    Args:
-        launcher: the rank's launcher.
-        tables: of all plans.
-        plan: has the sizes, and tensors for the results.
-        published: one entry for each node.
-        terms: see ``PlanTerms``.
-        ticket: number of the report; 0 if the host does not wait for it.
-
-    Returns the launch.
+    ``plan`` has the sizes, and tensors for the results. ``published`` has an entry for each node. ``ticket`` is the
+    number of the report; 0 if the host does not wait for it.
     """
     ids, made = published[0].topk_idx, plan.tables
-    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.weight_bytes, *terms)
+    key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.shape.weight_bytes, *terms)
     prepared = launcher.prepared.get(key) or _prepare(launcher, tables, plan, published, terms, key)
     arguments = prepared.arguments
     for node, routing in enumerate(published):
@@ -347,7 +305,7 @@ def _prepare(
         "NUM_NODES": num_nodes,
         "NUM_TOPK": num_topk,
         "ID_BYTES": published[0].topk_idx.element_size(),
-        "WEIGHT_BYTES": plan.tables.weight_bytes,
+        "WEIGHT_BYTES": plan.tables.shape.weight_bytes,
         "CHUNK_PAIRS": CHUNK_PAIRS,
     }
     num_threads, num_blocks = plan_shape(plan.first_row[-1] * num_topk)

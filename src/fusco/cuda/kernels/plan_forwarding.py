@@ -88,20 +88,15 @@ class ForwardingSummary:
 
 
 class ForwardingTerms(NamedTuple):
-    """Sizes of messages.
+    """Sizes of messages."""
 
-    Attributes:
-        max_rows: tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size.
-        is_overflow_reported: True if tokens that are left out are an error.
-        sends_invalid_ids: True if ranks that receive messages are to find invalid ids of this rank; then ``max_rows``
-            must be the number of tokens.
-        ticket: the number of the launch, below 2**32; 0 if the host does not wait for it.
-    """
-
+    # tokens for a node beyond these are left out; ``None`` means all tokens, in messages of their size
     max_rows: int | None
-    is_overflow_reported: bool
+    is_overflow_reported: bool  # True if tokens that are left out are an error
+    # True if ranks that receive messages are to find invalid ids of this rank; then ``max_rows`` must be the number of
+    # tokens
     sends_invalid_ids: bool
-    ticket: int
+    ticket: int  # the number of the launch, below 2**32; 0 if the host does not wait for it
 
 
 class ForwardingTensors:
@@ -130,12 +125,10 @@ class ForwardingTensors:
 
     @property
     def node_to_tokens(self) -> torch.Tensor:
-        """See ``DeviceForwarding``."""
         return self.memory[: self.num_nodes * (self.num_tokens + 1)].view(self.num_nodes, -1)
 
     @property
     def token_to_place(self) -> torch.Tensor:
-        """See ``DeviceForwarding``."""
         return self.memory[self.num_nodes * (self.num_tokens + 1) :].view(self.num_nodes, self.num_tokens)
 
 
@@ -159,14 +152,10 @@ def plan_forwarding(
     summary: ForwardingSummary,
     terms: ForwardingTerms,
 ) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
-    """Plan what a rank sends to each other node, and pack the routing of it.
+    """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
-    Args:
-        launcher: of the rank.
-        routing: contiguous; weights of float32 or float64. An id that is no expert counts as none.
-        expert_to_node: int32 (num_experts,).
-        summary: written by the kernel.
-        terms: sizes of messages.
+    ``routing`` is contiguous, with weights of float32 or float64; an id that is no expert counts as none.
+    ``expert_to_node`` is int32 (num_experts,).
 
     Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of
     as many rows as are sent; and the launch. See the twin.

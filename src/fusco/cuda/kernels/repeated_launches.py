@@ -45,18 +45,12 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class NativeCall:
-    """Call of a C function that returns 0, or an error.
+    """Call of a C function that returns 0, or an error."""
 
-    Attributes:
-        function: its address.
-        arguments: at most six.
-        fail: raises the error of another result.
-        values: for the index of an argument, the index of a value that is added to it.
-    """
-
-    function: int
-    arguments: tuple[int, ...]
-    fail: Callable[[int], object]
+    function: int  # its address
+    arguments: tuple[int, ...]  # at most six
+    fail: Callable[[int], object]  # raises the error of another result
+    # for the index of an argument, the index of a value that is added to it
     values: Mapping[int, int] = field(default_factory=dict)
 
 

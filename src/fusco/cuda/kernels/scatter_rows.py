@@ -19,29 +19,19 @@ from fusco.cuda.tuning import SCATTER_UNROLL, scatter_parts, scatter_senders, sc
 
 
 class OwnRouting(NamedTuple):
-    """Routing of this rank's rows.
+    """Routing of this rank's rows."""
 
-    Attributes:
-        topk_idx: int32 or int64 (num_tokens, num_topk), contiguous, as the plan publishes it.
-        expert_to_rank: see ``PlanTables``.
-    """
-
-    topk_idx: Memory
-    expert_to_rank: torch.Tensor
+    topk_idx: Memory  # int32 or int64 (num_tokens, num_topk), contiguous, as the plan publishes it
+    expert_to_rank: torch.Tensor  # see ``PlanTables``
 
 
 class ScatterTerms(NamedTuple):
-    """Options of a launch of ``scatter_rows``.
+    """Options of a launch of ``scatter_rows``."""
 
-    Attributes:
-        clears_padding: True to set the slots between blocks to zero.
-        num_sms: a budget of SMs; ``None`` means those of the device.
-        routing: given if rows are pushed while the launch ahead on the stream, their plan, is made; the plan has
-            ``is_followed_early`` then.
-    """
-
-    clears_padding: bool
-    num_sms: int | None
+    clears_padding: bool  # True to set the slots between blocks to zero
+    num_sms: int | None  # a budget of SMs; ``None`` means those of the device
+    # given if rows are pushed while the launch ahead on the stream, their plan, is made; the plan has
+    # ``is_followed_early`` then
     routing: OwnRouting | None = None
 
 
@@ -71,16 +61,9 @@ def scatter_rows(
 ) -> PreparedLaunch:
     """Write this rank's rows, and those that its peers push, to their slots.
 
-    Args:
-        launcher: the rank's launcher.
-        plan: has the offsets of blocks.
-        held: the rows and their slots.
-        payloads: the rows of this rank, and the outputs.
-        received: the offset, in every rank's arena, of each payload of the rows that each rank pushes: all payloads of
-            rank 0, then of rank 1, ...
-        terms: see ``ScatterTerms``.
-
-    Returns the launch, whose grid is the number of SMs that it takes.
+    ``plan`` has the offsets of blocks, ``held`` the rows and their slots, ``payloads`` the rows of this rank and the
+    outputs. ``received`` is the offset, in every rank's arena, of each payload of the rows that each rank pushes: all
+    payloads of rank 0, then of rank 1, ... Returns the launch, whose grid is the number of SMs that it takes.
     """
     num_local_experts = plan.tables.shape.num_local_experts if terms.clears_padding else 0
     row_bytes, routing = tuple(payload.row_bytes for payload in payloads), terms.routing

@@ -19,7 +19,7 @@ topk_idx_t = torch.int64
 _requested = os.environ.get("FUSCO_ELASTIC_BUFFER", "0")
 if _requested == "1":
     from fusco.integrations.elastic_buffer import ElasticBuffer as ElasticBuffer
-    from fusco.integrations.elastic_buffer import EPHandle as EPHandle
+    from fusco.integrations.ep_handle import EPHandle as EPHandle
 elif _requested != "0":
     raise ValueError(f"FUSCO_ELASTIC_BUFFER must be 0 or 1, got {_requested!r}")
 

@@ -1,0 +1,220 @@
+"""Variants that ``fusco bench shuffle`` compares, made on a rank by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.communicator import Communicator
+from fusco.bench.baseline import BaselineShuffle
+from fusco.bench.internode_bytes import num_copies
+from fusco.bench.no_engine import NoEngineShuffle
+from fusco.bench.no_planner import NoPlannerShuffle, expand
+from fusco.bench.peers import BufferShuffle, ElasticBufferShuffle
+from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.traffic import Workload
+from fusco.bench.variants import WITHOUT_LANES, balancer_of
+from fusco.bench.world_input import WorldInput
+from fusco.core.config import Launch, StaticRows
+from fusco.core.profile import CallProfile
+from fusco.planner.balancer import BALANCERS
+from fusco.planner.routing import Routing
+
+Sent = tuple[torch.Tensor, Any, Any]  # expert-major rows, rows of each local expert, what combine needs
+
+_Kept = TypeVar("_Kept")
+
+# How often a sum is rounded if parts of it travel from each node, and if they travel from each rank before.
+_PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """One variant on one rank.
+
+    Attributes:
+        dispatch: returns expert-major rows, rows of each local expert, and what ``combine`` needs.
+        combine: returns token-major rows.
+        profile: returns the profile of the latest call of either.
+        is_graph: whether it is captured in a CUDA graph and replayed.
+        num_roundings: how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end.
+        is_ordered: whether the rows of an expert are in the order that is specified, and not in order of arrival.
+    """
+
+    dispatch: Callable[[], Sent]
+    combine: Callable[[torch.Tensor, Any], torch.Tensor]
+    profile: Callable[[], CallProfile] = CallProfile
+    is_graph: bool = False
+    num_roundings: int = _PARTS_OF_NODES
+    is_ordered: bool = True
+
+    def both(self) -> torch.Tensor:
+        """Dispatch, then combine."""
+        rows, _, handle = self.dispatch()
+        return self.combine(rows, handle)
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """One rank's rows (num_tokens, hidden) and routing of a workload."""
+
+    workload: Workload
+    x: torch.Tensor
+    routing: Routing
+
+
+class ShuffleFactory(ExitStack):
+    """Makes variants on one rank by name; all ranks make the same ones in the same order. Use it in a ``with`` block.
+
+    A communicator is created when first needed, and serves all workloads of the run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, run: ShuffleRun) -> None:
+        super().__init__()
+        self.group, self.run = group, run
+        self._launch = Launch(num_sms=run.num_sms)
+        self._communicators: dict[tuple[str, int], Communicator] = {}
+        self._kept: dict[str, Any] = {}
+
+    def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
+        """Return the variant of this name, on this rank's part of the input of all ranks."""
+        rank = self.group.rank()
+        routing = Routing(world.topk_idx[rank], world.topk_weights[rank])
+        return MAKERS[variant](self, RankInput(workload, world.rows[rank], routing))
+
+    def communicator(self, balancer: str | None = None, max_tokens: int | None = None) -> Communicator:
+        """Return a communicator with the run's balancer and number of tokens, unless others are given."""
+        run, shape = self.run, self.run.shape
+        key = (balancer or run.balancer, max_tokens or shape.tokens)
+        if key not in self._communicators:
+            comm = Communicator(
+                self.group,
+                num_experts=shape.placement.num_experts,
+                num_topk=shape.num_topk,
+                max_tokens_per_rank=key[1],
+                max_bytes_per_token=shape.bytes_per_token,
+                expert_placement=shape.placement.expert_to_rank,
+                ranks_per_node=shape.topology.ranks_per_node,
+                balancer=BALANCERS[key[0]],
+                settings=run.settings,
+                device=run.device,
+            )
+            self._communicators[key] = self.enter_context(comm)
+        return self._communicators[key]
+
+    def keep(self, variant: str, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
+        """Return what ``make`` makes for this variant's first workload; it serves those that follow, too."""
+        if variant not in self._kept:
+            self._kept[variant] = self.enter_context(make())
+        kept: _Kept = self._kept[variant]
+        return kept
+
+    def by_communicator(
+        self,
+        comm: Communicator,
+        x: torch.Tensor,
+        routing: Routing,
+        static: StaticRows | None = None,
+        *,
+        is_graph: bool = False,
+    ) -> Shuffle:
+        """Return dispatch and combine of a communicator."""
+        return Shuffle(
+            lambda: self.dispatch(comm, x, routing, static),
+            lambda rows, handle: self.combine(comm, rows, handle),
+            lambda: comm.profile,
+            is_graph,
+            # On CUDA parts of a sum travel between the ranks of a node, too.
+            _PARTS_OF_RANKS if self.run.device == "cuda" and self.run.has_nodes else _PARTS_OF_NODES,
+        )
+
+    def dispatch(self, comm: Communicator, x: torch.Tensor, routing: Routing, static: StaticRows | None = None) -> Sent:
+        """Dispatch on the multiprocessors that the run allows."""
+        sent = comm.dispatch(x, routing.topk_idx, routing.topk_weights, static=static, launch=self._launch)
+        return sent.rows, sent.num_rows_per_expert, sent.handle
+
+    def combine(self, comm: Communicator, rows: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Combine on the multiprocessors that the run allows."""
+        return comm.combine(rows, handle, launch=self._launch)
+
+    @cached_property
+    def max_copies(self) -> int:
+        """Tokens that a communicator without planner must have room for."""
+        return max(1, *map(num_copies, self.run.workloads))
+
+
+def _baseline(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    baseline = BaselineShuffle(factory.group, rank.workload.placement, rank.workload.topology, rank.x.device)
+    return Shuffle(_of_routing(baseline, rank), baseline.combine, lambda: baseline.profile)
+
+
+def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
+    explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
+    return Shuffle(
+        _of_routing(explicit, rank), explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS
+    )
+
+
+def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    num_experts, num_sms = rank.workload.placement.num_experts, factory.run.num_sms
+    shuffle = factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms))
+    return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
+
+
+def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    shuffle = factory.keep(
+        "deep_ep_v2", lambda: ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
+    )
+    # A product with a weight is rounded before parts of a sum are.
+    return Shuffle(
+        lambda: shuffle.dispatch(rank.x, rank.routing),
+        shuffle.combine,
+        num_roundings=_PARTS_OF_RANKS,
+        is_ordered=False,
+    )
+
+
+def _of_routing(shuffle: Any, rank: RankInput) -> Callable[[], Sent]:
+    return lambda: shuffle.dispatch(rank.x, rank.routing.topk_idx, rank.routing.topk_weights)
+
+
+def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+    comm = factory.communicator(max_tokens=factory.max_copies)
+    expanded = NoPlannerShuffle(
+        lambda rows, routing: factory.dispatch(comm, rows, routing),
+        lambda rows, handle: factory.combine(comm, rows, handle),
+        rank.x,
+        expand(rank.routing, factory.run.shape.placement),
+    )
+    return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
+
+
+def _fusco(factory: ShuffleFactory, rank: RankInput, balancer: str | None = None) -> Shuffle:
+    return factory.by_communicator(factory.communicator(balancer), rank.x, rank.routing)
+
+
+def _static(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
+    comm, routing = factory.communicator(), rank.routing
+    static = StaticRows(max(1, comm.dispatch(rank.x, routing.topk_idx, routing.topk_weights).handle.num_rows))
+    return factory.by_communicator(comm, rank.x, routing, static, is_graph=is_graph)
+
+
+MAKERS: dict[str, Callable[[ShuffleFactory, RankInput], Shuffle]] = {
+    "fusco": _fusco,
+    "fusco-static": _static,
+    "fusco-graph": partial(_static, is_graph=True),
+    "baseline": _baseline,
+    "deep_ep": _deep_ep,
+    "deep_ep_v2": _deep_ep_v2,
+    "no-engine": _no_engine,
+    "no-planner": _no_planner,
+    "no-lanes": partial(_fusco, balancer=WITHOUT_LANES),
+    "no-balancer": partial(_fusco, balancer="static"),
+}

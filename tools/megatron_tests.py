@@ -1,0 +1,199 @@
+"""Run Megatron's own tests of its flex dispatcher, in bfloat16, by both of its backends on fusco.
+
+``python tools/megatron_tests.py --megatron FOLDER [--device cpu] [--ranks 2] [--json FILE]``: FOLDER is a checkout of
+Megatron-LM at the version of megatron-core that is installed, of which ``tests/unit_tests/test_utilities.py`` and
+``tests/unit_tests/transformer/moe/test_token_dispatcher.py`` suffice. Ranks are started by torchrun, each with a GPU,
+and find fusco's ``deep_ep``. The cases are those of ``TestFlexDispatcher``, with as many ranks as there are instead of
+eight, and without fused permutations, which need TransformerEngine. On the CPU ``without_cuda`` is in effect. Exit code
+1 if a case failed, or none ran.
+"""
+
+# ruff: noqa: PLC0415  megatron-core need not be installed
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import fusco
+from bench_gpu import folder
+from fusco.bench.environment import commit, hardware, versions
+from megatron_steps import do_without_transformer_engine
+from without_cuda import without_cuda
+
+DEEP_EP = Path(fusco.__file__).parent / "integrations" / "path"
+TEST = "tests/unit_tests/transformer/moe/test_token_dispatcher.py"
+BACKENDS = ("hybridep", "deepep")
+# By the method of Megatron's container: what its tests give to it besides what all have.
+TESTS: dict[str, dict[str, Any]] = {
+    "dispatcher_dropless_test": {},
+    "dispatcher_capacity_test": {"moe_token_drop_policy": "probs", "moe_expert_capacity_factor": 0.5},
+    "dispatcher_router_padding_for_fp8_test": {"num_moe_experts": 32, "moe_router_topk": 4},
+}
+
+
+class Case(NamedTuple):
+    """A test, the backend, and the sizes of its groups."""
+
+    test: str
+    backend: str
+    tensor_parallel: int
+    expert_parallel: int
+
+
+def cases_of(num_ranks: int) -> list[Case]:
+    """Return all cases, the most important first.
+
+    >>> [case[2:] for case in cases_of(2)[:12:6]], len(cases_of(4))
+    ([(1, 2), (2, 1)], 18)
+    """
+    return [
+        Case(test, backend, tensor_parallel, num_ranks // tensor_parallel)
+        for tensor_parallel in range(1, num_ranks + 1)
+        if num_ranks % tensor_parallel == 0
+        for backend in BACKENDS
+        for test in TESTS
+    ]
+
+
+def run_case(container_class: Any, case: Case) -> str:
+    """Run a case; return what failed, empty if nothing did."""
+    try:
+        container = container_class(
+            tp_size=case.tensor_parallel,
+            ep_size=case.expert_parallel,
+            pp_size=1,
+            moe_token_dispatcher_type="flex",  # noqa: S106
+            moe_flex_dispatcher_backend=case.backend,
+            moe_pad_expert_input_to_capacity=False,
+            hidden_size=1024,
+            test_dtype=torch.bfloat16,
+            **TESTS[case.test],
+        )
+        getattr(container, case.test)()
+    except Exception:  # noqa: BLE001  whatever Megatron's code raises is the case's result
+        return traceback.format_exc()
+    return ""
+
+
+def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any]]:
+    """Run all cases on this rank, which torchrun started; rank 0 writes and returns their records."""
+    do_without_transformer_engine()
+    _replace_training(device)
+    sys.path.append(str(folder))  # behind the megatron-core that is installed
+    tests = importlib.import_module(TEST.removesuffix(".py").replace("/", "."))
+    assert tests.is_deep_ep_available()
+    assert tests.is_hybrid_ep_available()
+    fused_a2a = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+    utilities = importlib.import_module("tests.unit_tests.test_utilities").Utils
+    origin = {"kind": "megatron-test", "dtype": "bfloat16", "versions": versions("megatron-core")}
+    origin |= {"hardware": hardware(device), "commit": commit()}
+    records = []
+    for case in cases_of(int(os.environ["WORLD_SIZE"])):
+        start = time.monotonic()
+        failure = run_case(tests.MoEModelTestContainer, case)
+        took = time.monotonic() - start
+        gc.collect()  # the container: its end is a collective
+        fused_a2a.reset_hybrid_ep_buffer()  # as newer versions of these tests do
+        utilities.initialize_model_parallel()
+        failures: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        utilities.destroy_model_parallel()
+        record = {**case._asdict(), "verified": not any(failures), "seconds": round(took, 2), "errors": failures}
+        if dist.get_rank() == 0:
+            _show(record)
+            records.append(record)
+            if log:
+                with log.open("a") as lines:
+                    lines.write(json.dumps(origin | record) + "\n")
+    return records
+
+
+def _show(record: dict[str, Any]) -> None:
+    result = "passed" if record["verified"] else "FAILED"
+    name = f"{record['backend']:8} tp {record['tensor_parallel']} ep {record['expert_parallel']} {record['test']:40}"
+    sys.stdout.write(f"{name} {result} {record['seconds']:6.2f} s\n")
+    for rank, error in enumerate(record["errors"]):
+        if error:
+            sys.stdout.write(f"rank {rank}: {error}\n")
+    sys.stdout.flush()
+
+
+def _replace_training(device: str) -> None:
+    """Give Megatron's tests the one function that they use of ``megatron.training``, which needs much besides."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    def set_random_seed(seed_: int, **_: object) -> None:
+        torch.manual_seed(seed_)
+        if device == "cuda":
+            model_parallel_cuda_manual_seed(seed_)
+
+    for name in ("training", "training.initialize", "training.argument_utils"):
+        module: Any = ModuleType(f"megatron.{name}")
+        module.__getattr__ = lambda _: None  # what other tests use
+        sys.modules[module.__name__] = module
+    vars(sys.modules["megatron.training.initialize"])["_set_random_seed"] = set_random_seed
+
+
+@contextlib.contextmanager
+def _on(device: str) -> Iterator[None]:
+    """Start the processes' group on the CPU; on GPUs Megatron's tests do it."""
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(without_cuda())
+            dist.init_process_group("gloo")
+        yield
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_rank(folder: Path, device: str, log: Path | None) -> int:
+    """Run this rank's part; return the exit code."""
+    with _on(device):
+        records = run_cases(folder, device, log)
+        if records:
+            passed = sum(record["verified"] for record in records)
+            sys.stdout.write(f"{passed} of {len(records)} cases passed on {device}\n")
+    return int(not all(record["verified"] for record in records))
+
+
+def main() -> int:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megatron", type=folder, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    if importlib.util.find_spec("megatron") is None:
+        parser.error("megatron-core is not installed")
+    if not (chosen.megatron / TEST).exists():
+        parser.error(f"{chosen.megatron} has no {TEST}")
+    if "LOCAL_RANK" in os.environ:
+        return run_rank(chosen.megatron, chosen.device, chosen.json)
+    if chosen.json:
+        chosen.json.unlink(missing_ok=True)
+    path = os.pathsep.join(filter(None, (str(DEEP_EP), str(DEEP_EP.parents[2]), os.environ.get("PYTHONPATH"))))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(chosen.ranks))
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ, "PYTHONPATH": path}
+    return subprocess.run([*torchrun, *sys.argv], env=environment, check=False).returncode  # noqa: S603  this file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Run code that names CUDA on CPUs: models and tests of frameworks, unchanged.
+
+``python tools/without_cuda.py FILE [ARGUMENT ...]`` runs a test of DeepEP this way: its processes are forked, and what
+it measures runs once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """Replaces CUDA devices in arguments of PyTorch's functions by the CPU, and does not pin memory."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function, or return the tensor that would move to a GPU."""
+        if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        options = {name: _of_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*map(_of_cpu, args), **options)
+
+
+class _Nothing:
+    """A stream, an event or a range of a profiler that does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> type[_Nothing]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing  # a method's result, such as an event that a stream has recorded
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Let code that names CUDA run on the CPU: factories, moves, streams, NCCL's process groups."""
+    set_default_device, init_process_group = torch.set_default_device, dist.init_process_group
+    all_to_all_single = dist.all_to_all_single
+
+    def init(backend: str | None = None, *args: Any, device_id: Any = None, **options: Any) -> None:  # noqa: ARG001
+        init_process_group("gloo" if backend == "nccl" else backend, *args, **options)
+
+    def exchange(output: Any, input: Any, *splits: Any, **options: Any) -> Any:  # noqa: A002  torch's name
+        sizes: dict[str, Any] = {
+            name: each.tolist() if torch.is_tensor(each) else each for name, each in options.items()
+        }
+        return all_to_all_single(output, input, *splits, **sizes)
+
+    replaced: dict[Any, dict[str, Any]] = {
+        torch: {"set_default_device": lambda device: set_default_device(_of_cpu(device))},
+        dist: {"init_process_group": init, "all_to_all_single": exchange},
+        torch.multiprocessing: {"spawn": _fork},
+        torch.cuda: {
+            "current_device": lambda: torch.device("cpu"),
+            **_nothings("current_stream", "Stream", "Event", "stream", "synchronize", "set_device"),
+        },
+        torch.cuda.profiler: _nothings("start", "stop"),
+        torch.cuda.nvtx: _nothings("range"),
+    }
+    with contextlib.ExitStack() as stack:
+        for module, names in replaced.items():
+            for name, value in names.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(OnCpu())
+        yield
+
+
+def _nothings(*names: str) -> dict[str, type[_Nothing]]:
+    """Return a class for each name, as TorchDynamo wants no two names of an object."""
+    return {name: type(name, (_Nothing,), {}) for name in names}
+
+
+def _of_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _fork(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:
+    """Start processes that have these replacements, too."""
+    start: Any = vars(torch.multiprocessing)["start_processes"]
+    start(function, args, nprocs, start_method="fork")
+
+
+def _bench_once(function: Callable[[], Any], *_: Any, **__: Any) -> tuple[float, float, float]:
+    start = time.perf_counter()
+    function()
+    took = time.perf_counter() - start
+    return took, took, took
+
+
+def run_file(path: Path, arguments: Sequence[str]) -> None:
+    """Run a test of DeepEP, with the functions of ``utils.py`` beside it."""
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *arguments]
+    importlib.import_module("utils").bench = _bench_once  # type: ignore[attr-defined]  # DeepEP's
+    with without_cuda():
+        runpy.run_path(str(path), run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_file(Path(sys.argv[1]), sys.argv[2:])
