@@ -40,6 +40,24 @@ def check_routings_on_hosts(
             return comm.topology.rank_to_node
 
 
+def bytes_sent_with_rails(group: dist.ProcessGroup, setup: Setup, num_rails: int) -> list[int]:
+    """Dispatch and combine on hosts of ``num_rails`` NICs; return this rank's bytes to nodes, also of an all-to-all."""
+    with mock.patch("fusco.api.create.configured_rails", return_value=(None,) * num_rails), setup.open(group) as comm:
+        case = setup.case("balanced", 0, comm.topology.world_size, setup.num_topk)
+        law = law_of(comm, case)
+        x = [any_bits((case.num_tokens(rank), HIDDEN), torch.float32, "x", rank) for rank in law.ranks]
+        dispatched = comm.dispatch(x[comm.rank], case.topk_idx(comm.rank), case.topk_weights(comm.rank))
+        num_bytes = [comm.profile.internode_row_bytes]
+        assert_same_bits(dispatched.rows, law.rows(comm.rank, x), "dispatch")
+        y = world_rows(law, HIDDEN, torch.float32, 0)
+        check_combine(comm, law, dispatched.handle, case.world_topk_weights(), y)
+        sent = torch.arange(1200 * comm.topology.world_size).view(-1, 1200) + 10_000 * comm.rank
+        received = comm.all_to_all(None, sent)
+        expected = [torch.arange(1200) + 1200 * comm.rank + 10_000 * rank for rank in law.ranks]
+        assert_same_bits(received, torch.stack(expected), "all_to_all")
+        return [*num_bytes, comm.profile.internode_row_bytes]
+
+
 def _check_case(comm, setup, case, dtype, longest_pause_ms):
     law = law_of(comm, case)
     x = [any_bits((case.num_tokens(rank), HIDDEN), dtype, case.seed, "x", rank) for rank in law.ranks]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from rank_setup import Setup
-from routing_jobs import check_routings, check_routings_on_hosts
+from routing_jobs import bytes_sent_with_rails, check_routings, check_routings_on_hosts
 
 from fusco import BALANCERS, Settings
 from generator import KINDS
@@ -41,6 +41,27 @@ def test_every_kind_of_routing_with_every_balancer_slice_and_ring_size(world, wo
         assert outputs[-1] == outputs[0]  # the same balancer
     else:
         assert all(output == outputs[0] for output in outputs[1:])
+
+
+@pytest.mark.cuda_only
+def test_carriers_on_nodes_of_four_ranks(world, world_of):
+    seeds = range(500, 500 + len(KINDS))
+    balancers = ("send-and-receive", "lanes", "scattered")
+    outputs = [world.run(check_routings, 8, setup_of(4, balancer), torch.float32, seeds) for balancer in balancers]
+    rows = [[[rows for rows, _ in of_rank] for of_rank in output] for output in outputs]
+    assert rows[1] == rows[2] == rows[0]
+    if world_of == "cuda":
+        assert outputs[1] == outputs[2] == outputs[0]  # on one node no row is carried
+
+
+def test_a_rank_with_two_of_three_rails_takes_twice_the_share(world, world_of):
+    setup = setup_of(2, max_tokens=200)  # too many to be attached to records
+    plain, uneven = (world.run(bytes_sent_with_rails, 4, setup, num_rails) for num_rails in (2, 3))
+    for (first, second), before in zip(zip(*uneven[:2], strict=True), zip(*plain[:2], strict=True), strict=True):
+        assert first + second == sum(before)
+        assert before[0] == pytest.approx(before[1], rel=0.1)
+        assert first == pytest.approx(2 * second, rel=0.03)
+    assert bool(sum(plain[0])) == (world_of != "cuda")
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (3, 2)])

@@ -30,7 +30,8 @@ def setup_of(ranks_per_node, **changes):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (6, 2), (8, 2)]
+    ("num_ranks", "ranks_per_node"),
+    [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (6, 2), (8, 2), pytest.param(8, 4, marks=pytest.mark.cuda_only)],
 )
 def test_segments_of_unequal_sizes_among_all_ranks(world, num_ranks, ranks_per_node):
     sizes = [0, 1, 127, 128, 129, 1000, 5000]
@@ -86,6 +87,12 @@ def test_peers_that_are_no_other_rank_and_payloads_that_are_none(world):
         assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 4 + ["TypeError"] * 4
 
 
-@pytest.mark.cpu_only
-def test_ranks_of_a_node_share_what_one_of_them_sends(world):
-    assert world.run(jobs.bytes_sent_for_one_rank, 4, setup_of(2), 10_000) == [10_000, 10_000, 0, 0]
+def test_ranks_of_a_node_share_what_one_of_them_sends(world, world_of):
+    sent = world.run(jobs.bytes_sent_for_one_rank, 4, setup_of(2), 10_000)
+    assert sent == ([0, 0, 0, 0] if world_of == "cuda" else [10_000, 10_000, 0, 0])
+
+
+@pytest.mark.parametrize("balancer", ["static", "send-and-receive"])
+def test_without_lanes_every_rank_sends_its_segments(world, balancer):
+    setup = dataclasses.replace(setup_of(2), balancer=balancer)
+    assert world.run(jobs.bytes_sent_for_one_rank, 4, setup, 10_000)[1] == 0

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ LIMIT_S = 60.0
 
 
 class Job:
-    """Two ranks on each of two hosts, which see both rails of their host."""
+    """Two ranks on each of two hosts, which see all rails of their host."""
 
-    def __init__(self, bed: Testbed) -> None:
+    def __init__(self, bed: Testbed, *arguments: str) -> None:
         self.bed, self.count = bed, 0
         self.processes = []
         for rank in range(4):
@@ -31,30 +32,51 @@ class Job:
             self.processes.append(
                 bed.spawn(
                     host,
-                    [sys.executable, SCRIPT, str(NUM_TOKENS)],
+                    [sys.executable, SCRIPT, *arguments],
                     env={**os.environ, **rank_environment(bed, host, 0), **own, "OMP_NUM_THREADS": "1"},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                 )
             )
 
-    def go_on(self, iterations: int) -> None:
-        """Wait until rank 0 has done more iterations; each compares its rows."""
+    def go_on(self, iterations: int) -> list[int]:
+        """Wait until host 0 has done more iterations, each of which compares its rows; return the bytes of a rank."""
         for _ in range(iterations):
             self.count += 1
-            assert self.processes[0].stdout.readline() == f"iteration {self.count}\n"
+            lines = [process.stdout.readline() for process in self.processes[:2]]
+            assert all(line.startswith(f"iteration {self.count}: ") for line in lines), lines
+        return [int(line.split()[2]) for line in lines]
 
     def sent(self, host: int) -> list[int]:
-        return [self.bed.counters(host, rail).sent_bytes for rail in range(2)]
+        return [self.bed.counters(host, rail).sent_bytes for rail in range(self.bed.layout.num_rails)]
+
+
+@contextmanager
+def job_on(num_rails: int, *arguments: str):
+    with Testbed(2, num_rails, RATE) as bed:
+        boards = [default_path(os.stat(bed.namespaces(host).network).st_ino) for host in range(2)]
+        yield Job(bed, *arguments)
+    for board in boards:  # ranks that are killed leave it for the next worker of their network
+        board.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
 def job():
-    with Testbed(2, 2, RATE) as bed:
-        boards = [default_path(os.stat(bed.namespaces(host).network).st_ino) for host in range(2)]
-        yield Job(bed)
-    for board in boards:  # ranks that are killed leave it for the next worker of their network
-        board.unlink(missing_ok=True)
+    # Even ranks forward for even ranks, so odd ones send no row to another host.
+    with job_on(2, "static", str(NUM_TOKENS), "0") as running:
+        yield running
+
+
+def test_a_rank_with_two_rails_takes_twice_the_share_of_one_with_one():
+    with job_on(3, "lanes", str(NUM_TOKENS), str(NUM_TOKENS)) as job:
+        job.go_on(1)
+        before = job.sent(0)
+        of_rank = job.go_on(3)
+        of_rail = [after - start for start, after in zip(before, job.sent(0), strict=True)]
+    row_bytes = sum(of_rank) // (2 * NUM_TOKENS)
+    assert sum(of_rank) == 2 * NUM_TOKENS * row_bytes  # every token crosses once
+    assert of_rank[0] == pytest.approx(2 * of_rank[1], rel=0.03)
+    assert max(of_rail) < 1.15 * sum(of_rail) / 3
 
 
 def test_an_idle_ranks_nic_is_borrowed(job):

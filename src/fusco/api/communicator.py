@@ -70,7 +70,8 @@ class Communicator(Membership):
             balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks;
                 ``None`` means ``BALANCERS["lanes"]`` on the CPU and ``BALANCERS["send-and-receive"]`` on CUDA. With one
                 that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all ranks in a
-                second exchange of records, and raises ``MismatchError`` if they differ.
+                second exchange of records, and raises ``MismatchError`` if they differ. With ``"lanes"``, ranks of a
+                node also send segments of ``shuffle`` for each other.
             settings: slices, rings, limits; ``None`` means the defaults.
             device: ``"cpu"``, ``"cuda"`` (the current device, so call ``torch.cuda.set_device`` first) or ``"cuda:i"``.
                 On CUDA each rank needs its own device. Ranks of a node communicate over NVLink, nodes over NCCL.

@@ -31,6 +31,7 @@ from fusco.cpu.engine import CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
+from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
 
 _MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
@@ -90,7 +91,7 @@ class CommunicatorConfig:
             "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
             "balancer": describe_balancer(self.balancer or validator.balancer),
             "device": device.type,
-            **({"num_rails": len(configured_rails())} if device.type == "cpu" else {}),
+            "num_rails": len(configured_rails()),
         }
 
 
@@ -169,9 +170,10 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     assert validator is not None
     check_devices(peer_info)
     topology = Topology.from_hosts(peer_info.hosts, config.ranks_per_node)
-    return connect_parts(
-        store_gather, EngineConfig(topology, validator.capacity, config.settings), peer_info, validator
-    )
+    num_rails = len(configured_rails())
+    rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
+    engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
+    return connect_parts(store_gather, engine_config, peer_info, validator)
 
 
 def connect_parts(

@@ -27,7 +27,7 @@ from fusco.engine.base import (
     RedispatchRequest,
     ShuffleRequest,
 )
-from fusco.planner.balancer import Balancer
+from fusco.planner.balancer import Balancer, has_lanes
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
 
@@ -184,7 +184,7 @@ class Validator:
         """Validate the arguments of ``shuffle``."""
         self.require_not_capturing("shuffle")
         self.require_partners(send, receive)
-        return ShuffleRequest(send=send, receive=receive)
+        return ShuffleRequest(send=send, receive=receive, has_lanes=has_lanes(self.balancer))
 
     def validate_all_to_all(
         self,

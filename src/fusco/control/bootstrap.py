@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,11 +41,12 @@ def uuid_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """Hosts and devices of all ranks."""
+    """Hosts, devices and networks of all ranks."""
 
     hosts: list[str]  # the machine of each rank, by a name that two ranks share if they can share memory
     devices: list[DeviceIdentity]  # the device of each rank
     listen_on: str  # the address by which the other ranks reach this one
+    networks: list[int] = field(default_factory=list)  # the network namespace of each rank, on its host
 
 
 def exchange_peer_info(
@@ -56,12 +57,19 @@ def exchange_peer_info(
     ``fingerprint`` has values that must be equal on all ranks; with a rejection, all other ranks raise. Raises as
     ``check_fingerprints``.
     """
-    local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device)}
+    network = os.stat("/proc/self/ns/net").st_ino
+    local = {
+        "fingerprint": asdict(fingerprint),
+        "host": host_identity(),
+        "device": asdict(device),
+        "network": network,
+    }
     peers = store_gather.all_gather("bootstrap", local)
     check_fingerprints([CollectiveFingerprint(**peer["fingerprint"]) for peer in peers], store_gather.rank)
     hosts = [peer["host"] for peer in peers]
     listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(store_gather.store_host)
-    return PeerInfo(hosts, [DeviceIdentity(**peer["device"]) for peer in peers], listen_on)
+    devices = [DeviceIdentity(**peer["device"]) for peer in peers]
+    return PeerInfo(hosts, devices, listen_on, [peer["network"] for peer in peers])
 
 
 def check_devices(peer_info: PeerInfo) -> None:

@@ -10,6 +10,9 @@ import torch
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.topology import Topology
 
+# Links of each rank to other nodes, by node and local rank.
+RankLinks = tuple[tuple[int, ...], ...]
+
 _MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types
 
 
@@ -84,11 +87,12 @@ class Capacity:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration of an engine, equal on all ranks."""
+    """Configuration of an engine, equal on all ranks; ``rank_links`` as in ``fusco.planner.rank_links``."""
 
     topology: Topology
     capacity: Capacity
     settings: Settings
+    rank_links: RankLinks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

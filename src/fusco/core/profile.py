@@ -42,7 +42,7 @@ class CallProfile:
             combine, rows of this rank that return without a sum.
         internode_metadata_bytes: routing and records sent to other nodes.
         intranode_row_bytes: rows, or partial sums, read from other ranks of the node; on CUDA only those of
-            ``all_to_all``, as the others are known on the device only.
+            ``all_to_all`` and of ``shuffle`` with lanes, as the others are known on the device only.
         lane_row_bytes: rows of other ranks of the node that this rank read to send them to other nodes, or sums that it
             read from the ranks that carried them.
         num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels

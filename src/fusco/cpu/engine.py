@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.engine.all_to_all import are_lanes_worth_it, plan_all_to_all, sizes_of
+from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -53,16 +54,17 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
+from fusco.engine.byte_stream import StreamSizes, stream_with
 from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.rank_links import lane_links
 from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
 from fusco.rails.rail import configured_rails
-from fusco.schedule.cost import CPU_LINKS, schedule_for
-from fusco.schedule.rank_schedule import RankSchedule, make_rank_schedule
+from fusco.schedule.cost import CPU_LINKS
+from fusco.schedule.rank_schedule import RankSchedule
 
 # How long a rank polls before it sleeps. It yields its core to other ranks meanwhile, so it may share one. With 2 ranks
 # on 2 cores and 64 tokens a pair took 0.6 ms instead of 1.0, with 16 ranks 16 instead of 18 (docs/performance/cpu.md).
@@ -76,6 +78,7 @@ class CpuEngine:
         """Connect to all other ranks over TCP. The caller keeps the connections, and closes them after the engine."""
         self._layout, self._rank = CpuLayout.of(config), connections.store_gather.rank
         self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
+        self._links = replace(CPU_LINKS, lane_links=lane_links(config.rank_links))
         self._recycler = OutputRecycler()
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
@@ -154,7 +157,7 @@ class CpuEngine:
         if attachments:
             lanes = Lanes.of_groups(self._counterparts, num_tokens_to_node)
         else:
-            traffic = Traffic.from_counts(self._topology, num_tokens_to_node)
+            traffic = Traffic.from_counts(self._topology, num_tokens_to_node, self._layout.rank_links)
             lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
             if self._settings.slice_order == "staged":
                 stages = plan_stages(traffic, self._topology.rank_to_node[self._rank])
@@ -247,30 +250,18 @@ class CpuEngine:
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
-            all_sizes = list(map(StreamSizes.unpack, counts))
-            check_sizes(all_sizes, "shuffle")
-            rank_bytes = np.array([of_rank.send for of_rank in all_sizes], np.int64)
-            if are_lanes_worth_it(rank_bytes, self._topology, self._layout.slot_bytes):
-                self._shuffle_by_schedule(request, rank_bytes, call)
-                return
+            with call.profile.spend("planning"):
+                slot_bytes = self._layout.slot_bytes
+                rank_schedule = plan_shuffle(request, counts, self._topology, self._rank, slot_bytes, self._links)
             with call.profile.spend("wire"):
-                self._run(self._streams().tasks(request.send, request.receive))
+                if rank_schedule is None:
+                    self._run(self._streams().tasks(request.send, request.receive))
+                    return
+                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                tasks = self._schedule_tasks(rank_schedule, ends, call)
+                self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
 
         return Pending(sizes.pack(), run)
-
-    def _shuffle_by_schedule(self, request: ShuffleRequest, rank_bytes: IntArray, call: Call) -> None:
-        """Shuffle as an all-to-all whose input and output are segments; those for this rank itself need no schedule."""
-        own = [{self._rank: part[self._rank]} if self._rank in part else {} for part in (request.send, request.receive)]
-        with call.profile.spend("planning"):
-            np.fill_diagonal(rank_bytes, 0)
-            rank_schedule = make_rank_schedule(schedule_for(rank_bytes, self._topology, CPU_LINKS, None), self._rank)
-        with call.profile.spend("wire"):
-            parts = (
-                SegmentMemory([part[rank] for rank in sorted(part) if rank != self._rank])
-                for part in (request.send, request.receive)
-            )
-            tasks = self._schedule_tasks(rank_schedule, list(parts), call)
-            self._run([*tasks, *self._streams().tasks(*own)])
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
@@ -280,7 +271,7 @@ class CpuEngine:
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CPU_LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, self._links)
             with call.profile.spend("wire"):
                 self._run(self._schedule_tasks(rank_schedule, request.memories, call))
             return request
@@ -289,12 +280,12 @@ class CpuEngine:
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         streams = self._streams()
-        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
+        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
             self._run(streams.tasks({dst: segments}, {}))
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         streams = self._streams()
-        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
+        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
             self._run(streams.tasks({}, {src: segments}))
 
     def wait(self) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fusco.control.layout import ControlLayout, SegmentSizes, align
-from fusco.core.config import Capacity, EngineConfig, Settings
+from fusco.core.config import Capacity, EngineConfig, RankLinks, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
+from fusco.planner.rank_links import most_crossing_rows
 
 _SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 _MAX_ATTACHED_BYTES = 128 << 10  # from a rank to all other nodes: 0.1 ms on the loopback device
@@ -26,11 +27,12 @@ class CpuLayout:
     topology: Topology
     capacity: Capacity
     settings: Settings
+    rank_links: RankLinks | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> CpuLayout:
         """Make the layout of an engine."""
-        return cls(config.topology, config.capacity, config.settings)
+        return cls(config.topology, config.capacity, config.settings, config.rank_links)
 
     @cached_property
     def control(self) -> ControlLayout:
@@ -83,10 +85,6 @@ class CpuLayout:
         return align(8 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
 
     @cached_property
-    def _pool_part_bytes(self) -> int:
-        return align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
-
-    @cached_property
     def _starts(self) -> tuple[int, int, int]:
         """Offsets of ids, weights and pool."""
         num_nodes, ids = self.topology.num_nodes, self.control.num_bytes
@@ -101,19 +99,29 @@ class CpuLayout:
         """Offset of weights, at most eight bytes each, (num_tokens, num_topk)."""
         return self._starts[1] + region * self._weights_region_bytes
 
-    def pool_offset(self, num_before: int) -> int:
-        """Offset in the pool: 0 of this rank's packed rows, 1 of rows that cross between nodes, then of its end."""
-        return self._starts[2] + num_before * self._pool_part_bytes
-
     @property
+    def pool_offset(self) -> int:
+        """Offset of the pool, which begins with this rank's packed rows."""
+        return self._starts[2]
+
+    @cached_property
+    def crossing_offset(self) -> int:
+        """Offset of the pool's rows that cross between nodes."""
+        return self.pool_offset + align(self.capacity.max_tokens_per_rank * self.capacity.max_row_bytes)
+
+    @cached_property
+    def _pool_end(self) -> int:
+        return self.crossing_offset + align(self.max_crossing_rows * self.capacity.max_row_bytes)
+
+    @cached_property
     def max_crossing_rows(self) -> int:
         """Rows that a rank may send to other nodes, or receive from them."""
-        return self.capacity.max_tokens_per_rank * (self.topology.num_nodes - 1)
+        return most_crossing_rows(self.capacity.max_tokens_per_rank * (self.topology.num_nodes - 1), self.rank_links)
 
     def ring_offset(self, consumer: int, slot: int) -> int:
         """Offset of a slot of the ring that local rank ``consumer`` reads."""
         before = consumer * self.settings.ring_depth + slot
-        return self.pool_offset(self.topology.num_nodes) + before * self.slot_bytes
+        return self._pool_end + before * self.slot_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -135,11 +143,10 @@ class CpuLayout:
     @property
     def memory_size(self) -> MemorySize:
         """Size of each section."""
-        last = self.topology.num_nodes
         return MemorySize(
             control_bytes=self.ids_offset(0),
-            routing_bytes=self.pool_offset(0) - self.ids_offset(0),
-            pool_bytes=self.pool_offset(last) - self.pool_offset(0),
+            routing_bytes=self.pool_offset - self.ids_offset(0),
+            pool_bytes=self._pool_end - self.pool_offset,
             ring_bytes=self.num_bytes - self.ring_offset(0, 0),
             private_bytes=self.num_private_slots * self.slot_bytes,
         )

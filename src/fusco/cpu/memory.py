@@ -24,8 +24,8 @@ class CpuMemory:
         self.nodes, self.locals = np.array(topology.rank_to_node), np.array(topology.rank_to_local)  # by rank
         # By local rank: addresses of its rows, of rows that cross between nodes, and of the flags that announce these.
         # A rank's rows and routing are there when its record is.
-        self.pools = np.array([base + layout.pool_offset(0) for base in self.addresses])
-        self.crossing_pools = np.array([base + layout.pool_offset(1) for base in self.addresses])
+        self.pools = np.array([base + layout.pool_offset for base in self.addresses])
+        self.crossing_pools = np.array([base + layout.crossing_offset for base in self.addresses])
         self.rows_flags = np.array([base + 8 * layout.control.record_flag(self.node) for base in self.addresses])
         arrival_flags = [layout.arrival_flag(rank) for rank in range(topology.world_size)]
         self.arrival_flags = np.array([[base + 8 * flag for flag in arrival_flags] for base in self.addresses])
@@ -68,11 +68,11 @@ class CpuMemory:
 
     def own_rows(self, shape: tuple[int, int]) -> torch.Tensor:
         """Return this rank's rows in its pool, as bytes."""
-        return self._view(self.local, self.layout.pool_offset(0), shape, torch.uint8)
+        return self._view(self.local, self.layout.pool_offset, shape, torch.uint8)
 
     def crossing_rows(self, local: int, first: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Return rows from place ``first`` on of those that cross between nodes in the pool of a local rank."""
-        return self._view(local, self.layout.pool_offset(1) + first * shape[1] * dtype.itemsize, shape, dtype)
+        return self._view(local, self.layout.crossing_offset + first * shape[1] * dtype.itemsize, shape, dtype)
 
     def ring_slot(self, producer: int, consumer: int, slot: int) -> torch.Tensor:
         """Return a slot of the ring between two local ranks, uint8 (slot_bytes,)."""

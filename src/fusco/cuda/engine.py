@@ -26,7 +26,7 @@ from fusco.core.rows import row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cuda.all_to_all import MessageRounds
+from fusco.cuda.all_to_all import Arrival, ByteMemory, MessageRounds, SegmentMemory
 from fusco.cuda.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
@@ -43,7 +43,7 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.repeated_internode import RepeatedInternodeCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
-from fusco.engine.all_to_all import plan_all_to_all, sizes_of
+from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -54,8 +54,9 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, check_sizes, stream_with
-from fusco.engine.tasks import run_tasks
+from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.tasks import Task, run_tasks
+from fusco.planner.rank_links import lane_links
 from fusco.planner.routing import describe_invalid_id
 from fusco.schedule.cost import CUDA_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
@@ -104,11 +105,12 @@ class CudaEngine:
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
         self._mesh = connections.mesh
         self._rank, self._placement = store_gather.rank, placement
+        self._links = replace(CUDA_LINKS, lane_links=lane_links(config.rank_links))
         self._ending_s = _ENDING * config.settings.timeout_s
         self._drain: Drain | None = None
         self._network: Network | None = None
         with ExitStack() as resources, torch.cuda.device(device):
-            device_layout = DeviceLayout(self._topology, config.capacity, config.settings)
+            device_layout = DeviceLayout.of(config)
             memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"], device)
             self._arena = Arena(device_layout, memory, store_gather)
             self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
@@ -237,9 +239,16 @@ class CudaEngine:
         sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
-            check_sizes(list(map(StreamSizes.unpack, counts)), "shuffle")
+            with call.profile.spend("planning"):
+                slot_bytes = self._arena.layout.slot_bytes
+                rank_schedule = plan_shuffle(request, counts, self._topology, self._rank, slot_bytes, self._links)
             with self._order.on_stream(Launch()) as stream, call.profile.spend("wire"):
-                run_tasks(self._streams(stream).tasks(request.send, request.receive), self._watchdog)
+                if rank_schedule is None:
+                    self._run(self._streams(stream).tasks(request.send, request.receive))
+                    return
+                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                arrival = Arrival(self._exchange_between_nodes(ends, rank_schedule, call, stream), rank_schedule)
+                self._run([arrival, *self._streams(stream).tasks(*request.of_rank(self._rank))])
 
         return Pending(sizes.pack(), run)
 
@@ -248,11 +257,11 @@ class CudaEngine:
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
-                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, CUDA_LINKS)
+                rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, self._links)
             on_stream = self._order.on_stream(Launch(), request.input, request.output)
             with call.profile.spend("wire"), on_stream as stream:
                 if self._network:
-                    self._exchange_between_nodes(request, rank_schedule, call, stream)
+                    stream.wait_event(self._exchange_between_nodes(request.memories, rank_schedule, call, stream))
                 else:
                     self._exchange_within_node(request, call, stream)
             return request
@@ -262,36 +271,35 @@ class CudaEngine:
     def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
         send = _by_peer(request.input, request.send_rows)
         receive = _by_peer(request.output, request.receive_rows)
-        run_tasks(self._streams(stream).tasks(send, receive), self._watchdog)
+        self._run(self._streams(stream).tasks(send, receive))
         num_rows = sum(request.receive_rows) - request.receive_rows[self._rank]
         call.profile.intranode_row_bytes += num_rows * request.row_bytes
 
     def _exchange_between_nodes(
-        self, request: AllToAllRequest, rank_schedule: RankSchedule, call: Call, stream: torch.cuda.Stream
-    ) -> None:
+        self, ends: Sequence[ByteMemory], rank_schedule: RankSchedule, call: Call, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """Launch a schedule from its input to its output, and return the event of its end."""
         assert self._network
         network = self._network.stream
         network.wait_stream(stream)
         with torch.cuda.stream(network):
-            source, target = request.memories
-            memories = [source, target, *(source.new_empty(size) for size in rank_schedule.spare_bytes)]
             copy = partial(copy_segments, self._context.launcher(network))
-            MessageRounds(rank_schedule, memories, self._network, copy).run(call.profile)
-        stream.wait_stream(network)
+            rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
+            return rounds.run(call.profile)
 
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
-            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._watchdog):
-                run_tasks(streams.tasks({dst: segments}, {}), self._watchdog)
+            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
+                self._run(streams.tasks({dst: segments}, {}))
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as stream:
             streams = self._streams(stream)
-            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._watchdog):
-                run_tasks(streams.tasks({}, {src: segments}), self._watchdog)
+            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
+                self._run(streams.tasks({}, {src: segments}))
 
     def wait(self) -> None:
         self._order.wait()
@@ -349,6 +357,10 @@ class CudaEngine:
             return self._network.nccl_watchdog.stall
         arena = self._arena
         return stall_of(arena.failure, arena.node_ranks) if arena.has_failed else None
+
+    def _run(self, tasks: Sequence[Task]) -> None:
+        run_tasks(tasks, self._watchdog)
+        self._watchdog.check_device()  # what is awaited also ends when the device gives up
 
     def _streams(self, stream: torch.cuda.Stream) -> DeviceSegmentChannels:
         return DeviceSegmentChannels(self._memory, self._context, self._network, stream)

@@ -302,9 +302,8 @@ class InternodeShuffle:
         known = self._known_traffic.get(key) if is_repeatable else None
         if known is None:
             if is_balanced:
-                max_rows = self._layout.capacity.max_tokens_per_rank * (self._topology.num_nodes - 1)
-                traffic = Traffic.from_counts(self._topology, num_rows)
-                lanes = agreed_lanes(transfer.call, request.balancer, traffic, max_rows)
+                traffic = Traffic.from_counts(self._topology, num_rows, self._layout.rank_links)
+                lanes = agreed_lanes(transfer.call, request.balancer, traffic, self._layout.max_crossing_rows)
             else:
                 lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
             known = InternodeTraffic(self._context.rank, lanes, num_rows)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fusco.core.config import Capacity, Settings
+from fusco.core.config import Capacity, EngineConfig, RankLinks, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
+from fusco.planner.rank_links import most_crossing_rows
 
 MAX_PAYLOADS = 8  # per dispatch
 _PAIR_BYTES = 4 + 8  # of an expert id and the widest weight
@@ -25,12 +26,19 @@ def _align(num_bytes: int) -> int:
 class DeviceLayout:
     """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh.
 
-    The pool has room for the rows that this rank forwards for its node: from one rank of each other node.
+    The pool has room for the rows that this rank forwards for its node: from one rank of each other node, or its share
+    of the links of its node if that is more.
     """
 
     topology: Topology
     capacity: Capacity
     settings: Settings
+    rank_links: RankLinks | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> DeviceLayout:
+        """Make the layout of an engine."""
+        return cls(config.topology, config.capacity, config.settings, config.rank_links)
 
     @property
     def num_ranks(self) -> int:
@@ -41,6 +49,11 @@ class DeviceLayout:
     def max_rows(self) -> int:
         """Maximum number of rows that a rank holds in one launch: its tokens, or a row of each rank of other nodes."""
         return max(self.capacity.max_tokens_per_rank, self.topology.world_size - self.num_ranks)
+
+    @property
+    def max_crossing_rows(self) -> int:
+        """Rows that a rank may send to other nodes, or receive from them, by lanes."""
+        return most_crossing_rows(self.capacity.max_tokens_per_rank * (self.topology.num_nodes - 1), self.rank_links)
 
     @property
     def max_routing_chunks(self) -> int:
@@ -61,7 +74,7 @@ class DeviceLayout:
             "sums_ready": 4 * ranks * tokens * MAX_PARTS,
             "ids": 2 * sources * pairs * 4,
             "weights": 2 * sources * pairs * 8,
-            "pool": self._part_bytes(self.topology.num_nodes - 1),
+            "pool": self._part_bytes(max(tokens * (self.topology.num_nodes - 1), self.max_crossing_rows)),
             "received": ranks * self.received_bytes,
             "rings": ranks * self.ring_depth * self.slot_bytes,
             "slices": self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0,
@@ -116,7 +129,7 @@ class DeviceLayout:
     @property
     def received_bytes(self) -> int:
         """Bytes that a rank of the node pushes to another: its rows, or partial sums."""
-        return self._part_bytes(1)
+        return self._part_bytes(self.max_rows)
 
     def received_offset(self, src: int, num_tokens: int, row_bytes: list[int], payload: int) -> int:
         """Return the offset of a payload's rows that rank ``src`` of the node, with ``num_tokens`` tokens, pushes."""
@@ -128,10 +141,9 @@ class DeviceLayout:
         before = sum(_align(num_rows * size) for size in row_bytes[:payload])
         return self.offsets["pool"] + before
 
-    def _part_bytes(self, num_nodes: int) -> int:
-        """Return the bytes of the pool for the rows of one rank from each of ``num_nodes`` nodes."""
-        rows = self.max_rows * num_nodes
-        return _align(self.capacity.max_row_bytes * rows) + _ALIGNMENT * MAX_PAYLOADS
+    def _part_bytes(self, num_rows: int) -> int:
+        """Return the bytes of rows of several payloads."""
+        return _align(self.capacity.max_row_bytes * num_rows) + _ALIGNMENT * MAX_PAYLOADS
 
     @property
     def repeated_routing_bytes(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
-from fusco.engine.base import AllToAllRequest
+from fusco.engine.base import AllToAllRequest, ShuffleRequest
 from fusco.engine.byte_stream import StreamSizes, check_sizes
 from fusco.schedule.cost import Links, schedule_for
 from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule
@@ -36,10 +36,34 @@ def plan_all_to_all(
     return make_rank_schedule(schedule, rank)
 
 
-def are_lanes_worth_it(rank_bytes: IntArray, topology: Topology, slice_bytes: int) -> bool:
+def plan_shuffle(
+    request: ShuffleRequest,
+    counts: Sequence[Sequence[int]],
+    topology: Topology,
+    rank: int,
+    slice_bytes: int,
+    links: Links,
+) -> RankSchedule | None:
+    """Return this rank's part of a shuffle with lanes; ``None``, on all ranks, if each sends its segments itself.
+
+    The shuffle is an all-to-all whose input and output are ``request.of_others``; what a rank has for itself needs no
+    schedule. ``counts``, ``links`` and errors are those of ``plan_all_to_all``.
+    """
+    sizes = list(map(StreamSizes.unpack, counts))
+    check_sizes(sizes, "shuffle")
+    rank_bytes = np.array([of_rank.send for of_rank in sizes], np.int64)
+    if not (request.has_lanes and are_lanes_worth_it(rank_bytes, topology, slice_bytes, links.lane_links)):
+        return None
+    np.fill_diagonal(rank_bytes, 0)
+    return make_rank_schedule(schedule_for(rank_bytes, topology, links), rank)
+
+
+def are_lanes_worth_it(
+    rank_bytes: IntArray, topology: Topology, slice_bytes: int, lane_links: tuple[int, ...] | None = None
+) -> bool:
     """Return whether ranks send so unequally to other nodes that a schedule with lanes pays for its copies.
 
-    The busiest rank must have more than 1/8, and a slice, above its share in the busiest node.
+    A rank must have more than 1/8, and a slice, above its share in the busiest node.
 
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> uneven = np.array([[0, 9, 50, 50], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
@@ -48,9 +72,10 @@ def are_lanes_worth_it(rank_bytes: IntArray, topology: Topology, slice_bytes: in
     """
     nodes = np.array(topology.rank_to_node)
     crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
-    loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))
-    share = loads[:, np.array(topology.node_to_ranks)].sum(axis=2).max() / topology.ranks_per_node
-    return bool(loads.max() > max(share * 9 / 8, share + slice_bytes))
+    loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))[:, np.array(topology.node_to_ranks)]
+    links = np.array(lane_links or (1,) * topology.ranks_per_node)
+    share = loads.sum(axis=2).max() * (links / links.sum())
+    return bool((loads > np.maximum(share * 9 / 8, share + slice_bytes)).any())
 
 
 class MemorySpan(NamedTuple):

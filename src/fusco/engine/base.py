@@ -209,11 +209,21 @@ class CombineAllRequest(Request, Generic[PlanT]):
 class ShuffleRequest(Request):
     """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none.
 
-    Its fingerprint has no fields: sizes are compared as counts.
+    Its fingerprint has no fields: sizes are compared as counts. With ``has_lanes``, the same on all ranks, ranks of a
+    node may send for each other.
     """
 
     send: Mapping[int, Segments]
     receive: Mapping[int, Segments]
+    has_lanes: bool
+
+    def of_rank(self, rank: int) -> list[dict[int, Segments]]:
+        """Return what is sent to a rank, and what is received from it."""
+        return [{rank: part[rank]} if rank in part else {} for part in (self.send, self.receive)]
+
+    def of_others(self, rank: int) -> list[list[Segments]]:
+        """Return what is sent to all ranks but one, and what is received from them, in order of rank."""
+        return [[part[peer] for peer in sorted(part) if peer != rank] for part in (self.send, self.receive)]
 
 
 @dataclass(kw_only=True)

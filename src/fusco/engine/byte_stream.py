@@ -9,10 +9,9 @@ from typing import Protocol
 
 import torch
 
-from fusco.control.watchdog import Watchdog
 from fusco.core.errors import MismatchError, Stall
 from fusco.core.segments import Segments
-from fusco.engine.tasks import Task, run_tasks
+from fusco.engine.tasks import Task
 
 Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -169,11 +168,11 @@ def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") ->
 
 @contextmanager
 def stream_with(
-    streams: SegmentChannels, peer: int, name: str, segments: Segments, watchdog: Watchdog
+    streams: SegmentChannels, peer: int, name: str, segments: Segments, run: Callable[[Sequence[Task]], None]
 ) -> Iterator[None]:
-    """Open a stream to or from one rank: both sides exchange their number of bytes first."""
+    """Open a stream to or from one rank: both sides exchange their number of bytes first; ``run`` runs tasks."""
     ours, theirs = int64_segment(segments.total_bytes, streams.device), int64_segment(0, streams.device)
-    run_tasks(streams.tasks({peer: ours}, {peer: theirs}), watchdog)
+    run(streams.tasks({peer: ours}, {peer: theirs}))
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         raise MismatchError(
             f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"

@@ -123,6 +123,11 @@ def is_builtin(balancer: Balancer) -> bool:
     return any(balancer is builtin for builtin in _BUILTIN)
 
 
+def has_lanes(balancer: Balancer) -> bool:
+    """Return True for the balancer by which segments, too, may be sent by other ranks of their node."""
+    return balancer is balance_by_lanes
+
+
 def describe_balancer(balancer: Balancer) -> str:
     """Return the balancer's name, marked if it is user-defined.
 

@@ -49,6 +49,12 @@ def balance_lanes(traffic: Traffic) -> Lanes:
 
 
 @compiled()
+def most_of_link(share: int) -> int:
+    """Return the rows that a link may carry if ``share`` is its part of those of the busiest node."""
+    return share + share // _SLACK
+
+
+@compiled()
 def _share(num_rows: Any, num_links: Any) -> int:
     """Return the rows of a link in the busiest node, sent or received, rounded up."""
     num_nodes, share = num_rows.shape[0], 0
@@ -77,7 +83,7 @@ def _divide(num_rows: Any, num_links: Any) -> Any:
     num_nodes, num_locals, _ = num_rows.shape
     share = _share(num_rows, num_links)
     is_divided = _is_worth_it(num_rows, num_links, share)
-    limits = num_links * (share + share // _SLACK)
+    limits = num_links * most_of_link(share)
     moved = np.zeros((num_nodes, num_locals, num_locals), np.int64)
     sent = np.zeros((num_nodes, num_locals, num_nodes), np.int64)  # by carrier
     for node in range(num_nodes):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusco.core.compiled import compiled
+from fusco.core.config import RankLinks
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
 from fusco.core.topology import Topology
@@ -31,12 +32,14 @@ class Traffic:
     rank_links: IntArray | None = None
 
     @classmethod
-    def from_counts(cls, topology: Topology, rank_to_counts: Sequence[Sequence[int]]) -> Traffic:
+    def from_counts(
+        cls, topology: Topology, rank_to_counts: Sequence[Sequence[int]], rank_links: RankLinks | None = None
+    ) -> Traffic:
         """Take the rows of rank ``r`` for node ``m`` from ``rank_to_counts[r][m]``; rows for its node are ignored."""
         num_rows = np.array(rank_to_counts, dtype=np.int64)[np.array(topology.node_to_ranks)]
         nodes = np.arange(topology.num_nodes)
         num_rows[nodes, :, nodes] = 0
-        return cls(topology, num_rows)
+        return cls(topology, num_rows, None if rank_links is None else np.array(rank_links, np.int64))
 
     @property
     def num_links(self) -> IntArray:

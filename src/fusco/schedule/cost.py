@@ -30,12 +30,13 @@ class Links:
     """Links of a rank: latency of a stage in us, bandwidth in each direction in GB/s, between and within nodes.
 
     The defaults are FAST's testbed (section 5: 400 Gbit/s between nodes, 450 GB/s within); 10 us is twice the time of a
-    small message and its completion over RDMA from the GPU.
+    small message and its completion over RDMA from the GPU. ``lane_links`` as in ``make_schedule``.
     """
 
     latency_us: float = 10.0
     internode_gbs: float = 50.0
     intranode_gbs: float = 450.0
+    lane_links: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not (self.latency_us >= 0 and self.internode_gbs > 0 and self.intranode_gbs > 0):
@@ -100,7 +101,7 @@ def schedule_for(rank_bytes: IntArray, topology: Topology, links: Links, mode: S
         node_bytes = np.zeros((topology.num_nodes, topology.num_nodes), np.int64)
         np.add.at(node_bytes, (node[:, None], node), rank_bytes)
         mode = choose_mode(node_bytes, topology.ranks_per_node, links)
-    return make_schedule(rank_bytes, topology, mode=mode)
+    return make_schedule(rank_bytes, topology, mode=mode, lane_links=links.lane_links)
 
 
 def schedule_us(schedule: Schedule, links: Links) -> float:

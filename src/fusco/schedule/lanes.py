@@ -1,8 +1,9 @@
-"""Lanes between nodes: each local rank carries an equal share of what its node sends to another.
+"""Lanes between nodes: each local rank carries its share of what its node sends to another.
 
 The bytes that a node has for another go over ``ranks_per_node`` lanes; lane ``l`` connects local rank ``l`` of both
-nodes. Before sending, ranks with more than a lane's share pass the surplus to ranks with less (balancing). After
-receiving, ranks forward what is for other ranks of their node (redistribution). Source: FAST section 4.1.
+nodes. Shares are equal, or in proportion to ``links``, int64 (ranks_per_node,), the links of each lane. Before sending,
+ranks with more than a lane's share pass the surplus to ranks with less (balancing). After receiving, ranks forward what
+is for other ranks of their node (redistribution). Source: FAST section 4.1.
 """
 
 from __future__ import annotations
@@ -19,9 +20,19 @@ NUM_COLUMNS = 7
 
 
 @compiled()
-def lane_share(num_bytes: int, lane: int, num_lanes: int) -> int:
-    """Return a lane's part of the first ``num_bytes`` of all lanes: equal shares, the remainder to low lanes."""
-    return num_bytes // num_lanes + (1 if lane < num_bytes % num_lanes else 0)
+def lane_share(num_bytes: int, lane: int, link_ends: Any) -> int:
+    """Return a lane's part of the first ``num_bytes`` of all lanes: a byte for each link, the remainder to low lanes.
+
+    ``link_ends`` are the links of all lanes up to each.
+
+    >>> [lane_share(7, lane, np.array([1, 1, 1]).cumsum()) for lane in range(3)]
+    [3, 2, 2]
+    >>> [lane_share(7, lane, np.array([2, 1, 1]).cumsum()) for lane in range(3)]
+    [4, 2, 1]
+    """
+    total, before = link_ends[-1], link_ends[lane - 1] if lane else 0
+    links = link_ends[lane] - before
+    return num_bytes // total * links + min(max(num_bytes % total - before, 0), links)
 
 
 @compiled()
@@ -81,7 +92,7 @@ def _cut_row(src: int, dst: int, local: int, row: Any, lanes: Any, pieces: Any, 
 
 
 @compiled()
-def cut_into_lanes(tiles: Any) -> Any:
+def cut_into_lanes(tiles: Any, links: Any) -> Any:
     """Cut all messages between nodes into pieces, int64 (num_pieces, 7) with the columns named above.
 
     ``tiles[s, d, i, j]`` bytes go from local rank ``i`` of node ``s`` to local rank ``j`` of node ``d``.
@@ -90,7 +101,7 @@ def cut_into_lanes(tiles: Any) -> Any:
     capacity = num_nodes * max(num_nodes - 1, 0) * num_lanes * (num_lanes + 4)
     pieces = np.empty((capacity, NUM_COLUMNS), np.int64)
     moved = np.empty((num_lanes, num_lanes), np.int64)
-    shares = np.empty(num_lanes, np.int64)
+    shares, link_ends = np.empty(num_lanes, np.int64), links.cumsum()
     count = 0
     for src in range(num_nodes):
         for dst in range(num_nodes):
@@ -98,7 +109,7 @@ def cut_into_lanes(tiles: Any) -> Any:
                 continue
             loads = tiles[src, dst].sum(axis=1)
             for lane in range(num_lanes):
-                shares[lane] = lane_share(loads.sum(), lane, num_lanes)
+                shares[lane] = lane_share(loads.sum(), lane, link_ends)
             even_out(loads, shares, moved)
             for local in range(num_lanes):
                 count = _cut_row(src, dst, local, tiles[src, dst, local].copy(), moved[local], pieces, count)
@@ -106,12 +117,12 @@ def cut_into_lanes(tiles: Any) -> Any:
 
 
 @compiled()
-def cut_into_stages(pieces: Any, num_nodes: int, num_lanes: int, dst_node: Any, num_bytes: Any) -> Any:
+def cut_into_stages(pieces: Any, num_nodes: int, links: Any, dst_node: Any, num_bytes: Any) -> Any:
     """Cut pieces, sorted by nodes and lane, at the ends of stages: int64 (num_pieces, 8), the last column is the stage.
 
     In every stage, each lane carries its share.
     """
-    num_stages = dst_node.shape[0]
+    num_stages, num_lanes, link_ends = dst_node.shape[0], len(links), links.cumsum()
     next_piece = np.zeros((num_nodes, num_nodes, num_lanes), np.int64)
     for piece in range(len(pieces) - 1, -1, -1):
         next_piece[pieces[piece, SRC_NODE], pieces[piece, DST_NODE], pieces[piece, LANE]] = piece
@@ -127,7 +138,7 @@ def cut_into_stages(pieces: Any, num_nodes: int, num_lanes: int, dst_node: Any, 
             before, after = sent[src, dst], sent[src, dst] + num_bytes[stage, src]
             sent[src, dst] = after
             for lane in range(num_lanes):
-                left = lane_share(after, lane, num_lanes) - lane_share(before, lane, num_lanes)
+                left = lane_share(after, lane, link_ends) - lane_share(before, lane, link_ends)
                 piece = next_piece[src, dst, lane]
                 while left > 0:
                     size = min(left, pieces[piece, NUM_BYTES] - used[piece])

@@ -27,6 +27,7 @@ class Schedule:
         topology: which ranks share a node.
         rank_bytes: int64 (world_size, world_size), the bytes that each rank has for each.
         mode: how the stages were made.
+        lane_links: links of each lane, by local rank: a lane with two carries twice the share of one with one.
         stages: partners between nodes, in bytes of all lanes together.
         local: messages within nodes, including those of a rank to itself; they have no dependencies.
         balancing: within nodes, before any stage: pieces for the rank whose lane carries them.
@@ -40,6 +41,7 @@ class Schedule:
     topology: Topology
     rank_bytes: IntArray
     mode: ScheduleMode
+    lane_links: tuple[int, ...]
     stages: Stages
     local: Transfers
     balancing: Transfers
@@ -47,7 +49,9 @@ class Schedule:
     redistribution: Transfers
 
 
-def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "exact") -> Schedule:
+def make_schedule(
+    rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "exact", lane_links: tuple[int, ...] | None = None
+) -> Schedule:
     """Schedule an all-to-all: balance within nodes, send in one-to-one stages between nodes, redistribute.
 
     Args:
@@ -55,9 +59,10 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
         topology: which ranks share a node.
         mode: of the stages: ``"exact"``, ``"few"`` (see ``decompose``) or ``"spread-out"``; stages of the first two
             are in ascending order of length.
+        lane_links: positive links of each lane, by local rank; ``None`` means one each.
 
     Raises:
-        TypeError, ValueError: as ``decompose``, and if matrix and topology have different numbers of ranks.
+        TypeError, ValueError: as ``decompose``, and if matrix, topology or links have different numbers of ranks.
 
     Source: FAST section 4.1 to 4.3. Two nodes of two ranks; B0 (rank 2) has 8 bytes for node A, B1 has 4, as in FAST's
     Fig. 7. B0 gives B1 2 bytes, then both send 6 to their counterparts.
@@ -76,15 +81,16 @@ def make_schedule(rank_bytes: Any, topology: Topology, *, mode: ScheduleMode = "
     tiles = np.ascontiguousarray(matrix[node_to_ranks[:, None, :, None], node_to_ranks[None, :, None, :]])
     node_bytes = _sum_tiles(tiles)
     stages = spread_out(node_bytes) if mode == "spread-out" else decompose(node_bytes, mode=mode).shortest_first()
-    shape = (topology.num_nodes, topology.ranks_per_node)
-    pieces = _sorted_pieces(lanes.cut_into_lanes(tiles), *shape)
-    cut = lanes.cut_into_stages(pieces, *shape, stages.dst_node, stages.num_bytes)
+    links = _checked_links(lane_links or (1,) * topology.ranks_per_node, topology)
+    pieces = _sorted_pieces(lanes.cut_into_lanes(tiles, links), topology.num_nodes, len(links))
+    cut = lanes.cut_into_stages(pieces, topology.num_nodes, links, stages.dst_node, stages.num_bytes)
     internode = _transfers(cut, node_to_ranks, _SRC_LANE, (lanes.DST_NODE, lanes.LANE), cut[:, lanes.NUM_COLUMNS])
     arrived = internode.select(internode.to_rank != internode.dst_rank)
     return Schedule(
         topology=topology,
         rank_bytes=matrix,
         mode=mode,
+        lane_links=tuple(links.tolist()),
         stages=stages,
         local=_local(matrix, topology),
         balancing=_balancing(pieces, node_to_ranks),
@@ -109,6 +115,12 @@ def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
         src, dst = np.argwhere(matrix < 0)[0]
         raise ValueError(f"rank_bytes must not be negative, got {matrix[src, dst]} from rank {src} to rank {dst}")
     return matrix
+
+
+def _checked_links(lane_links: tuple[int, ...], topology: Topology) -> IntArray:
+    if len(lane_links) != topology.ranks_per_node or min(lane_links) < 1:
+        raise ValueError(f"lane_links must be {topology.ranks_per_node} positive numbers, got {lane_links}")
+    return np.array(lane_links, np.int64)
 
 
 def _sum_tiles(tiles: IntArray) -> IntArray:

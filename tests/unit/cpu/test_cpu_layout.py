@@ -40,7 +40,8 @@ def sections(layout: CpuLayout) -> list[tuple[int, int]]:
     parts += [(layout.control.attachment_offset(node), attachment_bytes) for node in range(num_nodes)]
     for region in range(num_nodes):
         parts += [(layout.ids_offset(region), ids), (layout.weights_offset(region), 2 * ids)]
-        parts.append((layout.pool_offset(region), tokens * layout.capacity.max_row_bytes))
+    parts.append((layout.pool_offset, tokens * layout.capacity.max_row_bytes))
+    parts.append((layout.crossing_offset, layout.max_crossing_rows * layout.capacity.max_row_bytes))
     for consumer in range(layout.topology.ranks_per_node):
         slots = range(layout.settings.ring_depth)
         parts += [(layout.ring_offset(consumer, slot), layout.slot_bytes) for slot in slots]

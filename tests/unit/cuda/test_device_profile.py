@@ -12,6 +12,7 @@ from fusco.core.profile import Call, CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.engine import CudaEngine
 from fusco.engine.base import AllToAllRequest
+from fusco.schedule.cost import CUDA_LINKS
 
 NUM_ROWS = ((4, 1, 2), (3, 9, 0), (5, 6, 7))  # [src][dst]
 
@@ -21,6 +22,7 @@ class Engine(CudaEngine):
 
     def __init__(self, rank: int) -> None:
         self._topology, self._rank, self._network, self._watchdog = Topology((0, 0, 0)), rank, None, mock.Mock()
+        self._links = CUDA_LINKS
         self._order = SimpleNamespace(on_stream=lambda *_: nullcontext())
 
     def _streams(self, _stream):

@@ -95,6 +95,15 @@ def test_only_surplus_moves_and_what_needs_no_balancing_goes_first():
     assert list(table) == [(0, 0, 2, 4), (0, 0, 3, 1), (1, 1, 2, 2), (1, 0, 3, 2)]
 
 
+def test_a_lane_with_two_links_carries_twice_as_much():
+    rank_bytes = np.zeros((4, 4), np.int64)
+    rank_bytes[:2, 2:] = 3
+    schedule = make_schedule(rank_bytes, Topology.of_equal_nodes(4, 2), lane_links=(2, 1))
+    check_schedule(schedule)
+    assert schedule.internode.load(4).tolist() == [[8, 4, 0, 0], [0, 0, 8, 4]]
+    assert schedule.balancing.num_bytes.tolist() == [2]
+
+
 def test_messages_within_nodes_are_direct():
     rank_bytes = np.arange(16).reshape(4, 4)
     schedule = make_schedule(rank_bytes, Topology((0, 1, 0, 1)))
@@ -115,7 +124,8 @@ def any_schedules(draw):
     sizes = st.one_of(st.just(0), st.just(0), st.integers(0, largest)) if is_sparse else st.integers(0, largest)
     row = st.lists(sizes, min_size=len(order), max_size=len(order))
     rank_bytes = np.array(draw(st.lists(row, min_size=len(order), max_size=len(order))))
-    return make_schedule(rank_bytes, topology, mode=draw(st.sampled_from(MODES)))
+    links = draw(st.none() | st.lists(st.integers(1, 3), min_size=ranks_per_node, max_size=ranks_per_node).map(tuple))
+    return make_schedule(rank_bytes, topology, mode=draw(st.sampled_from(MODES)), lane_links=links)
 
 
 @given(any_schedules())
@@ -123,8 +133,9 @@ def test_any_schedule_delivers_every_byte(schedule):
     check_schedule(schedule)
     assert np.array_equal(run(schedule), schedule.rank_bytes)
     for received in schedule.internode.load(schedule.topology.world_size):
-        by_node = received[np.array(schedule.topology.node_to_ranks)]
-        assert np.ptp(by_node, axis=1).max() <= schedule.topology.num_nodes - 1  # a byte for each pair of nodes
+        by_node, links = received[np.array(schedule.topology.node_to_ranks)], np.array(schedule.lane_links)
+        difference = by_node - by_node.sum(axis=1, keepdims=True) / links.sum() * links
+        assert np.abs(difference).max() <= (schedule.topology.num_nodes - 1) * links.max()  # of each pair of nodes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -166,6 +177,9 @@ def test_invalid_arguments_are_rejected():
         make_schedule(np.zeros((4, 4), np.int64), topology, mode="best")
     with pytest.raises(TypeError, match="must hold integers, got float64"):
         make_schedule(np.zeros((4, 4)), topology)
+    for links in ((1,), (1, 0)):
+        with pytest.raises(ValueError, match=r"lane_links must be 2 positive numbers, got \(1,"):
+            make_schedule(np.zeros((4, 4), np.int64), topology, lane_links=links)
 
 
 def with_value(transfers, name, index, value):
