@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fusco.bench.core_times import others_share
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
@@ -78,11 +79,14 @@ class ShuffleRecord(InternodeBytesRecord):
     all ranks wait for each other. ``wire_ms`` includes what is fused into the transfer; planning, staging, wire and
     rearranging are each the slowest rank's, of dispatch and combine together, so they need not add up to ``total_ms``.
     On a testbed, ``bound_ms`` is the time of ``busiest_rank_bytes`` at the rate of a rank's rails; elsewhere 0.
+    ``other_cores_share`` is the share of the cores' time that other processes took meanwhile. It is known where one
+    machine has all ranks, on a testbed; elsewhere it is 0.
     """
 
     dispatch_ms: float
     combine_ms: float
     bound_ms: float
+    other_cores_share: float
     total_ms: float
     planning_ms: float
     staging_ms: float
@@ -201,6 +205,7 @@ def _summarize_variant(
         combine_ms=milliseconds(lambda it: it.combine_s),
         total_ms=milliseconds(lambda it: it.dispatch_s, lambda it: it.combine_s),
         bound_ms=round(described["busiest_rank_bytes"] / run.rank_gbs / 1e6, 3) if run.rank_gbs else 0.0,
+        other_cores_share=others_share([[it.cores for it in rank] for rank in per_rank]) if run.rank_gbs else 0.0,
         planning_ms=both("planning_s"),
         staging_ms=both("staging_s"),
         wire_ms=both("wire_s"),

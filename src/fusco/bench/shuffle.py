@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
+from fusco.bench.core_times import CoreTimes
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
@@ -21,12 +22,13 @@ _NUM_WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Iteration:
-    """One timed dispatch and combine on one rank; times in seconds."""
+    """One timed dispatch and combine on one rank; times in seconds. ``cores`` is of both together."""
 
     dispatch_s: float
     combine_s: float
     dispatch: CallProfile
     combine: CallProfile
+    cores: CoreTimes
 
 
 @dataclass
@@ -75,6 +77,7 @@ def _num_warm_ups(workload: Workload) -> int:
 
 def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:
     dist.barrier(group)
+    cores = CoreTimes.now()
     start = time.perf_counter()
     rows, _, handle = shuffle.dispatch()
     dispatched = time.perf_counter()
@@ -82,9 +85,11 @@ def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:
     dist.barrier(group)
     resumed = time.perf_counter()
     shuffle.combine(rows, handle)
+    combined = time.perf_counter()
     return Iteration(
         dispatch_s=dispatched - start,
-        combine_s=time.perf_counter() - resumed,
+        combine_s=combined - resumed,
+        cores=CoreTimes.now().since(cores),
         dispatch=dispatch_profile,
         combine=replace(shuffle.profile()),
     )

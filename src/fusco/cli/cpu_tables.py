@@ -124,10 +124,11 @@ def _notes(record: ShuffleRecord) -> list[str]:
             f"{share_s * 1e3 / record.dispatch_ms:.0%} of the time dispatch took"
         )
     if record.bound_ms:
+        others = f"other processes took {record.other_cores_share:.0%} of the cores' time"
         notes.append(
             f"testbed: bound is the busiest rank's bytes at the rate of its rails; {record.variant}: dispatch takes "
             f"{record.dispatch_ms / record.bound_ms:.2f} times as long, combine "
-            f"{record.combine_ms / record.bound_ms:.2f}"
+            f"{record.combine_ms / record.bound_ms:.2f}; {others}"
         )
     if record.trace:
         needed = record.tokens * num_ranks

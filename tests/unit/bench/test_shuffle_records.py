@@ -1,10 +1,12 @@
 """Records of the CPU's benchmark, made of ranks' figures by hand."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from fusco import ExpertPlacement, Settings, Topology
+from fusco.bench.core_times import CoreTimes
 from fusco.bench.links import InternodePeaks, LinkPeaks
 from fusco.bench.results import gains_of, summarize
 from fusco.bench.shuffle import Iteration, RankResult
@@ -31,7 +33,10 @@ RUN = ShuffleRun(
 
 
 def result_of(*seconds: tuple[float, float]) -> list[RankResult]:
-    iterations = [Iteration(dispatch, combine, CallProfile(), CallProfile()) for dispatch, combine in seconds]
+    iterations = [
+        Iteration(dispatch, combine, CallProfile(), CallProfile(), CoreTimes(process_s=0.25, busy_s=0.9, all_s=1.0))
+        for dispatch, combine in seconds
+    ]
     return [RankResult(LinkPeaks(InternodePeaks(), 1.0), {"fusco": []}, {"fusco": iterations})]
 
 
@@ -49,6 +54,23 @@ def test_a_total_is_no_less_than_any_part_of_it():
     ranks = [result_of((0.3, 0.0), (0.3, 0.0), (0.0, 0.0)), result_of((0.0, 0.4), (0.0, 0.4), (0.0, 0.4))]
     (record,) = summarize(RUN, ranks)
     assert record.total_ms == 700.0
+
+
+def test_a_record_of_a_testbed_says_what_other_processes_took_of_the_cores():
+    ranks = [result_of((0.1, 0.1), (0.1, 0.1)), result_of((0.1, 0.1), (0.1, 0.1))]
+    (record,) = summarize(replace(RUN, rank_gbs=1.0), ranks)
+    assert record.other_cores_share == 0.4
+    (elsewhere,) = summarize(RUN, ranks)  # where ranks may be on several machines
+    assert elsewhere.other_cores_share == 0.0
+
+
+def test_core_times_of_a_machine_contain_those_of_a_process():
+    start, deadline = CoreTimes.now(), time.process_time() + 0.1
+    while time.process_time() < deadline:
+        pass
+    spent = CoreTimes.now().since(start)
+    assert 0.1 <= spent.process_s < spent.all_s
+    assert 0.05 < spent.busy_s <= spent.all_s  # it has steps of 10 ms for each core
 
 
 def test_gains_are_of_the_same_batches():
