@@ -8,7 +8,7 @@ from fusco.ranks.failures import RankFailedError, RankFailure
 
 
 def raised(error):
-    def fail(**_):
+    def fail():
         raise error
 
     try:
@@ -103,7 +103,7 @@ def test_of_ranks_that_gave_up_for_the_same_cause_one_is_quoted():
     ],
 )
 def test_the_command_line_turns_errors_into_sentences(error, code, message, monkeypatch, capsys):
-    def fail():
+    def fail(**_):
         raise error
 
     monkeypatch.setattr(main, "app", fail)

@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock():
     Clock.now_s = 0.0
-    with mock.patch("time.perf_counter", lambda: Clock.now_s):
+    with mock.patch("time.perf_counter", side_effect=lambda: Clock.now_s):
         yield
 
 
