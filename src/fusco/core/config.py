@@ -23,8 +23,8 @@ class Settings:
     Attributes:
         slice_bytes: maximum size of one message between nodes, and size of one ring slot within a node. Large enough
             that the cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
-            packing, transfer and unpacking of different slices overlap. On the CPU the
-            messages of a dispatch and its combine may be smaller, down to a quarter. ``None`` means 1 MiB, but 16 MiB between nodes on CUDA, for all
+            packing, transfer and unpacking of different slices overlap. On the CPU the messages of a dispatch and its
+            combine may be smaller, down to a quarter. ``None`` means 1 MiB, but 16 MiB between nodes on CUDA, for all
             nodes together (docs/design.md says why).
         ring_depth: slots of each ring; at least 2, so that producer and consumer can work at the same time.
         timeout_s: the limit of every wait, in seconds, at most 1,000,000. When it runs out, all ranks raise
