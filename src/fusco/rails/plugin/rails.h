@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 
 enum {
   MAX_RAILS = 16,
@@ -138,7 +139,6 @@ struct host {
   struct joining *joinings; /* of loop 0: connections of peers whose handshake is under way, the newest first */
   int num_joinings;
   int64_t paused_until_ns; /* accepting, after it has failed */
-  atomic_int num_refused;
   atomic_uint links;          /* mask of the rails that have a link */
   atomic_uint waiting;        /* mask of the loops whose channels wait for room on a rail */
   /* Chunks of all channels on each rail: NCCL has many, and the direct rail must not hold what idle ones could take. */
@@ -208,7 +208,7 @@ struct connection *connection_new(struct channel *channel, int fd, int rail, uin
 void connection_credit(struct connection *connection, const struct record *record);
 bool connection_has_output(const struct connection *connection);
 const char *connection_write(struct connection *connection); /* NULL, or why it has failed */
-const char *connection_read(struct connection *connection);
+const char *connection_read(struct connection *connection, ssize_t budget); /* the same, after so many bytes or all */
 struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk);
 void connection_remove(struct connection *connection, struct posted *posted);
 void connection_note_passed(struct connection *connection, struct posted *posted);
