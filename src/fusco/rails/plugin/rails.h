@@ -43,7 +43,8 @@ struct board {
   int fd, row;
   uint64_t *fields; /* NULL: closed */
   int64_t rest_ns;  /* by which times are set back when nothing is under way */
-  char path[256];
+  double limit_s;   /* of a wait for its lock */
+  char path[1024], problem[64];
 };
 
 struct rail {
@@ -56,7 +57,7 @@ struct rail {
 };
 
 struct host;
-bool board_open(struct board *board, const char *path, char *why, size_t why_bytes);
+bool board_open(struct board *board, const char *path, double limit_s, char *why, size_t why_bytes);
 bool board_register(struct board *board, const struct host *host, char *why, size_t why_bytes);
 void board_leave(struct board *board);
 void board_close(struct board *board);
@@ -93,7 +94,7 @@ struct loop {
   char scratch[256 * 1024];  /* for payloads that have arrived before */
 };
 
-bool loop_start(struct loop *loop, int index);
+bool loop_start(struct loop *loop, int index); /* false with errno; loop_free follows in any case */
 void loop_stop(struct loop *loop);
 void loop_watch(struct loop *loop, struct watched *watched, uint32_t events, bool is_new);
 void loop_forget(struct loop *loop, struct watched *watched, bool aborts); /* closes and, later, releases it */
