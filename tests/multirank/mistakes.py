@@ -208,6 +208,12 @@ BAD_INPUTS = {
     "combine_weights_of_too_few_rows": Mistake(
         lambda s: s.comm.combine_weights(s.y[1:, 0], s.handle), VALUE, ["values must have shape ("], "combine_weights"
     ),
+    "combine_weights_along_no_handle": Mistake(
+        lambda s: s.comm.combine_weights(s.y[:, 0], s.handle.plan), TYPE, ["handle", "Plan"], "combine_weights"
+    ),
+    "combine_weights_on_another_device": Mistake(
+        lambda s: s.comm.combine_weights(s.y[:, 0].to(META), s.handle), VALUE, ["values is on meta"], "combine_weights"
+    ),
     "fail_before_a_verb": Mistake(fail_before_a_verb, "LookupError", ["no such layer"], "shuffle"),
     "shuffle_with_an_unknown_rank": Mistake(
         lambda s: s.comm.shuffle({17: whole(torch.zeros(2))}, {}), VALUE, ["[17]", "4"], "shuffle"

@@ -271,12 +271,7 @@ class Communicator(Membership):
             float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
         """
         with self.rejecting():
-            if not isinstance(values, torch.Tensor):
-                raise TypeError(f"values must be a tensor, got {type(values).__name__}")
-            if values.shape != (handle.num_rows,):
-                raise ValueError(
-                    f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}"
-                )
+            self._validator.require_values(values, handle)
             rows = rows_of_weights(values.detach(), handle)
         (sums,) = self.combine_all([rows], handle, launch=launch)
         return sums

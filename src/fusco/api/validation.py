@@ -304,6 +304,13 @@ class Validator:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
+    def require_values(self, values: torch.Tensor, handle: Handle) -> None:
+        """Raise unless ``values`` has one for each row of a dispatch of this communicator."""
+        self.require_handle(handle)
+        self._tensor("values", values)
+        if values.shape != (handle.num_rows,):
+            raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
+
     def require_launch(self, launch: Launch | None) -> Launch:
         """Raise unless ``launch`` has valid device settings; return it, or the defaults for ``None``."""
         if launch is None:

@@ -192,9 +192,7 @@ class TcpMesh(TcpConnections):
         self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
         self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
         self._memory_behind: Callable[[int], memoryview] | None = None
-        self._have_more: set[int] = (
-            set()
-        )  # peers of whose message the memory that ``begin`` took has only the first part
+        self._have_more = set[int]()  # peers of whose message only the first part has its memory in ``_receiving``
         super().__init__(store_gather, peers, listen_on, secret)
 
     def begin(
@@ -263,7 +261,7 @@ class TcpMesh(TcpConnections):
 
     def _receive(self, peer: int) -> bool:
         """Receive without blocking; return whether the message is complete."""
-        while memory := self._receiving[peer] or self._more_memory(peer):
+        while memory := self._memory_for(peer):
             try:
                 num_bytes = self._connections[peer].recv_into(memory)
             except BlockingIOError:
@@ -278,11 +276,12 @@ class TcpMesh(TcpConnections):
         del self._receiving[peer]
         return True
 
-    def _more_memory(self, peer: int) -> memoryview:
-        if peer not in self._have_more or self._memory_behind is None:
-            return memoryview(b"")
-        self._have_more.remove(peer)
-        return self._memory_behind(peer)
+    def _memory_for(self, peer: int) -> memoryview:
+        """Return the memory for the rest of a peer's message; empty once the message is complete."""
+        if not self._receiving[peer] and peer in self._have_more and self._memory_behind is not None:
+            self._have_more.remove(peer)
+            self._receiving[peer] = self._memory_behind(peer)
+        return self._receiving[peer]
 
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:

@@ -120,6 +120,34 @@ def test_a_message_may_be_longer_than_the_memory_of_its_first_part(num_behind):
             assert received == ([peer], b"x", bytes([size % 251]) * size)
 
 
+@pytest.mark.parametrize("num_at_first", [9, 12])  # all of the first part, or some bytes behind it, too
+def test_the_rest_of_a_message_may_come_later_than_its_first_part(num_at_first):
+    message, has_polled = b"x" + (5).to_bytes(8, "big") + b"later", threading.Event()
+
+    def talk(store_gather):
+        mesh = mesh_of(store_gather)
+        if store_gather.rank == 1:
+            connection = mesh._connections[0]
+            connection.sendall(message[:num_at_first])
+            has_polled.wait(LIMIT_S)
+            connection.sendall(message[num_at_first:])
+            return mesh.close()
+        first, behind = bytearray(9), bytearray(5)
+        mesh.begin({}, {1: memoryview(first)}, lambda _: memoryview(behind))
+        deadline, early = time.monotonic() + LIMIT_S, []
+        while first[:1] != b"x" and time.monotonic() < deadline:
+            early += mesh.poll()
+        early += mesh.poll()
+        has_polled.set()
+        complete = []
+        while not mesh.is_done and time.monotonic() < deadline:
+            complete += mesh.poll()
+        mesh.close()
+        return early, complete, bytes(behind)
+
+    assert on_ranks(2, talk)[0] == ([], [1], b"later")
+
+
 def test_only_peers_connect():
     peers = {0: [2], 1: [3], 2: [0], 3: [1]}
 
