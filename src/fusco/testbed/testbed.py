@@ -73,7 +73,7 @@ class Testbed:
         bits = parse_rate(rate) if isinstance(rate, str) else rate
         self.layout = Layout(num_hosts, num_rails, bits, ranks_per_host, mtu)
         if importlib.util.find_spec("pyroute2") is None:
-            raise TestbedError("a testbed needs the package pyroute2: pip install 'fusco[testbed]'")
+            raise TestbedError("a testbed needs the package pyroute2: pip install 'pyroute2>=0.9.2,<1'")
         self._lock, self._processes = threading.Lock(), list[subprocess.Popen[Any]]()
         self._keeper = subprocess.Popen(  # noqa: S603  this package
             [sys.executable, "-m", "fusco.testbed.keeper", json.dumps(asdict(self.layout))],
