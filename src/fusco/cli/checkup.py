@@ -72,7 +72,8 @@ def _room() -> _Outcome:
     needed = memory_size_hint(Topology.of_equal_nodes(4, 2), capacity).shared_bytes
     free = free_bytes()
     found = (
-        f"{free / 2**30:.1f} GiB free; a rank with 8192 tokens of 14,336 bytes on 2 nodes needs {needed / 2**30:.2f} GiB"
+        f"{free / 2**30:.1f} GiB free; "
+        f"a rank with 8192 tokens of 14,336 bytes on 2 nodes needs {needed / 2**30:.2f} GiB"
     )
     return found, "in a container: --shm-size; else remount /dev/shm larger" if free < needed else ""
 

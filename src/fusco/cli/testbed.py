@@ -128,7 +128,8 @@ def run_testbed(
     The command is started on every host (with --ranks-per-host several times) with the variables of torchrun, so
     programs that use torch.distributed need no launcher: fusco testbed --hosts 4 --rate 500mbit -- python train.py
 
-    It needs root or user namespaces, and the package pyroute2 (the extra testbed). Nothing is left behind, whatever ends this command.
+    It needs root or user namespaces, and the package pyroute2 (the extra testbed).
+    Nothing is left behind, whatever ends this command.
     The exit code is that of the first process that fails.
     """
     with Testbed(hosts, rails, rate, ranks_per_host=ranks_per_host, mtu=mtu) as made:
