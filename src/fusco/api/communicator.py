@@ -134,7 +134,7 @@ class Communicator(Membership):
                 graphs before ``close``. All calls run in the order in which they are launched, on all streams. Replays
                 of graphs are outside this order: the caller must order them, and calls on other streams at the same
                 time.
-            launch: device settings. Gradients use as many multiprocessors, on the caller's stream.
+            launch: device settings. Gradients use the same number of multiprocessors, on the caller's stream.
 
         Returns:
             Rows, counts, weights if requested, and the handle. With ``Launch(own_stream=True)``, call its ``wait``
@@ -170,8 +170,8 @@ class Communicator(Membership):
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
-            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use as many
-                multiprocessors, on the caller's stream.
+            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use the
+                same number of multiprocessors, on the caller's stream.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
@@ -202,8 +202,8 @@ class Communicator(Membership):
             handle: from the ``dispatch``.
             weights: ``"topk"`` applies the ``topk_weights`` of the dispatch, if it had any. ``None`` adds rows up as
                 they are, for experts that have applied the weights. The same on all ranks.
-            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use as many
-                multiprocessors, on the caller's stream.
+            launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use the
+                same number of multiprocessors, on the caller's stream.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.

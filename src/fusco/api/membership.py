@@ -81,7 +81,7 @@ class Membership:
                 raise error
 
     def check(self) -> None:
-        """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing, and no collective.
+        """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing; not a collective.
 
         It takes a few microseconds: it reads words that the device has written to host memory, and examines the other
         ranks at most every 20 ms. Call it after a step's results have arrived on the host and before they are used. In
@@ -124,7 +124,7 @@ class Membership:
 
     @contextmanager
     def rejecting(self) -> Iterator[None]:
-        """Make an error inside a rejection of the collective that all other ranks call: they raise at once.
+        """Turn an error inside into a rejection of the collective that all other ranks call: they raise at once.
 
         For adapters that look at arguments before they call a verb. On all other ranks the verb raises
         ``RejectedInputError``, and the communicator stays usable. Inside, no verb may be called.

@@ -21,15 +21,17 @@ class Settings:
     """Settings that all ranks of a communicator share.
 
     Attributes:
-        slice_bytes: size of one message between nodes, and of one ring slot within a node. Large enough that the
-            cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
-            packing, transfer and unpacking of different slices overlap. ``None`` means 1 MiB, but 16 MiB between nodes
-            on CUDA, for all nodes together (docs/design.md says why).
+        slice_bytes: maximum size of one message between nodes, and size of one ring slot within a node. Large enough
+            that the cost of a message (tens of microseconds over TCP) is small against its transfer, small enough that
+            packing, transfer and unpacking of different slices overlap. On the CPU the messages of a dispatch and its
+            combine may be smaller, down to a quarter. ``None`` means 1 MiB, but 16 MiB between nodes on CUDA, for all
+            nodes together (docs/design.md says why).
         ring_depth: slots of each ring; at least 2, so that producer and consumer can work at the same time.
         timeout_s: the limit of every wait, in seconds, at most 1,000,000. When it runs out, all ranks raise
             ``PeerFailureError``.
-        wire_dtype: dtype in which ``combine`` sends partial sums between nodes, unless rows are wider; ``None`` means
-            the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated, at twice the bytes.
+        wire_dtype: dtype in which ``combine`` sends partial sums between nodes, on CUDA also between ranks, unless rows
+            are wider; ``None`` means the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated,
+            at twice the bytes.
         slice_order: the order of destination nodes. ``"in-turn"``: a rank sends to all nodes, and ends with all
             together. ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only
             (FAST); for skewed routing on networks that slow down when several nodes send to one.

@@ -24,7 +24,7 @@ def copy_to_host(tensor: torch.Tensor, pinned: torch.Tensor, *, copier: Copier |
         copier: a copier of the tensor's GPU; by default one for each GPU, made at the first copy.
 
     Returns:
-        The copy, which goes on.
+        The copy, which is under way.
 
     Raises:
         TypeError, ValueError: for tensors that are neither, or differ, with both values.

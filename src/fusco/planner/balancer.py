@@ -24,7 +24,7 @@ from fusco.planner.traffic import Traffic, received_by_group
 _MAX_SWEEPS = 3
 
 
-# A pure function that chooses who sends and who forwards for whom. All ranks call it with the same traffic.
+# A pure function that chooses who sends and who forwards which rows. All ranks call it with the same traffic.
 Balancer = Callable[[Traffic], Groups | Lanes]
 
 

@@ -210,7 +210,11 @@ class Board:
                 self._free(each.row)
 
     def _is_alive(self, worker: WorkerRow) -> bool:
-        return _start_time(worker.pid) == self.fields[_WORKERS + worker.row * FIELDS + _START]
+        try:
+            start = _start_time(worker.pid)
+        except OSError:
+            return True
+        return start == self.fields[_WORKERS + worker.row * FIELDS + _START]
 
     def _free(self, row: int) -> None:
         self.fields[_WORKERS + row * FIELDS + _PID] = 0
@@ -226,10 +230,13 @@ class Board:
 
 
 def _start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot; 0 if there is none, or only its remains."""
+    """Return the start time of a process in clock ticks since boot; 0 if there is none, or only its remains.
+
+    Raises ``OSError`` if that is not known, for example out of file descriptors.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     state, *fields = text.rpartition(")")[2].split()
     return 0 if state in "ZX" else int(fields[18])

@@ -1,7 +1,7 @@
 """Testbed: hosts with rate-limited NICs, made of the network namespaces of one machine.
 
 ``Testbed`` makes them, ``run_job`` starts one process for each rank in them. It needs the package ``pyroute2``
-(``pip install 'fusco[testbed]'``), and root or user namespaces.
+(``pip install '.[testbed]'`` in a checkout), and root or user namespaces.
 """
 
 from __future__ import annotations

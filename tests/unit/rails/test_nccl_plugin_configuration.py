@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from plugin_rig import FLAGS, RAILS
+from plugin_rig import FLAGS, RAILS, pairs, settle, started
 
 from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
 from fusco.core.cache import CacheFolder
 from fusco.core.errors import CompileError
 from fusco.rails import Limits, Rail, nccl_plugin
+from fusco.rails.board import Board
 from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
 
 
@@ -27,6 +36,7 @@ from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
         ("FUSCO_NCCL_RAILS", "lo,127.0.0.1,0,me", "an owner of a rail is no number of a worker"),
         ("FUSCO_NCCL_WORKER", "7", "owns no rail .worker 7"),
         ("FUSCO_NCCL_WORKER", "one", "FUSCO_NCCL_WORKER: it is not the number of a worker.*FUSCO_NCCL_WORKER=one"),
+        ("FUSCO_NCCL_WORKER", "65536", "it is not the number of a worker, from 0 to 65535"),
         ("FUSCO_NCCL_WORKER", "-1", "it is not the number of a worker"),
         ("FUSCO_NCCL_TIMEOUT_S", "soon", "FUSCO_NCCL_TIMEOUT_S: it is not a positive number of seconds.*=soon"),
         ("FUSCO_NCCL_TIMEOUT_S", "0", "it is not a positive number of seconds"),
@@ -98,3 +108,87 @@ def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
     monkeypatch.delenv("FUSCO_NCCL_WORKER")
     with pytest.raises(PluginError, match=r"LOCAL_RANK: it is not the number of a worker.*LOCAL_RANK=first"):
         Plugin(str(plugin_path(flags=FLAGS)))
+
+
+@contextmanager
+def descriptors_left(num):
+    """Let this process open only so many descriptors more."""
+    free = [os.dup(0) for _ in range(num + 1)]
+    for each in free:
+        os.close(each)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_it_does_not_start_and_leaves_nothing(tmp_path):
+    """It needs 9 for three rails and two threads, and one more to read when its process began."""
+    with started(tmp_path) as plugin:
+        plugin.finalize()
+        arguments = (ctypes.byref(ctypes.c_void_p()), 1, None, plugin._logger, None)
+        before = len(os.listdir("/proc/self/fd"))
+        for num in range(9):
+            del plugin.log[:]
+            with descriptors_left(num), pytest.raises(PluginError) as error:
+                plugin.call(plugin.table.init, *arguments)
+            assert error.value.code == SYSTEM_ERROR
+            assert plugin.log[-1].endswith("Too many open files"), num
+            assert len(os.listdir("/proc/self/fd")) == before
+            assert not (tmp_path / "b").exists(), num
+        plugin.call(plugin.table.init, *arguments)
+        with pairs(plugin) as [(sender, receiver)]:
+            settle([sender.isend(b"now"), receiver.irecv(bytearray(3))], sender, receiver)
+
+
+def test_living_workers_keep_their_rows_while_a_process_is_out_of_descriptors(tmp_path):
+    board = Board(tmp_path / "b")
+    board.register(0, 1, RAILS)
+    with started(tmp_path):
+        with descriptors_left(0):
+            time.sleep(0.6)  # rows of the dead are reset every 0.25 s
+            board.reset_dead()
+        assert [each.worker for each in board.workers()] == [0, 1]
+    board.unregister(0)
+    board.close()
+
+
+def test_a_signal_while_the_board_is_locked(tmp_path):
+    """Registering waits for the lock, through signals whose handlers interrupt system calls."""
+    board, seen = Board(tmp_path / "b"), []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))
+    fcntl.flock(board._fd, fcntl.LOCK_EX)
+    released = threading.Timer(0.2, fcntl.flock, (board._fd, fcntl.LOCK_UN))
+    released.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with started(tmp_path):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert seen
+            assert [each.worker for each in board.workers()] == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        released.join()
+    board.close()
+
+
+def test_a_board_that_stays_locked(tmp_path):
+    board = Board(tmp_path / "b")
+    fcntl.flock(board._fd, fcntl.LOCK_EX)
+    with (
+        pytest.raises(PluginError, match=r"another process has held its lock for 0\.2 s"),
+        started(tmp_path, timeout_s=0.2),
+    ):
+        pass
+    fcntl.flock(board._fd, fcntl.LOCK_UN)
+    board.close()
+
+
+def test_a_board_whose_path_is_long(tmp_path):
+    folder = tmp_path / ("long" * 50) / ("path" * 50)
+    folder.mkdir(parents=True)
+    with started(folder):
+        assert (folder / "b").stat().st_size

@@ -6,20 +6,35 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
 import numpy as np
 import pytest
-from plugin_rig import FLAGS, LIMITS, RAILS, address_of, message, pairs, python_sender, settle, started
+from plugin_rig import (
+    FLAGS,
+    LIMITS,
+    RAILS,
+    SOME,
+    address_of,
+    connected_by_hand,
+    message,
+    pairs,
+    python_sender,
+    settle,
+    started,
+)
 
 from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
+from fusco.rails import Limits
 from fusco.rails.board import Board
 from fusco.rails.handshake import Handshake, Introduction
 from fusco.rails.nccl import environment_of_plugin, plugin_path
-from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, pack
+from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, RECORD_BYTES, TOO_LARGE, Record, pack, unpack
 
 PEER = """
 import os, sys, time
@@ -147,6 +162,68 @@ def test_rails_fail_under_load_and_come_back(tmp_path):
             time.sleep(0.01)
 
 
+class Gate(list):
+    """A log of the plugin that holds the thread which says something until it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def append(self, line):
+        super().append(line)
+        self.reached.set()
+        assert self.opened.wait(10.0)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["writes later", "waits to write"])
+def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(tmp_path, is_full):
+    """The plugin's thread is held while the peer acknowledges, leaves and resets, so it writes before it reads."""
+    with started(tmp_path, limits=Limits(chunk_bytes=8 << 20, no_rail_s=1.0)) as plugin:
+        handle, listen = plugin.listen()
+        rail1, rail0 = (connected_by_hand(address_of(handle), b"n" * 16, rail) for rail in (1, 0))
+        comm = plugin.accept(listen)
+        sender, receiver = (PluginChannel(plugin, comm, is_sender=each) for each in (True, False))
+        sends = [sender.isend(b"all"), *([sender.isend(SOME)] if is_full else [])]
+        received = receiver.irecv(bytearray(1))
+        sender.progress(), receiver.progress()
+        rail1.sendall(b"".join(pack(Record(i, 8 << 20, kind=GRANT)) for i in range(len(sends))))
+        while unpack(rail1.recv(RECORD_BYTES, socket.MSG_WAITALL)).kind != DATA:
+            pass
+        assert rail1.recv(3, socket.MSG_WAITALL) == b"all"
+        if is_full:
+            assert unpack(rail1.recv(RECORD_BYTES, socket.MSG_WAITALL))[:2] == (1, len(SOME))
+        plugin.log = Gate()
+        rail0.sendall(pack(Record(0, 2, kind=TOO_LARGE)))  # the plugin says so
+        assert plugin.log.reached.wait(5.0)
+        rail1.sendall(pack(Record(0, 3, kind=ACK)) + pack(Record(kind=BYE)))
+        rail1.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rail1.close()
+        rail0.close()
+        plugin.log.opened.set()
+        settle([*sends, received], sender, receiver, limit_s=5.0)
+        assert sends[0].wait() == 3
+        assert not is_full or sends[1].error.code == REMOTE_ERROR
+        assert any("the peer has closed its end" in line for line in plugin.log)
+        sender.close()
+        plugin.call(plugin.table.closeListen, listen)
+
+
+def test_a_message_of_more_bytes_than_there_are_costs_its_connection(tmp_path):
+    with started(tmp_path) as plugin:
+        handle, listen = plugin.listen()
+        for kind in (TOO_LARGE, GRANT):
+            with connected_by_hand(address_of(handle), bytes([kind]) * 16, 1) as client:
+                receiver = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
+                receiver.irecv(bytearray(1))
+                receiver.progress()
+                assert unpack(client.recv(RECORD_BYTES, socket.MSG_WAITALL)).kind == GRANT
+                client.sendall(pack(Record(0, 2**64 - 1, kind=kind)))
+                with suppress(ConnectionResetError):
+                    assert client.recv(1) == b""
+                receiver.close()
+        plugin.call(plugin.table.closeListen, listen)
+
+
 KINDS = (DATA, GRANT, ACK, TOO_LARGE, RAIL_DOWN, BYE)
 
 
@@ -167,13 +244,8 @@ def test_records_that_are_forged_cost_their_connection_only(tmp_path):
         for i in range(60):
             handle, listen = plugin.listen()
             address = address_of(handle)
-            rail = int(rng.integers(3))
-            this = Introduction(0, 3, 4096 if rng.random() < 0.5 else 65536, rng.bytes(16), rail, 1)
-            handshake = Handshake(address.secret, this, is_server=False)
-            with socket.create_connection(address.rails[rail], timeout=5.0) as client:
-                for _ in range(2):
-                    expected = client.recv(handshake.num_expected, socket.MSG_WAITALL)
-                    client.sendall(handshake.receive(expected))
+            rail, chunk_bytes = int(rng.integers(3)), 4096 if rng.random() < 0.5 else 65536
+            with connected_by_hand(address, rng.bytes(16), rail, chunk_bytes) as client:
                 comm = PluginChannel(plugin, plugin.accept(listen), is_sender=False)
                 receives = [comm.irecv(bytearray(int(rng.integers(0, 100_000)))) for _ in range(3)]
                 comm.progress()

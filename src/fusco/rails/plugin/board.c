@@ -23,6 +23,8 @@ enum {
   BOARD_BYTES = 8192 + MAX_WORKERS * ROW_FIELDS * 8
 };
 enum { PID, START, WORKER, OWNED };
+static const uint64_t UNKNOWN = UINT64_MAX;
+static const double LEAVE_S = 1.0;
 
 struct header {
   char magic[8];
@@ -40,15 +42,17 @@ static uint64_t *cell(const struct board *board, int row, int rail) {
 }
 static uint64_t *worker_row(const struct board *board, int row) { return board->fields + WORKERS + row * NUM_FIELDS; }
 
-/* Start time of a process in clock ticks since boot; 0 if there is none, or only its remains. */
+/* Start time of a process in clock ticks since boot; 0 if there is none, or only its remains; UNKNOWN with errno. */
 static uint64_t start_time(uint64_t pid) {
   char path[64], text[1024];
   snprintf(path, sizeof path, "/proc/%llu/stat", (unsigned long long)pid);
   int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return 0;
+  if (fd < 0) return errno == ENOENT ? 0 : UNKNOWN; /* such as out of descriptors */
   ssize_t n = read(fd, text, sizeof text - 1);
+  int code = errno;
   close(fd);
-  if (n <= 0) return 0;
+  errno = code;
+  if (n <= 0) return !n || errno == ESRCH ? 0 : UNKNOWN;
   text[n] = 0;
   char *rest = strrchr(text, ')'), state = 0;
   if (!rest) return 0;
@@ -61,8 +65,22 @@ static uint64_t start_time(uint64_t pid) {
 }
 
 static bool is_dead(const struct board *board, int row) {
-  uint64_t *worker = worker_row(board, row), pid = get(worker + PID);
-  return pid && start_time(pid) != get(worker + START);
+  uint64_t *worker = worker_row(board, row), pid = get(worker + PID), start = pid ? start_time(pid) : UNKNOWN;
+  return start != UNKNOWN && start != get(worker + START);
+}
+
+/* Lock the file for at most so long, whatever signals come; NULL, or why not. */
+static const char *lock(struct board *board, double limit_s) {
+  int64_t end = now_ns() + (int64_t)(1e9 * limit_s);
+  while (flock(board->fd, LOCK_EX | LOCK_NB)) {
+    if (errno != EWOULDBLOCK && errno != EINTR) return strerror(errno);
+    if (now_ns() > end) {
+      snprintf(board->problem, sizeof board->problem, "another process has held its lock for %g s", limit_s);
+      return board->problem;
+    }
+    usleep(1000);
+  }
+  return NULL;
 }
 
 static void changed(struct board *board) { set(board->fields + GENERATION, get(board->fields + GENERATION) + 1); }
@@ -102,11 +120,16 @@ static const char *check_or_format(int fd, const struct stat *found) {
   return NULL;
 }
 
-bool board_open(struct board *board, const char *path, char *why, size_t why_bytes) {
+bool board_open(struct board *board, const char *path, double limit_s, char *why, size_t why_bytes) {
   struct stat found;
   board->row = -1;
+  board->limit_s = limit_s;
+  if (path && strlen(path) >= sizeof board->path) {
+    snprintf(why, why_bytes, "the path of the board of rails has %zu bytes, more than %zu", strlen(path), sizeof board->path - 1);
+    return false;
+  }
   if (path) {
-    snprintf(board->path, sizeof board->path, "%s", path);
+    strcpy(board->path, path);
   } else {
     unsigned long long network = stat("/proc/self/ns/net", &found) ? 0 : found.st_ino;
     snprintf(board->path, sizeof board->path, "/dev/shm/fusco-rails-v%d-%u-%llu", VERSION, getuid(), network);
@@ -114,10 +137,9 @@ bool board_open(struct board *board, const char *path, char *why, size_t why_byt
   const char *problem = NULL;
   for (;;) { /* until the file that is open was not removed meanwhile */
     board->fd = open(board->path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (board->fd < 0 || flock(board->fd, LOCK_EX) || fstat(board->fd, &found)) {
-      problem = strerror(errno);
-      break;
-    }
+    problem = board->fd < 0 ? strerror(errno) : lock(board, limit_s);
+    if (!problem && fstat(board->fd, &found)) problem = strerror(errno);
+    if (problem) break;
     if (found.st_nlink) {
       problem = check_or_format(board->fd, &found);
       flock(board->fd, LOCK_UN);
@@ -139,7 +161,12 @@ bool board_open(struct board *board, const char *path, char *why, size_t why_byt
 }
 
 bool board_register(struct board *board, const struct host *host, char *why, size_t why_bytes) {
-  flock(board->fd, LOCK_EX);
+  uint64_t pid = (uint64_t)getpid(), start = start_time(pid);
+  const char *problem = start == UNKNOWN ? strerror(errno) : lock(board, board->limit_s);
+  if (problem) {
+    snprintf(why, why_bytes, "cannot register on the board of rails %s: %s", board->path, problem);
+    return false;
+  }
   count_workers(board);
   int row = 0;
   while (row < MAX_WORKERS && get(worker_row(board, row) + PID)) row++;
@@ -150,8 +177,8 @@ bool board_register(struct board *board, const struct host *host, char *why, siz
       set((uint64_t *)(at + 16), host->rails[i].bits_per_s);
     }
     clear_row(board, row);
-    uint64_t *worker = worker_row(board, row), pid = (uint64_t)getpid();
-    set(worker + START, start_time(pid));
+    uint64_t *worker = worker_row(board, row);
+    set(worker + START, start);
     set(worker + WORKER, (uint64_t)host->worker);
     set(worker + OWNED, host->direct);
     set(worker + PID, pid);
@@ -168,7 +195,10 @@ bool board_register(struct board *board, const struct host *host, char *why, siz
 
 /* Give the row back, and remove the file if it was the last; the memory stays. */
 void board_leave(struct board *board) {
-  flock(board->fd, LOCK_EX);
+  if (lock(board, LEAVE_S)) { /* a row is cleared again when it is taken */
+    if (board->row >= 0) set(worker_row(board, board->row) + PID, 0);
+    return;
+  }
   if (board->row >= 0) free_row(board, board->row);
   struct stat file, ours;
   bool is_this = !stat(board->path, &file) && !fstat(board->fd, &ours) && file.st_ino == ours.st_ino;

@@ -1,6 +1,7 @@
 /* A channel: messages between two workers over all rails of their hosts, in order; channel.py and its queues. */
 #include "rails.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +10,11 @@
 
 static const int64_t RETRY_NS = 100000, /* a quarter of what a chunk takes at 10 Gbit/s */
                      RESCUE_NS = 5000000, CLOSING_NS = 1000000000, DRAINING_NS = 200000000;
-enum { LATE = 4, CLOSE_LIMIT_S = 5 };
+enum {
+  LATE = 4,
+  CLOSE_LIMIT_S = 5,
+  READ_BUDGET = 4 << 20 /* bytes read before other connections get their turn */
+};
 
 static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes) {
   return num_bytes ? (uint32_t)((num_bytes - 1) / chunk_bytes + 1) : 1; /* an empty message arrives, too */
@@ -169,11 +174,18 @@ void channel_pump(struct channel *channel) {
   channel_write(channel);
 }
 
+/* If a write fails, take what came before: acknowledgements, and word that the peer has left. NULL, or why it failed. */
+static const char *write_or_read_rest(struct connection *connection) {
+  const char *why = connection_write(connection);
+  if (why) connection_read(connection, SSIZE_MAX);
+  return why;
+}
+
 void channel_write(struct channel *channel) {
   for (int rail = 0; rail < channel->num_rails; rail++) {
     struct connection *connection = channel->connections[rail];
     if (!connection || connection->wants_write || !connection_has_output(connection)) continue;
-    const char *why = connection_write(connection);
+    const char *why = write_or_read_rest(connection);
     if (why) {
       channel_drop(connection, why, true);
     } else if (connection->wants_write) {
@@ -347,10 +359,10 @@ void channel_on_event(struct watched *watched, uint32_t events) {
   struct channel *channel = connection->channel;
   const char *why = NULL;
   if (events & EPOLLOUT) {
-    why = connection_write(connection);
+    why = write_or_read_rest(connection);
     if (!why && !connection->wants_write) loop_watch(channel->loop, watched, EPOLLIN, false);
   }
-  if (!why && events & ~(uint32_t)EPOLLOUT) why = connection_read(connection);
+  if (!why && events & ~(uint32_t)EPOLLOUT) why = connection_read(connection, READ_BUDGET);
   if (why) channel_drop(connection, why, true);
   if (!channel->closing_ns) channel_write(channel); /* chunks follow, in turn with other channels */
 }

@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 enum {
-  READ_BUDGET = 4 << 20,             /* bytes read before other connections get their turn */
   /* Of the socket's buffer. Credits wait behind it, so it is short; but it feeds the rail while the core is busy. */
   MAX_UNSENT = 256 * 1024,
   LATE_AVERAGED_OVER = 8,
@@ -166,19 +165,19 @@ const char *connection_write(struct connection *connection) {
 static const char *take_header(struct connection *connection) {
   struct record *record = &connection->record;
   connection->num_header = 0;
-  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE) return "bytes that are no record";
+  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) return "bytes that are no record";
   if (record->kind != DATA && record->kind != TOO_LARGE) return channel_take(connection, record, true);
   connection->reads_payload = true;
   connection->num_payload = 0;
   return NULL;
 }
 
-const char *connection_read(struct connection *connection) {
+const char *connection_read(struct connection *connection, ssize_t budget) {
   struct channel *channel = connection->channel;
   struct record *record = &connection->record;
   const char *why = NULL;
   bool has_payload = false;
-  for (ssize_t budget = READ_BUDGET; budget > 0 && !connection->is_closed && !why;) {
+  while (budget > 0 && !connection->is_closed && !why) {
     bool is_wanted = false;
     char *memory = (char *)record + connection->num_header;
     size_t room = RECORD_BYTES - connection->num_header;

@@ -130,7 +130,7 @@ static const char *parse_policy(struct host *host, char *text) {
 
 static const char *parse_worker(struct host *host, char *text) {
   long long number;
-  if (!parse_number(text, 0, INT32_MAX, &number)) return "it is not the number of a worker, from 0";
+  if (!parse_number(text, 0, UINT16_MAX, &number)) return "it is not the number of a worker, from 0 to 65535";
   host->worker = (int)number;
   return NULL;
 }
@@ -187,8 +187,10 @@ static int count_loops(const struct host *host) {
   return num < 1 ? 1 : num > 4 ? 4 : (int)num;
 }
 
+static void end(struct host *host);
+
 static bool start(struct host *host) {
-  char why[512] = "threads could not be started";
+  char why[1536];
   host->pid = getpid();
   host->num_loops = count_loops(host);
   host->loops = calloc((size_t)host->num_loops, sizeof *host->loops);
@@ -196,7 +198,11 @@ static bool start(struct host *host) {
   pthread_mutex_init(&host->lock, NULL);
   random_bytes(&host->num_listens, sizeof host->num_listens);
   if (!host->loops) abort();
-  if (!board_open(&host->board, variable("FUSCO_NCCL_BOARD"), why, sizeof why)) goto failed;
+  if (host->query_fd < 0) {
+    snprintf(why, sizeof why, "cannot make a socket to look at links: %s", strerror(errno));
+    goto failed;
+  }
+  if (!board_open(&host->board, variable("FUSCO_NCCL_BOARD"), host->timeout_s, why, sizeof why)) goto failed;
   if (!board_register(&host->board, host, why, sizeof why) || !joining_listen(host, why, sizeof why)) {
     board_close(&host->board);
     goto failed;
@@ -204,17 +210,19 @@ static bool start(struct host *host) {
   the_host = host;
   host_check_links();
   for (int i = 0; i < host->num_loops; i++) {
-    if (!loop_start(host->loops + i, i)) { /* the system is out of threads or descriptors; nothing else will work */
-      say(true, "%s: %s", why, strerror(errno));
-      abort();
-    }
+    if (loop_start(host->loops + i, i)) continue;
+    say(true, "thread %d of %d could not be started: %s", i + 1, host->num_loops, strerror(errno));
+    for (int j = 0; j < i; j++) loop_stop(host->loops + j);
+    host->num_loops = i + 1;
+    end(host);
+    return false;
   }
   for (int i = 0; i < host->num_rails; i++) loop_watch(host->loops, &host->listeners[i]->watched, EPOLLIN, true);
   say(false, "worker %d of this host, %d rails, %d threads, board %s", host->worker, host->num_rails, host->num_loops, host->board.path);
   return true;
 failed:
   say(true, "%s", why);
-  close(host->query_fd);
+  if (host->query_fd >= 0) close(host->query_fd);
   free(host->loops);
   return false;
 }
@@ -233,8 +241,8 @@ static bool has_channels(const struct host *host) {
   return false;
 }
 
-/* After end_threads. */
-static void release(struct host *host) {
+/* Close and free all but the host itself, after end_threads. */
+static void end(struct host *host) {
   joining_stop(host);
   while (host->listens) {
     struct listen *listen = host->listens;
@@ -247,6 +255,10 @@ static void release(struct host *host) {
   close(host->query_fd);
   free(host->loops);
   the_host = NULL;
+}
+
+static void release(struct host *host) {
+  end(host);
   free(host);
 }
 

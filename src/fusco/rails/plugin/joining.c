@@ -109,7 +109,6 @@ static void leave(struct joining *joining) { /* the host's list */
 
 static void refuse(struct joining *joining) {
   leave(joining);
-  the_host->num_refused++;
   loop_forget(joining->loop, &joining->watched, false);
 }
 

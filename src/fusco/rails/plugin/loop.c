@@ -197,7 +197,10 @@ bool loop_start(struct loop *loop, int index) {
   pthread_mutex_init(&loop->lock, NULL);
   struct epoll_event event = {.events = EPOLLIN};
   bool works = loop->epoll_fd >= 0 && loop->wake_fd >= 0 && !epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, loop->wake_fd, &event);
-  works = works && !pthread_create(&loop->thread, NULL, run, loop);
+  if (works) {
+    errno = pthread_create(&loop->thread, NULL, run, loop);
+    works = !errno;
+  }
   if (works) {
     char name[16] = "fusco-rails-0";
     name[12] = (char)('0' + index);

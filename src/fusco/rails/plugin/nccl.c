@@ -95,7 +95,7 @@ static const char MAGIC[4] = "FRH1";
 static _Atomic(logger) the_log;
 
 void say(bool warns, const char *format, ...) {
-  char text[1536];
+  char text[2048];
   logger log = the_log;
   va_list arguments;
   va_start(arguments, format);

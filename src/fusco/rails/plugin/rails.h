@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 
 enum {
   MAX_RAILS = 16,
@@ -42,7 +43,8 @@ struct board {
   int fd, row;
   uint64_t *fields; /* NULL: closed */
   int64_t rest_ns;  /* by which times are set back when nothing is under way */
-  char path[256];
+  double limit_s;   /* of a wait for its lock */
+  char path[1024], problem[64];
 };
 
 struct rail {
@@ -55,7 +57,7 @@ struct rail {
 };
 
 struct host;
-bool board_open(struct board *board, const char *path, char *why, size_t why_bytes);
+bool board_open(struct board *board, const char *path, double limit_s, char *why, size_t why_bytes);
 bool board_register(struct board *board, const struct host *host, char *why, size_t why_bytes);
 void board_leave(struct board *board);
 void board_close(struct board *board);
@@ -92,7 +94,7 @@ struct loop {
   char scratch[256 * 1024];  /* for payloads that have arrived before */
 };
 
-bool loop_start(struct loop *loop, int index);
+bool loop_start(struct loop *loop, int index); /* false with errno; loop_free follows in any case */
 void loop_stop(struct loop *loop);
 void loop_watch(struct loop *loop, struct watched *watched, uint32_t events, bool is_new);
 void loop_forget(struct loop *loop, struct watched *watched, bool aborts); /* closes and, later, releases it */
@@ -138,7 +140,6 @@ struct host {
   struct joining *joinings; /* of loop 0: connections of peers whose handshake is under way, the newest first */
   int num_joinings;
   int64_t paused_until_ns; /* accepting, after it has failed */
-  atomic_int num_refused;
   atomic_uint links;          /* mask of the rails that have a link */
   atomic_uint waiting;        /* mask of the loops whose channels wait for room on a rail */
   /* Chunks of all channels on each rail: NCCL has many, and the direct rail must not hold what idle ones could take. */
@@ -208,7 +209,7 @@ struct connection *connection_new(struct channel *channel, int fd, int rail, uin
 void connection_credit(struct connection *connection, const struct record *record);
 bool connection_has_output(const struct connection *connection);
 const char *connection_write(struct connection *connection); /* NULL, or why it has failed */
-const char *connection_read(struct connection *connection);
+const char *connection_read(struct connection *connection, ssize_t budget); /* the same, after so many bytes or all */
 struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk);
 void connection_remove(struct connection *connection, struct posted *posted);
 void connection_note_passed(struct connection *connection, struct posted *posted);
