@@ -14,7 +14,7 @@ from integration_cases import HIDDEN, KINDS, NUM_LOCAL, cases, law_of
 
 from comparison import assert_same_bits
 from fusco import ClosedError, PeerFailureError
-from fusco.integrations.deep_ep_buffer import Buffer
+from fusco.integrations.deep_ep_buffer import Buffer, Config
 from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.elastic_buffer import ElasticBuffer
 from fusco.integrations.hybrid_ep import HybridEPBuffer
@@ -313,6 +313,17 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(
         lambda: hybrid.combine_with_unpermute(hidden=permuted, handle=of_hybrid),
         lambda: hybrid.combine_with_unpermute(hidden=permuted),
+    )
+    # Along a handle of an earlier communicator than the latest.
+    many = 9
+    first.dispatch(x.repeat(many, 1), is_token_in_rank=is_in.repeat(many, 1), num_tokens_per_expert=many * of_experts)
+    second.dispatch(x.repeat(many, 1), topk_idx=ids.repeat(many, 1), num_experts=NUM_LOCAL * 2, do_expand=True)
+    too_few = Config(num_sms=-1)
+    attempt(lambda: first.dispatch(x, handle), lambda: first.dispatch(x, handle, config=too_few))
+    attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, handle, config=too_few))
+    attempt(
+        lambda: second.dispatch(x, handle=of_second),
+        lambda: second.dispatch(x, handle=of_second, use_tma_aligned_col_major_sf=True),
     )
     assert torch.equal(first.combine(rows, handle)[0], x * is_in.sum(1, keepdim=True))  # all of them work
     assert torch.equal(second.combine(expanded, of_second)[0], 2 * x)

@@ -200,8 +200,10 @@ class Buffer:
         payloads = list(x) if isinstance(x, tuple) else [x]
         if handle is not None:
             with self._rows.comms.rejecting_latest():
+                known = checked_handle(handle[1])
+            with known.comm.rejecting():
                 wait_for(previous_event)
-                known, launch = checked_handle(handle[1]), self._launch(config)
+                launch = self._launch(config)
             again = dispatch_again(payloads, known, launch)
             return again if isinstance(x, tuple) else again[0], None, None, [], None, finished(async_finish)
         with self._rows.comms.rejecting():
@@ -253,8 +255,10 @@ class Buffer:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
         """
         with self._rows.comms.rejecting_latest():
+            sent = checked_handle(handle[1])
+        with sent.comm.rejecting():
             wait_for(previous_event)
-            sent, launch = checked_handle(handle[1]), self._launch(config)
+            launch = self._launch(config)
             parts = (x,) if topk_weights is None else (x, topk_weights.float())
         sums, *of_tokens = combine(parts, sent, launch)
         for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):

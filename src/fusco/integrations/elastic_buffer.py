@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.autograd import rows_of_weights
+from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle, checked_ep_handle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows
+from fusco.integrations.growth import GrowingCommunicator
 
 _UNSUPPORTED = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
 _NO_BUFFER_BYTES = 1  # of size hints: memory is allocated by the calls' own sizes
@@ -178,8 +180,12 @@ class ElasticBuffer:
             ``None`` without weights; the handle; the event.
         """
         given, expert_rows = x if isinstance(x, tuple) else (x,), self._rows_of(num_experts)
-        comms, asked, static = expert_rows.comms, None, None
-        with comms.rejecting() if handle is None else comms.rejecting_latest():
+        comms: GrowingCommunicator | Communicator = expert_rows.comms
+        asked, static = None, None
+        if handle is not None:
+            with expert_rows.comms.rejecting_latest():
+                comms = checked_ep_handle(handle).sent.comm
+        with comms.rejecting():
             wait_for(previous_event, previous_event_before_epilogue)
             if use_tma_aligned_col_major_sf:
                 _refuse("use_tma_aligned_col_major_sf=True")
@@ -194,8 +200,6 @@ class ElasticBuffer:
                 max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
                 asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
                 static = self._static_rows(asked) if do_cpu_sync is False else None
-            else:
-                checked_ep_handle(handle)
         if asked is not None:
             handle = _dispatch(expert_rows, payloads, topk_weights, asked, static, launch)
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
@@ -255,7 +259,7 @@ class ElasticBuffer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _rows_of(self, num_experts: int | None) -> ExpertRows:
-        """Return what dispatches to so many experts; for an unknown number, the one that was used last, if any."""
+        """Return what dispatches to so many experts; for an unknown number, the one that was made last, if any."""
         if num_experts is None:
             return next(reversed(self._by_num_experts.values()), None) or ExpertRows(self.group, self.num_ranks)
         if num_experts not in self._by_num_experts:
