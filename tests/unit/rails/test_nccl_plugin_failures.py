@@ -208,6 +208,17 @@ def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(t
         plugin.call(plugin.table.closeListen, listen)
 
 
+def test_peers_that_connect_while_the_plugin_ends_are_told(tmp_path):
+    """Whenever that is: their connections are closed, whether or not a thread has taken them up."""
+    for _ in range(40):
+        with started(tmp_path) as plugin:
+            address = address_of(plugin.listen()[0])
+            client = connected_by_hand(address, bytes(16), 1)
+        with client, suppress(ConnectionResetError):
+            while client.recv(100):  # TimeoutError after 5 s
+                pass
+
+
 def test_a_message_of_more_bytes_than_there_are_costs_its_connection(tmp_path):
     with started(tmp_path) as plugin:
         handle, listen = plugin.listen()

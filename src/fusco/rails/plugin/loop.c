@@ -187,6 +187,7 @@ static void *run(void *argument) {
     release_dead(loop);
     remove_ended(loop);
   }
+  take_ready(loop); /* channels and connections that came meanwhile end with the others */
   return NULL;
 }
 
