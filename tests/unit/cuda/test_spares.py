@@ -35,6 +35,17 @@ def test_spare_plans_have_one_limit_and_those_of_recent_shapes_stay():
     assert first.take().shape.num_rows == 1
 
 
+def test_shapes_without_spare_plans_take_no_place_of_those_with_some():
+    limit = SpareLimit()
+    small, _ = memories(5, limit)
+    small.take()
+    for num_rows in range(5000, 5100):  # of which each plan is allocated alone
+        large, _ = memories(num_rows, limit)
+        large.take()
+        assert not large._spare
+    assert small._spare
+
+
 def test_all_repeated_calls_have_their_routing_in_the_same_memory():
     topology, capacity = Topology((0, 1, 2)), Capacity(max_tokens_per_rank=50, max_bytes_per_token=8, num_topk=6)
     layout = DeviceLayout(topology, capacity, Settings())

@@ -48,7 +48,8 @@ class Spares(ABC, Generic[_Plan]):
         """Return a new plan: an allocation takes as long as a launch, so mostly one of several made together."""
         if not self._spare:
             self._spare = self._allocate()
-            self._limit.admit(self)
+            if len(self._spare) > 1:
+                self._limit.admit(self)
         return self._spare.pop()
 
     def drop(self) -> None:
