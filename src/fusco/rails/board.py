@@ -30,6 +30,7 @@ import mmap
 import os
 import stat
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ _RAILS, _RAIL_BYTES, _RAIL = 64, 64, struct.Struct("<16sQ")
 _WORKERS = 1088 // 8
 _PID, _START, _WORKER, _DIRECT = range(4)
 _NUM_BYTES = 8192 + MAX_WORKERS * ROW_FIELDS * 8
+_LOCK_S, _LOCK_PAUSE_S = 10.0, 0.001  # changes take microseconds
 _DIRECTORY = Path("/dev/shm")  # noqa: S108  the POSIX shared-memory file system of Linux
 
 
@@ -85,8 +87,15 @@ def default_path(network: int = 0) -> Path:
     return named_path("rails", network or os.stat("/proc/self/ns/net").st_ino)
 
 
+class LockHeldError(SharedMemoryError):
+    """Another process holds the lock of a board for longer than changes take."""
+
+
 class Board:
-    """The board, mapped; ``fields`` are its 64-bit numbers. The last user removes the file."""
+    """The board, mapped; ``fields`` are its 64-bit numbers. The last user removes the file.
+
+    Whatever changes it waits for its lock, at most 10 s, then raises ``LockHeldError``.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         """Open the board, or make it; ``SharedMemoryError`` if that fails or another user owns the file."""
@@ -102,7 +111,7 @@ class Board:
         """Unmap the board; without registered workers that live, remove its file."""
         if self._fd < 0:
             return
-        with self._locked():
+        with contextlib.suppress(LockHeldError), self._locked():  # a file that stays is for its next user
             self._reset_dead()
             if not self.workers():
                 self.path.unlink(missing_ok=True)
@@ -148,7 +157,7 @@ class Board:
     def reset_dead(self) -> None:
         """Free the rows of processes that have ended, unless another process is changing the board."""
         if any(not self._is_alive(each) for each in self.workers()):
-            with contextlib.suppress(BlockingIOError), self._locked(fcntl.LOCK_NB):
+            with contextlib.suppress(LockHeldError), self._locked(limit_s=0):
                 self._reset_dead()
 
     def workers(self) -> list[WorkerRow]:
@@ -175,7 +184,7 @@ class Board:
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                self._lock(fd)
                 found = os.fstat(fd)
                 if found.st_nlink:
                     self._check_or_format(fd, found)
@@ -196,9 +205,20 @@ class Board:
         elif found.st_size != _NUM_BYTES or os.pread(fd, _HEADER.size, 0) != header:
             raise SharedMemoryError(f"{self.path} is no board of rails of version {_VERSION}; remove it")
 
+    def _lock(self, fd: int, limit_s: float | None = None) -> None:
+        limit_s = _LOCK_S if limit_s is None else limit_s
+        until_s = time.monotonic() + limit_s
+        while not _has_locked(fd):
+            if time.monotonic() >= until_s:
+                raise LockHeldError(
+                    f"another process has held the lock of the board of rails {self.path} for {limit_s} s: "
+                    f"fuser {self.path} shows those that have it open"
+                )
+            time.sleep(_LOCK_PAUSE_S)
+
     @contextlib.contextmanager
-    def _locked(self, flags: int = 0) -> Iterator[None]:
-        fcntl.flock(self._fd, fcntl.LOCK_EX | flags)
+    def _locked(self, limit_s: float | None = None) -> Iterator[None]:
+        self._lock(self._fd, limit_s)
         try:
             yield
         finally:
@@ -240,3 +260,11 @@ def _start_time(pid: int) -> int:
         return 0
     state, *fields = text.rpartition(")")[2].split()
     return 0 if state in "ZX" else int(fields[18])
+
+
+def _has_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,17 +1,19 @@
 """The board: rows, borrowed chunks, dead workers, and the monitors that read it."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
 from fusco.core.errors import SharedMemoryError
 from fusco.rails import board as layout
-from fusco.rails.board import Board
+from fusco.rails.board import Board, LockHeldError
 from fusco.rails.board_row import BoardRow
 from fusco.rails.monitor import ActivityMonitor, CompletionMonitor
 from fusco.rails.rail import Rail
@@ -155,6 +157,19 @@ def test_files_that_are_no_board(path):
     path.symlink_to("/etc/passwd")
     with pytest.raises(SharedMemoryError, match="cannot open the board of rails"):
         Board(path)
+
+
+def test_a_board_that_another_process_keeps_locked(board, path):
+    row, other = board.register(0, 1, []), Board(path)
+    fcntl.flock(other._fd, fcntl.LOCK_EX)
+    with mock.patch.object(layout, "_LOCK_S", 0.05):
+        for change in (lambda: Board(path), lambda: row_of(board, 1), lambda: board.unregister(row)):
+            with pytest.raises(LockHeldError, match=rf"has held the lock of the board of rails {path} for 0\.05 s"):
+                change()
+    board.reset_dead()  # waits for nothing
+    fcntl.flock(other._fd, fcntl.LOCK_UN)
+    board.unregister(row)
+    other.close()
 
 
 def test_a_full_board(board, monkeypatch):
