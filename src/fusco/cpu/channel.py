@@ -68,27 +68,22 @@ class RingIn:
 
 
 class SendRing:
-    """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent.
-
-    The first that is free is next: a slow destination keeps its own slots only, and a fast network those in the cache.
-    """
+    """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
 
     def __init__(self, transport: Transport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
         self._tickets: list[Ticket | None] = [None] * len(slots)
-        self._next = 0  # the slot that was returned last
+        self._next = 0
 
     def slot(self) -> torch.Tensor | None:
-        """Return a free slot, uint8 (slot_bytes,), or ``None`` while the messages of all are still on the network."""
-        for index, ticket in enumerate(self._tickets):
-            if ticket is None or ticket.is_done:
-                self._next = index
-                return self._slots[index]
-        return None
+        """Return the next slot, uint8 (slot_bytes,), or ``None`` while its last message is still on the network."""
+        ticket = self._tickets[self._next]
+        return self._slots[self._next] if ticket is None or ticket.is_done else None
 
     def commit(self, num_bytes: int, dst: int) -> None:
-        """Send the first ``num_bytes`` of the slot that ``slot`` returned."""
+        """Send the first ``num_bytes`` of the slot."""
         self._tickets[self._next] = self._transport.send(self._slots[self._next][:num_bytes], dst)
+        self._next = (self._next + 1) % len(self._slots)
 
     @property
     def is_drained(self) -> bool:

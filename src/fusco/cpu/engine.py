@@ -87,9 +87,10 @@ class CpuEngine:
             resources.callback(self._transport.close)  # before the memory, which messages may still be written to
             shape = (self._layout.num_private_slots, self._layout.slot_bytes)
             self._private = torch.empty(shape, dtype=torch.uint8, device="cpu")
-            # All private slots but the last, which is for sums: dispatch and combine need no receive slots. With few, a
-            # flow that TCP slows down soon has all of them, and the rank's other flows wait.
-            self._send_slots = list(self._private[:-1])
+            # Over rails a slot is in use until the peer has acknowledged it. In dispatch and combine the receive slots
+            # are free, except the last, for sums.
+            num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
+            self._send_slots = list(self._private[:num_slots])
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._counterparts = Groups.of_same_local_rank(config.topology)
             # Other balancers are the caller's choice of who sends, and stages of when.
