@@ -54,7 +54,7 @@ class Iteration:
     preemptions: int  # involuntary context switches of this thread
     page_faults: int  # of this thread
     device_allocations: int  # segments that PyTorch took from the device or gave back
-    device_growth_bytes: int  # memory of the device that is less free than before, whoever took it
+    device_growth_bytes: int  # by how much the free memory of the device fell, other processes included
 
 
 def measure(align: Callable[[], object], work: Callable[[], object], clock: CallClock, device: str) -> Iteration:
