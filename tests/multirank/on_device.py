@@ -88,6 +88,15 @@ class OnDevice:
     def combine(self, y: Any, handle: Any, **options: Any) -> torch.Tensor:
         return _back(self._comm.combine(_there(y), handle, **options))
 
+    def combine_all(self, ys: Any, handle: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_back, self._comm.combine_all(_there(ys), handle)))
+
+    def dispatch_weights(self, topk_weights: Any, handle: Any) -> torch.Tensor:
+        return _back(self._comm.dispatch_weights(_there(topk_weights), handle))
+
+    def combine_weights(self, values: Any, handle: Any) -> torch.Tensor:
+        return _back(self._comm.combine_weights(_there(values), handle))
+
     def shuffle(self, send: Any, receive: Any) -> None:
         there = _partners_there(receive)
         self._comm.shuffle(_partners_there(send), there)

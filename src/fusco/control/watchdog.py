@@ -272,7 +272,7 @@ class Watchdog:
 
     def report_the_dead(self) -> None:
         """Report dead ranks to all others, which may be on machines from where they are not seen. Any thread may."""
-        if dead := (*self._dead(), *self._liveness.disconnected()):
+        if dead := tuple(sorted({*self._dead(), *self._liveness.disconnected()})):
             reason = "; ".join(map(self._describe_end, dead))
             self._report(FailureReport(dead, reason, self._rank, has_left=True))
 
