@@ -72,8 +72,8 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
     parts = {}
     if (carried / "megatron").exists():
         test = (*python, str(TOOLS / "megatron_tests.py"), "--megatron", str(carried / "megatron"), "--device", device)
-        log = str(out / "megatron-tests.jsonl")
-        parts["megatron-tests"] = Part(command=(*test, "--json", log), limit_s=90.0)
+        records = str(out / "megatron-tests.jsonl")
+        parts["megatron-tests"] = Part(command=(*test, "--json", records), limit_s=90.0)
         if peer:
             other = ("--deep-ep", str(peer), "--json", str(out / "megatron-tests-deep_ep.jsonl"))
             parts["megatron-tests-deep_ep"] = Part(command=(*test, *other), limit_s=60.0, deep_ep=peer)
