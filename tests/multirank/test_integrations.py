@@ -65,6 +65,23 @@ def test_a_handle_replays_rows_and_weights(world):
     world.run(jobs.check_replay, 2)
 
 
+def test_a_handle_takes_other_weights_and_values_each_time(world):
+    world.run(jobs.check_other_weights_along_handles, 2)
+
+
+def test_calls_along_a_handle_compute_little_outside_their_collective(world):
+    for counted in world.run(jobs.ops_along_handles, 2):
+        # On CUDA both combines with values are one collective.
+        assert counted == {
+            "dispatch": (4, 1),
+            "combine": (4, 2),
+            "dispatch_with_permute": (2, 1),
+            "combine_with_unpermute": (5, 2),
+            "version 1: dispatch": (0, 1),
+            "version 1: combine": (0, 1),
+        }
+
+
 def test_one_buffer_serves_layers_with_different_numbers_of_experts(world):
     world.run(jobs.check_layers_with_different_experts, 2)
 

@@ -139,6 +139,11 @@ def rows_of_weights(slot_values: torch.Tensor, handle: Handle) -> torch.Tensor:
     return rows.scatter_(1, handle.plan.slot_to_k[:, None], slot_values.to(dtype)[:, None])
 
 
+def weights_of_slots(of_rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """Return the weight of each slot (num_rows,) of all weights of its token (num_rows, num_topk)."""
+    return of_rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
+
+
 _ROWS_AT_ONCE = 512  # on the CPU: few enough for a cache, many enough for a PyTorch call
 
 

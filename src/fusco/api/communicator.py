@@ -8,7 +8,15 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import CombineRows, DispatchRows, ExchangeRows, Precomputed, Verbs, rows_of_weights
+from fusco.api.autograd import (
+    CombineRows,
+    DispatchRows,
+    ExchangeRows,
+    Precomputed,
+    Verbs,
+    rows_of_weights,
+    weights_of_slots,
+)
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
@@ -257,7 +265,7 @@ class Communicator(Membership):
             launch: device settings, without ``own_stream``.
         """
         (rows,) = self._move_again([_detached(topk_weights)], handle, launch)
-        return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
+        return weights_of_slots(rows, handle)
 
     def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
         """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fusco.core.config import Launch
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.rank_rows import RankRouting, RankRows, checked_handle, combine, dispatch_again, ranks_of
+from fusco.integrations.rank_rows import RankRouting, RankRows, checked_handle, combine, ranks_of
 
 _UNSUPPORTED = (
     "low_latency_dispatch",
@@ -144,11 +144,9 @@ class Buffer:
         """
         wait_for(previous_event)
         is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size).contiguous()
-        of_experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_idx.device)
-        ids = torch.where(topk_idx < 0, num_experts, topk_idx).view(-1)
-        of_experts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        of_experts = _count(topk_idx, num_experts)
         per_rank = is_token_in_rank.sum(0, dtype=torch.int32)
-        return per_rank, None, of_experts[:-1], is_token_in_rank, finished(async_finish)
+        return per_rank, None, of_experts, is_token_in_rank, finished(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -204,7 +202,8 @@ class Buffer:
             with known.comm.rejecting():
                 wait_for(previous_event)
                 launch = self._launch(config)
-            again = dispatch_again(payloads, known, launch)
+                rows_of_tokens = [each.contiguous() for each in payloads]
+            again = known.comm.dispatch_again(rows_of_tokens, known.handle, launch=launch)
             return again if isinstance(x, tuple) else again[0], None, None, [], None, finished(async_finish)
         with self._rows.comms.rejecting():
             wait_for(previous_event)
@@ -223,10 +222,10 @@ class Buffer:
         idx = weights = None
         if topk_idx is not None:
             idx = sent.local_idx()
-            weights = torch.where(idx < 0, 0, sent.weights())
+            weights = sent.weights().clone(memory_format=torch.contiguous_format).masked_fill_(idx < 0, 0)
         counts = [] if num_worst_tokens else self._counts(sent, idx, num_tokens_per_expert, expert_alignment)
         rows = arrived if isinstance(x, tuple) else arrived[0]
-        return rows, idx, weights, counts, (self._prefix_matrix(sent), sent), finished(async_finish)
+        return rows, idx, weights, counts, (self._rows.prefix_matrix(sent), sent), finished(async_finish)
 
     @torch.no_grad()
     def combine(
@@ -293,16 +292,15 @@ class Buffer:
             to_ranks = num_tokens_per_expert.view(self.group_size, num_local).contiguous()
             counts = sent.comm.all_to_all(None, to_ranks).sum(0)
         else:
-            counts = torch.bincount(torch.where(idx < 0, num_local, idx).view(-1), minlength=num_local + 1)[:-1]
+            counts = _count(idx, num_local)
         return [-(-count // alignment) * alignment for count in counts.tolist()]
 
-    def _prefix_matrix(self, sent: RankRouting) -> torch.Tensor:
-        """Return int32 (num_ranks, num_ranks), zero but for this rank's column."""
-        sources = sent.sources()
-        is_from = sources[:, None] == torch.arange(self.group_size, device=sources.device)
-        matrix = torch.zeros(self.group_size, self.group_size, dtype=torch.int32, device=sources.device)
-        matrix[:, self.rank] = is_from.sum(0).cumsum(0).int()
-        return matrix
+
+def _count(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return how often each expert occurs, int32 (num_experts,); the host does not wait, as in ``torch.bincount``."""
+    places = (idx + 1).clamp_(min=0).flatten()
+    counts = idx.new_zeros(num_experts + 2, dtype=torch.int32)
+    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[1:-1]
 
 
 def _refuse(what: str) -> NoReturn:

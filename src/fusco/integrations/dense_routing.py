@@ -40,9 +40,19 @@ def map_to_indices(routing_map: torch.Tensor, num_topk: int) -> torch.Tensor:
     num_experts = routing_map.shape[1]
     descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     first = (routing_map * descending).topk(min(num_topk, num_experts), dim=1).values
-    return torch.where(first > 0, num_experts - first.long(), -1)
+    return (num_experts - first.long()).masked_fill_(first == 0, -1)
 
 
-def dense_weights(topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return weights (num_tokens, num_topk) as float32 (num_tokens, num_experts)."""
-    return indices_to_map(topk_idx, topk_weights, len(topk_idx), num_experts)[1]
+def places_of(topk_idx: torch.Tensor) -> torch.Tensor:
+    """Return where ``scattered`` puts values of experts: one column behind the expert's, and the first for -1."""
+    return topk_idx + 1
+
+
+def scattered(places: torch.Tensor, values: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return values (num_rows, k) by column: (num_rows, num_columns), zero without a value; a view.
+
+    >>> scattered(places_of(torch.tensor([[2, -1]])), torch.tensor([[0.5, 9.0]]), 3).tolist()
+    [[0.0, 0.0, 0.5]]
+    """
+    # The first column is for no expert, the last for ids that are none.
+    return values.new_zeros(len(places), num_columns + 2).scatter_(1, places, values)[:, 1:-1]

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import rows_of_weights
+from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
+from fusco.integrations.along_handles import dispatch_again
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle, checked_ep_handle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows
@@ -310,9 +311,9 @@ def _dispatch_again(
     payloads: list[torch.Tensor], topk_weights: torch.Tensor | None, handle: EPHandle, launch: Launch
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Send other rows, and other weights if there are some, along a handle."""
-    comm, sent = handle.sent.comm, handle.sent.dispatched.handle
-    rows = comm.dispatch_again(payloads, sent, launch=launch)
-    return rows, None if topk_weights is None else comm.dispatch_weights(topk_weights, sent, launch=launch)
+    sent, of_dispatch = handle.sent, handle.sent.dispatched.handle
+    rows, of_rows = dispatch_again(sent.comm, of_dispatch, sent.max_bytes_per_token, payloads, topk_weights, launch)
+    return rows, None if of_rows is None else weights_of_slots(of_rows, of_dispatch)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -21,6 +21,7 @@ class SentRows:
     """A dispatch, and the communicator that owns its handle."""
 
     comm: Communicator
+    max_bytes_per_token: int  # of the communicator
     dispatched: Dispatched
 
     @property
@@ -72,7 +73,7 @@ class ExpertRows:
     ) -> SentRows:
         """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
 
-        def dispatch(comm: Communicator, _: Need) -> SentRows:
+        def dispatch(comm: Communicator, capacity: Need) -> SentRows:
             sent = comm.dispatch(
                 payloads,
                 topk_idx,
@@ -82,15 +83,15 @@ class ExpertRows:
                 static=static,
                 launch=launch,
             )
-            return SentRows(comm, sent)
+            return SentRows(comm, capacity.max_bytes_per_token, sent)
 
         with self.comms.rejecting():
             first = payloads[0]
             need = Need(
                 num_topk=topk_idx.shape[1],
                 max_tokens_per_rank=max(len(first), 1),
-                # Results of FP8 rows come back in 16 bits.
-                max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
+                # Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+                max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2) + 4 * topk_idx.shape[1],
             )
         return self.comms.run(need, first.device, dispatch)
 

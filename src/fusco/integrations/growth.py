@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fusco.api.collective import REFUSALS
 from fusco.api.communicator import Communicator
+from fusco.api.membership import Rejecting
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import Settings
 from fusco.core.errors import (
@@ -22,7 +23,6 @@ from fusco.core.errors import (
     RejectedInputError,
     RowOverflowError,
     SharedMemoryError,
-    cleanup_after,
 )
 
 _Result = TypeVar("_Result")
@@ -101,15 +101,9 @@ class GrowingCommunicator:
                 raise
         return self._run(call)
 
-    @contextmanager
-    def rejecting(self) -> Iterator[None]:
+    def rejecting(self) -> Rejecting:
         """Make an error inside a rejection of the ``run`` that all other ranks call: they raise at once, too."""
-        try:
-            yield
-        except Exception as error:
-            with cleanup_after(error, "the other ranks could not be notified"), suppress(_RejectedHereError):
-                self._reject(str(error) or type(error).__name__)
-            raise
+        return Rejecting(self._reject)
 
     def _reject(self, reason: str) -> None:
         def call(comm: Communicator, _: Need) -> None:
@@ -117,18 +111,15 @@ class GrowingCommunicator:
                 raise _RejectedHereError(reason)
 
         nothing = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
-        if self._capacity is None:
-            self._grow(nothing, self._device, reason)
-        else:
-            self.run(nothing, self._device, call)
+        with suppress(_RejectedHereError):
+            if self._capacity is None:
+                self._grow(nothing, self._device, reason)
+            else:
+                self.run(nothing, self._device, call)
 
-    @contextmanager
-    def rejecting_latest(self) -> Iterator[None]:
+    def rejecting_latest(self) -> AbstractContextManager[None]:
         """Likewise for calls along a handle, which is most likely of the latest communicator."""
-        with ExitStack() as stack:
-            if self._communicators:
-                stack.enter_context(self._communicators[-1].rejecting())
-            yield
+        return self._communicators[-1].rejecting() if self._communicators else nullcontext()
 
     def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
         assert self._capacity is not None

@@ -8,28 +8,29 @@ scales in any call, kernels are cached always, and fusco has no permutation apar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import rows_of_weights
+from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
-from fusco.integrations.dense_routing import dense_weights
+from fusco.integrations.along_handles import dispatch_again
+from fusco.integrations.dense_routing import places_of, scattered
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.rank_rows import (
     RankRouting,
     RankRows,
     checked_handle,
     combine,
     combine_dense,
-    dispatch_again,
     ranks_of,
 )
 from fusco.integrations.routing_maps import RoutingMaps
@@ -40,10 +41,12 @@ class _Sent:
     """A routing that was dispatched: element 0 of the handle that callers pass back."""
 
     comm: Communicator  # the communicator that owns ``handle``
+    max_bytes_per_token: int  # of the communicator
     handle: Handle  # of its dispatch
     topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
     num_experts: int  # of all ranks together
+    kept: KeptTensors = field(default_factory=KeptTensors)  # at most 16 bytes a token and k
 
 
 class HybridEPBuffer:
@@ -188,7 +191,7 @@ class HybridEPBuffer:
             weights = None if topk_weights is None else topk_weights.float()
             ids, need = topk_idx, self._need(payloads, topk_idx)
 
-        def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, torch.Tensor, Dispatched]:
+        def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, Need, torch.Tensor, Dispatched]:
             padded = _padded(ids, capacity.num_topk, -1)
             padded_weights = None if weights is None else _padded(weights, capacity.num_topk, 0)
             sent = comm.dispatch(
@@ -200,22 +203,25 @@ class HybridEPBuffer:
                 static=static,
                 launch=self._dispatch_launch,
             )
-            return comm, padded, sent
+            return comm, capacity, padded, sent
 
-        comm, ids, sent = comms.run(need, hidden.device, dispatch)
+        comm, capacity, ids, sent = comms.run(need, hidden.device, dispatch)
         self._maps.widen(ids.shape[1])
-        counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
-        if lost is not None:
-            has_overflow = has_overflow | (lost > 0)
-        if not non_blocking:
+        if non_blocking:
+            counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
+            if lost is not None:
+                has_overflow |= lost > 0
+            overflow = has_overflow.int()
+        else:
             counts = counts_on_host(sent)
             with comm.rejecting():
                 self._maps.require_none_lost()
+            overflow = ids.new_zeros(1, dtype=torch.int32)
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
-        kept = _Sent(comm, sent.handle, ids, counts, num_experts)
-        return sent.rows, sent.weights, scales, counts, (kept, *[None] * 9, has_overflow.int())
+        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, ids, counts, num_experts)
+        return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -250,7 +256,8 @@ class HybridEPBuffer:
             return sent.comm.combine(rows, sent.handle, weights=None, launch=launch), None
         parts = (rows, values_of_rows)
         sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
-        return sums, dense_weights(sent.topk_idx, values, sent.num_experts)
+        places = sent.kept.get("places", values.device, lambda: places_of(sent.topk_idx))
+        return sums, scattered(places, values, sent.num_experts).contiguous()
 
     @torch.no_grad()
     def dispatch(
@@ -277,9 +284,7 @@ class HybridEPBuffer:
         """
         payloads = [each for each in (hidden, scaling_factor) if each is not None]
         if handle is not None:
-            with self._rank_rows.comms.rejecting_latest():
-                sent = checked_handle(handle[0])
-            rows = dispatch_again(payloads, sent, self._dispatch_launch)
+            sent, rows, weights = self._rows_again(payloads, topk_weights, probs, handle)
         else:
             with self._rank_rows.comms.rejecting():
                 num_experts = self._count_experts(None, num_of_experts, routing_map)
@@ -292,14 +297,33 @@ class HybridEPBuffer:
                 is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
                 routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
-        experts_of_rows, weights = sent.local_routing()
+            weights = None if topk_weights is None else sent.weights()
+            num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
+            handle = (sent, None, None, num_rows, sent.local_map(), len(hidden), None)
         of_node = None
-        if topk_weights is not None:
-            of_node = weights.new_zeros(len(weights), weights.shape[1] * self._ranks_per_node)
-            of_node[:, self._local(sent)] = weights
-        num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
-        scales = None if scaling_factor is None else rows[1]
-        return rows[0], of_node, scales, (sent, None, None, num_rows, experts_of_rows, len(hidden), None)
+        if weights is not None:
+            of_node = weights.new_zeros(len(weights), sent.num_local_experts * self._ranks_per_node)
+            of_node[:, self._local(sent)] = sent.dense_weights(weights)
+        return rows[0], of_node, None if scaling_factor is None else rows[1], handle
+
+    def _rows_again(
+        self,
+        payloads: list[torch.Tensor],
+        topk_weights: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        handle: tuple[Any, ...],
+    ) -> tuple[RankRouting, tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Dispatch along a handle; return its routing, the rows, and the weights of their tokens' experts."""
+        with self._rank_rows.comms.rejecting_latest():
+            sent = checked_handle(handle[0])
+        with sent.comm.rejecting():
+            rows = [each.contiguous() for each in payloads]
+            if probs is not None:
+                topk_weights = sent.weights_of_tokens(probs)
+            weights = None if topk_weights is None else topk_weights.float()
+        return sent, *dispatch_again(
+            sent.comm, sent.handle, sent.max_bytes_per_token, rows, weights, self._dispatch_launch
+        )
 
     @torch.no_grad()
     def combine(
@@ -337,12 +361,14 @@ class HybridEPBuffer:
         with sent.comm.rejecting():
             payloads = [each.contiguous() for each in given if each is not None]
             if probs is not None:
-                topk_weights = probs.gather(1, sent.topk_idx.clamp(min=0))
+                columns = sent.kept.get("columns", probs.device, lambda: sent.topk_idx.clamp(min=0))
+                topk_weights = probs.gather(1, columns)
             weights = None if topk_weights is None else topk_weights.float()
-        rows = sent.comm.dispatch_again(payloads, sent.handle, launch=self._dispatch_launch)
-        if weights is not None:
-            weights = sent.comm.dispatch_weights(weights, sent.handle, launch=self._dispatch_launch)
-        return rows[0], weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
+        rows, of_rows = dispatch_again(
+            sent.comm, sent.handle, sent.max_bytes_per_token, payloads, weights, self._dispatch_launch
+        )
+        row_weights = None if of_rows is None else weights_of_slots(of_rows, sent.handle)
+        return rows[0], row_weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
 
     def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:
         """Return the experts of all ranks in a call, by default the buffer's; layers may have different numbers.
@@ -374,8 +400,8 @@ class HybridEPBuffer:
         return Need(
             num_topk=topk_idx.shape[1],
             max_tokens_per_rank=max(len(topk_idx), self.max_num_of_tokens_per_rank),
-            # Results of FP8 rows come back in 16 bits.
-            max_bytes_per_token=max(sum(map(row_bytes, payloads)), payloads[0].shape[1] * 2),
+            # Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+            max_bytes_per_token=max(sum(map(row_bytes, payloads)), payloads[0].shape[1] * 2) + 4 * topk_idx.shape[1],
         )
 
 

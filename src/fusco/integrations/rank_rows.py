@@ -5,65 +5,106 @@ To a communicator, every rank is one expert. The routing travels with the rows, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.api.handle import Dispatched, Handle
+from fusco.api.handle import Handle
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import row_bytes
+from fusco.integrations.dense_routing import places_of, scattered
 from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.kept_tensors import KeptTensors
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankRouting:
     """A routing that was dispatched, with what came of other ranks' routing."""
 
     comm: Communicator  # the communicator that owns ``handle``
+    max_bytes_per_token: int  # of the communicator
     handle: Handle  # of its dispatch
     rank: int  # this rank
     words: torch.Tensor  # int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights
     # of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given
     topk_idx: torch.Tensor | None
     num_experts: int  # of all ranks together
-    num_rows: torch.Tensor  # rows that arrived, int64 (1,); fewer than those of ``words`` if these are static
+    num_rows: torch.Tensor | None  # rows that arrived, int64 (1,), if those of ``words`` are static; else ``None``
+    kept: KeptTensors = field(default_factory=KeptTensors)  # at most 17 bytes a row and k, 8 a token and k
 
     @property
-    def is_row(self) -> torch.Tensor:
-        """True for rows that arrived: bool (num_rows,)."""
-        return torch.arange(len(self.words), device=self.words.device) < self.num_rows
+    def num_local_experts(self) -> int:
+        """Number of experts of each rank."""
+        return self.num_experts // self.comm.placement.world_size
 
-    def sources(self) -> torch.Tensor:
-        """Return the source rank of each row, int64; -1 behind the last."""
-        return torch.where(self.is_row, self.words[:, 0].long(), -1)
+    @property
+    def is_row(self) -> torch.Tensor | None:
+        """True for rows that arrived: bool (num_rows, 1); ``None`` if all did."""
+        if self.num_rows is None:
+            return None
+        return torch.arange(len(self.words), device=self.words.device)[:, None] < self.num_rows
 
     def local_idx(self) -> torch.Tensor:
         """Return local experts of each row, int64 (num_rows, num_topk); -1 for those of other ranks."""
-        num_topk = self.words.shape[1] // 2
-        num_local = self.num_experts // self.comm.topology.world_size
-        local = self.words[:, 1 : 1 + num_topk].long() - self.rank * num_local
-        return torch.where((local >= 0) & (local < num_local) & self.is_row[:, None], local, -1)
+        return self._local(first=0, of_others=-1)
+
+    def _local(self, first: int, of_others: int) -> torch.Tensor:
+        """Return the local experts of each row, counted from ``first``; ``of_others`` for experts of other ranks."""
+        num_local = self.num_local_experts
+        idx = self.words[:, 1 : 1 + self.words.shape[1] // 2].long()
+        is_other = idx.div(num_local, rounding_mode="floor") != self.rank
+        if (is_row := self.is_row) is not None:
+            is_other |= ~is_row
+        # Not ``torch.where``, which on CUDA launches a kernel to fill a tensor with the number.
+        return idx.add_(first - self.rank * num_local).masked_fill_(is_other, of_others)
 
     def weights(self) -> torch.Tensor:
-        """Return the weights of each row, float32 (num_rows, num_topk), of any rank's experts."""
-        return self.words[:, 1 + self.words.shape[1] // 2 :].contiguous().view(torch.float32)
+        """Return the weights of each row, float32 (num_rows, num_topk), of any rank's experts; a view."""
+        return self.words.view(torch.float32)[:, 1 + self.words.shape[1] // 2 :]
 
-    def local_routing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return local experts and weights of each row: bool and float32 (num_rows, num_local_experts)."""
-        num_local = self.num_experts // self.comm.topology.world_size
-        idx = self.local_idx()
-        places = torch.where(idx < 0, num_local, idx)
-        routing = torch.zeros(len(idx), num_local + 1, dtype=torch.bool, device=idx.device)
-        weights = torch.zeros(len(idx), num_local + 1, dtype=torch.float32, device=idx.device)
-        routing.scatter_(1, places, value=True)
-        weights.scatter_(1, places, self.weights())
-        return routing[:, :-1], weights[:, :-1]
+    def _keep(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self.kept.get(name, self.words.device, make)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Columns of ``scattered`` for local experts of rows: int64 (num_rows, num_topk), kept."""
+        return self._keep("places", lambda: self._local(first=1, of_others=0))
+
+    def dense_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return weights of rows and experts of their tokens by local expert: float32 (num_rows, num_local_experts)."""
+        return scattered(self.places, weights, self.num_local_experts)
+
+    def local_map(self) -> torch.Tensor:
+        """Return which local experts a row is for: bool (num_rows, num_local_experts)."""
+        routing = self.places.new_zeros(len(self.words), self.num_local_experts + 1, dtype=torch.bool)
+        return routing.scatter_(1, self.places, value=True)[:, 1:]
+
+    def values_of_pairs(self, local_values: torch.Tensor) -> torch.Tensor:
+        """Return those of values (num_rows, num_local_experts) that a row has by expert of its token, else 0."""
+        columns = self._keep("columns", lambda: (self.places - 1).clamp_(min=0))
+        is_other = self._keep("is other", lambda: self.places == 0)
+        return local_values.gather(1, columns).masked_fill_(is_other, 0)
+
+    def weights_of_tokens(self, probs: torch.Tensor) -> torch.Tensor:
+        """Return those of weights (num_tokens, num_experts) of this rank's tokens that they have: (num_tokens, k)."""
+        return probs.gather(1, self.require_topk_idx().clamp(min=0))
+
+    def dense_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values (num_tokens, num_topk) of this rank's tokens by expert: (num_tokens, num_experts)."""
+        places = self._keep("places of tokens", lambda: places_of(self.require_topk_idx()))
+        return scattered(places, values, self.num_experts)
+
+    def require_topk_idx(self) -> torch.Tensor:
+        """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
+        if self.topk_idx is None:
+            raise ValueError("values of experts can be combined only if the dispatch had topk_idx")
+        return self.topk_idx
 
 
 class RankRows:
@@ -75,6 +116,7 @@ class RankRows:
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._kept = KeptTensors()
         self.comms = GrowingCommunicator(group, self._num_ranks, ranks_per_node=ranks_per_node)
 
     def dispatch(
@@ -103,21 +145,41 @@ class RankRows:
         with self.comms.rejecting():
             words = self._words(payloads[0], topk_idx, topk_weights)
             sent = [*(payload.contiguous() for payload in payloads), words]
-            ranks = torch.arange(self._num_ranks, device=words.device)
-            ranks_of_tokens = torch.where(is_token_in_rank, ranks, -1)
+            ranks_of_tokens = self._ranks_of_tokens(is_token_in_rank)
             if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
                 ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
             static = StaticRows(num_static_rows) if num_static_rows else None
             need = _need(sent, ranks_of_tokens.shape[1])
 
-        def dispatch(comm: Communicator, _: Need) -> tuple[Communicator, Dispatched]:
-            return comm, comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
+        def dispatch(comm: Communicator, capacity: Need) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
+            arrived = comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
+            *rows, words = arrived.payloads
+            num_rows = arrived.num_rows_per_expert if static else None
+            max_bytes, handle = capacity.max_bytes_per_token, arrived.handle
+            sent_routing = RankRouting(comm, max_bytes, handle, self._rank, words, topk_idx, num_experts, num_rows)
+            return tuple(rows), sent_routing
 
-        comm, arrived = self.comms.run(need, words.device, dispatch)
-        rank_routing = RankRouting(
-            comm, arrived.handle, self._rank, arrived.payloads[-1], topk_idx, num_experts, arrived.num_rows_per_expert
-        )
-        return arrived.payloads[:-1], rank_routing
+        return self.comms.run(need, words.device, dispatch)
+
+    def prefix_matrix(self, routing: RankRouting) -> torch.Tensor:
+        """Return int32 (num_ranks, num_ranks): cumulated rows of source ranks in this rank's column, else zero."""
+        words = routing.words
+        is_from = words[:, :1] == self.ranks(words.device)
+        if (is_row := routing.is_row) is not None:
+            is_from &= is_row
+        matrix = words.new_zeros(self._num_ranks, self._num_ranks)
+        matrix[:, self._rank] = is_from.sum(0).cumsum(0)
+        return matrix
+
+    def _ranks_of_tokens(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
+        """Return ranks, int64 (num_tokens, num_ranks); -1 for those that a token is not sent to."""
+        device = is_token_in_rank.device
+        none = self._kept.get(f"none on {device}", device, lambda: torch.full((), -1, device=device))
+        return torch.where(is_token_in_rank, self.ranks(device), none)
+
+    def ranks(self, device: torch.device) -> torch.Tensor:
+        """Return all ranks, int64 (num_ranks,)."""
+        return self._kept.get(f"ranks on {device}", device, lambda: torch.arange(self._num_ranks, device=device))
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks."""
@@ -133,21 +195,14 @@ class RankRows:
         return torch.cat([source, topk_idx.int(), weights.float().contiguous().view(torch.int32)], 1)
 
 
-def dispatch_again(
-    payloads: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Send other rows along a routing."""
-    with routing.comm.rejecting():
-        rows = [each.contiguous() for each in payloads]
-    return routing.comm.dispatch_again(rows, routing.handle, launch=launch)
-
-
 def combine(
     parts: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Add up the rows of each token, one from each rank, in each of several tensors: (num_tokens, hidden)."""
     with routing.comm.rejecting():
         rows = [part.contiguous() for part in parts]
+    if len(rows) == 1:  # which costs less from the second call on
+        return (routing.comm.combine(rows[0], routing.handle, weights=None, launch=launch),)
     return routing.comm.combine_all(rows, routing.handle, launch=launch)
 
 
@@ -160,32 +215,29 @@ def combine_dense(
     are ignored.
     """
     with routing.comm.rejecting():
-        if routing.topk_idx is None:
-            raise ValueError("values of experts can be combined only if the dispatch had topk_idx")
-        idx = routing.local_idx()
-        values = local_values.float().gather(1, idx.clamp(min=0)) * (idx >= 0)
+        routing.require_topk_idx()
+        values = routing.values_of_pairs(local_values.float())
     sums, of_tokens = combine((rows, values), routing, launch)
-    places = torch.where(routing.topk_idx < 0, routing.num_experts, routing.topk_idx)
-    dense = of_tokens.new_zeros(len(of_tokens), routing.num_experts + 1)
-    return sums, dense.scatter_(1, places, of_tokens)[:, :-1]
+    return sums, routing.dense_values(of_tokens)
 
 
 def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
     """Return which ranks a token is sent to: bool (num_tokens, num_ranks)."""
-    ranks = torch.where(topk_idx < 0, num_ranks, topk_idx // (num_experts // num_ranks))
-    is_in = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
-    return is_in.scatter_(1, ranks, value=True)[:, :-1]
+    # The first column is for no expert, the last for ids that are none.
+    places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(min=0)
+    is_in = topk_idx.new_zeros(len(topk_idx), num_ranks + 2, dtype=torch.bool)
+    return is_in.scatter_(1, places, value=True)[:, 1:-1]
 
 
 def _need(payloads: Sequence[torch.Tensor], num_topk: int) -> Need:
-    """Rows come back in 16 bits if they are narrower, beside the float32 weights of tokens."""
-    first = payloads[0]
+    """Rows come back in 16 bits if they are narrower; other rows along the handle may be as wide, with weights."""
+    first, words = payloads[0], payloads[-1]
     return Need(
         num_topk=num_topk,
         max_tokens_per_rank=max(len(first), 1),
         max_bytes_per_token=max(
             sum(map(row_bytes, payloads)),
-            first.shape[1] * max(first.dtype.itemsize, 2),
+            first.shape[1] * max(first.dtype.itemsize, 2) + row_bytes(words),
         ),
     )
 

@@ -1,0 +1,42 @@
+"""Dispatches along a handle of rows together with the weights of their tokens' experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusco.api.communicator import Communicator
+from fusco.api.handle import Handle
+from fusco.core.config import Launch
+from fusco.core.rows import row_bytes
+
+
+def dispatch_again(
+    comm: Communicator,
+    handle: Handle,
+    max_bytes_per_token: int,
+    payloads: Sequence[torch.Tensor],
+    topk_weights: torch.Tensor | None,
+    launch: Launch | None = None,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Send other rows and other weights along a handle; in one collective, if the communicator has room for both.
+
+    Args:
+        comm: the communicator that made the handle.
+        handle: of a dispatch.
+        max_bytes_per_token: of the communicator.
+        payloads: (num_tokens, ...) each.
+        topk_weights: (num_tokens, num_topk), or ``None``.
+        launch: of the dispatches.
+
+    Returns:
+        Rows of each payload; for each row all weights of its token (num_rows, num_topk), or ``None``.
+    """
+    if topk_weights is None:
+        return comm.dispatch_again(payloads, handle, launch=launch), None
+    if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= max_bytes_per_token:
+        *rows, of_rows = comm.dispatch_again([*payloads, topk_weights], handle, launch=launch)
+        return tuple(rows), of_rows
+    arrived = comm.dispatch_again(payloads, handle, launch=launch)
+    return arrived, comm.dispatch_again(topk_weights, handle, launch=launch)[0]

@@ -1,0 +1,47 @@
+"""Tensors that depend on nothing that a later call changes: made by the first that needs one, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusco.cuda.device_plan import is_capturing
+from fusco.cuda.stream_order import raw_stream_of
+
+
+class KeptTensors:
+    """Tensors by name, which live as long as the object that has them. Calls must not change them.
+
+    A call on another CUDA stream makes its own, as nothing orders the two streams. What a graph makes is in its own
+    memory, and undefined before its first replay: it is not kept; and what is made in a capture from the start is not
+    kept for calls outside, as each replay changes it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream
+        self._is_captured = is_capturing()
+
+    def get(self, name: str, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of this name on the current stream of a device; ``make`` makes it if it is not kept."""
+        if device.type != "cuda":
+            return self._kept((name, 0), make)
+        is_in_graph = is_capturing()
+        if self._is_captured and not is_in_graph:
+            return make()
+        key = (name, _stream(device))
+        if is_in_graph and not self._is_captured:
+            return self._made[key] if key in self._made else make()
+        return self._kept(key, make)
+
+    def _kept(self, key: tuple[str, int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def _stream(device: torch.device) -> int:
+    """Return the handle of the current stream."""
+    if raw_stream_of is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return int(raw_stream_of(device.index))

@@ -1,0 +1,80 @@
+"""Tensors that calls keep: made once for each stream, and never kept where a graph would make them invalid."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from fusco.integrations import kept_tensors
+from fusco.integrations.dense_routing import places_of, scattered
+from fusco.integrations.kept_tensors import KeptTensors
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Maker:
+    """Counts what it makes."""
+
+    num_made = 0
+
+    def __call__(self) -> torch.Tensor:
+        self.num_made += 1
+        return torch.tensor(self.num_made)
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """Set the current stream, and whether a graph captures it."""
+
+    def set_current(stream: int, *, is_capturing: bool = False) -> None:
+        monkeypatch.setattr(kept_tensors, "_stream", lambda _: stream)
+        monkeypatch.setattr(kept_tensors, "is_capturing", lambda: is_capturing)
+
+    set_current(1)
+    return set_current
+
+
+def test_a_tensor_is_made_once_for_each_name():
+    kept, make = KeptTensors(), Maker()
+    assert [int(kept.get(name, CPU, make)) for name in ("a", "b", "a", "b")] == [1, 2, 1, 2]
+
+
+def test_another_stream_has_its_own_as_nothing_orders_the_two(current):
+    kept, make = KeptTensors(), Maker()
+    assert int(kept.get("a", CUDA, make)) == 1
+    current(2)
+    assert int(kept.get("a", CUDA, make)) == 2
+    current(1)
+    assert int(kept.get("a", CUDA, make)) == 1
+
+
+def test_what_a_capture_makes_is_not_kept_and_what_was_made_before_is_used_in_it(current):
+    kept, make = KeptTensors(), Maker()
+    current(1, is_capturing=True)
+    assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [1, 2]
+    current(1)
+    assert int(kept.get("a", CUDA, make)) == 3
+    current(1, is_capturing=True)
+    assert int(kept.get("a", CUDA, make)) == 3
+
+
+def test_what_a_graph_changes_in_each_replay_is_kept_inside_alone(current):
+    current(1, is_capturing=True)
+    kept, make = KeptTensors(), Maker()
+    assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [1, 1]
+    current(1)
+    assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [2, 3]
+
+
+def test_without_a_query_for_handles_streams_differ_as_well(monkeypatch):
+    monkeypatch.setattr(kept_tensors, "raw_stream_of", None)
+    with mock.patch("torch.cuda.current_stream", return_value=mock.Mock(cuda_stream=7)):
+        assert kept_tensors._stream(CUDA) == 7
+
+
+def test_values_of_no_expert_and_of_ids_that_are_none_are_dropped():
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    dense = scattered(places_of(torch.tensor([[1, -1, 2], [0, 2, -1]])), values, 2)
+    assert dense.tolist() == [[0.0, 1.0], [4.0, 0.0]]
