@@ -30,16 +30,12 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
-        """Configuration.
+        """Configuration."""
 
-        Attributes:
-            max_tokens_per_rank: the most tokens of a rank in a step: batch size times sequence length, over the ranks
-                that share a sequence.
-            num_sms: multiprocessors of a call.
-        """
-
+        # the most tokens of a rank in a step: batch size times sequence length, over the ranks that share a
+        # sequence
         max_tokens_per_rank: int
-        num_sms: int = _DEFAULT_SMS
+        num_sms: int = _DEFAULT_SMS  # multiprocessors of a call
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
