@@ -32,8 +32,7 @@ app.command()(offload)
 def balancers(
     draws: options.Draws = 1000,
     loads: Annotated[
-        names.Loads,
-        typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace."),
+        names.Loads, typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace.")
     ] = "bimodal",
     seed: options.Seed = 0,
     json: options.JsonFile = None,

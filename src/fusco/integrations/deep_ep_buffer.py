@@ -204,10 +204,8 @@ class Buffer:
                 raise ValueError(
                     f"num_tokens_per_expert has {num_experts} experts, not as many on all {self.group_size} ranks"
                 )
-            routing = (topk_idx, topk_weights, num_experts)
-        arrived, sent = self._rows.dispatch(
-            payloads, is_token_in_rank, routing, num_static_rows=num_worst_tokens, launch=launch
-        )
+            routing, static = (topk_idx, topk_weights, num_experts), num_worst_tokens
+        arrived, sent = self._rows.dispatch(payloads, is_token_in_rank, routing, num_static_rows=static, launch=launch)
         idx = weights = None
         if topk_idx is not None:
             idx = sent.local_idx()

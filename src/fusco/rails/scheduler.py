@@ -1,4 +1,4 @@
-"""Scheduler of one channel: keeps what ``select`` needs to know, and counts borrowed chunks on the board."""
+"""Scheduler of one channel: keeps what a policy needs to know, and counts borrowed chunks on the board."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from time import monotonic_ns
 from fusco.rails.board_row import BoardRow
 from fusco.rails.limits import Limits
 from fusco.rails.monitor import Monitor
-from fusco.rails.schedule import WAIT, Policy, View, rails_of, select
+from fusco.rails.schedule import WAIT, Policy, View, rails_of
 from fusco.rails.wire import is_newer
 
 
@@ -55,7 +55,7 @@ class Scheduler:
         if self._batch.is_over():
             self._refresh()
         view = self.view
-        while (rail := select(view, self._limits, self._policy)) != WAIT:
+        while (rail := self._policy.choose(view, self._limits)) != WAIT:
             if view.direct >> rail & 1:
                 break
             if self._row.take(rail, self._bound):

@@ -144,9 +144,8 @@ def checked_flow(office: Office, begin_s: float, seconds: float) -> int:
 def checked_sink(office: Office) -> list[tuple[float, int]]:
     """Receive what ``checked_flow`` sends; return time and bytes of each message; ``ValueError`` for a wrong one."""
     link, contents = office.channels[0], Contents()
-    posted = deque(
-        (link.irecv(buffer), buffer) for buffer in (bytearray(contents.MAX_BYTES) for _ in range(_NUM_POSTED))
-    )
+    buffers = [bytearray(contents.MAX_BYTES) for _ in range(_NUM_POSTED)]
+    posted = deque((link.irecv(buffer), buffer) for buffer in buffers)
     deliveries: list[tuple[float, int]] = []
     while True:
         request, buffer = posted.popleft()
