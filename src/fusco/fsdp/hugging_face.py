@@ -6,7 +6,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +127,7 @@ def _untied(missing: set[str], targets: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in missing if id(targets[name]) not in present}
 
 
-class _Files:
+class _Files(AbstractContextManager["_Files"]):
     """The tensors of a folder, by name. Files are opened on first use and stay open, since each has a long index."""
 
     def __init__(self, path: Path) -> None:
@@ -153,9 +153,6 @@ class _Files:
         opened = self._open(self._key_to_file[key])
         tensor: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         return tensor
-
-    def __enter__(self) -> _Files:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for opened in self._opened.values():

@@ -8,6 +8,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def exchange(
     return times[1:]
 
 
-class Barrier:
+class Barrier(AbstractContextManager["Barrier"]):
     """A barrier of processes of one machine; each writes its own number in a shared file."""
 
     def __init__(self, path: Path, index: int, count: int) -> None:
@@ -116,9 +117,6 @@ class Barrier:
             if time.monotonic() > end:
                 raise TimeoutError(f"workers are in rounds {list(self._numbers)} after {_BARRIER_S:g} s")
             time.sleep(0.0002)
-
-    def __enter__(self) -> Barrier:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self._numbers.release()
