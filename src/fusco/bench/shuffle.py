@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from fusco.bench.core_times import CoreTimes
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.stopwatch import CoreTimes
 from fusco.bench.traffic import Workload, WorldInput
 from fusco.bench.verification import verify
 from fusco.core.profile import CallProfile

@@ -25,6 +25,7 @@ from fusco.planner.routing import Routing
 
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2): most ranks have almost no or almost only remote traffic, as in FUSCO's Fig. 10
+_SUFFIXES = (".npz", ".npy")
 
 
 @dataclass(frozen=True)
@@ -236,3 +237,20 @@ def internode_rows_lower_bound(workload: Workload) -> int:
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Return numbers between 0 and 1, independent of PyTorch's default dtype and device."""
     return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def check_trace_path(path: Path) -> None:
+    """Raise ``ValueError`` for a path that is not one of a trace, or whose directory is missing."""
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"a trace is a file {' or '.join(_SUFFIXES)}, got {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory {path.absolute().parent} for the trace")
+
+
+def write_trace(path: Path, routing: npt.NDArray[np.integer[Any]]) -> None:
+    """Write ids (tokens, layers, topk) in the narrowest dtype that can represent them."""
+    ids = routing.astype(np.min_scalar_type(int(routing.max(initial=0))))
+    if path.suffix == ".npz":
+        np.savez_compressed(path, topk_idx=ids)
+    else:
+        np.save(path, ids)

@@ -19,8 +19,7 @@ from fusco.cli.testbed import PlaceOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusco.bench.alltoall import ExchangeResult, ExchangeRun
-    from fusco.bench.alltoall_record import ExchangeRecord
+    from fusco.bench.alltoall import ExchangeRecord, ExchangeResult, ExchangeRun
     from fusco.bench.links import LinkPeaks
     from fusco.bench.traffic import Workload
     from fusco.core.topology import Topology
@@ -54,8 +53,7 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall import ExchangeRun
-    from fusco.bench.alltoall_record import summarize
+    from fusco.bench.alltoall import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
     from fusco.core.config import Settings

@@ -58,7 +58,6 @@ class CudaDriver:
         return self._new(_pointer, "cuDevicePrimaryCtxRetain", _int(device))
 
     def release(self, device: int) -> None:
-        """Give a primary context back."""
         self._call("cuDevicePrimaryCtxRelease_v2", _int(device))
 
     @contextlib.contextmanager
@@ -88,7 +87,6 @@ class CudaDriver:
         return self._new(_pointer, "cuStreamCreate", _unsigned(_NON_BLOCKING))
 
     def free_stream(self, stream: int) -> None:
-        """Destroy a stream."""
         self._call("cuStreamDestroy_v2", _pointer(stream))
 
     def new_event(self) -> int:
@@ -96,7 +94,6 @@ class CudaDriver:
         return self._new(_pointer, "cuEventCreate", _unsigned(_DISABLE_TIMING))
 
     def free_event(self, event: int) -> None:
-        """Destroy an event."""
         self._call("cuEventDestroy_v2", _pointer(event))
 
     def allocate(self, num_bytes: int) -> int:
@@ -104,7 +101,6 @@ class CudaDriver:
         return self._new(_address, "cuMemAlloc_v2", _size(num_bytes))
 
     def free(self, address: int) -> None:
-        """Free memory."""
         self._call("cuMemFree_v2", _address(address))
 
     def load_copy_kernel(self) -> tuple[int, int]:
@@ -117,7 +113,6 @@ class CudaDriver:
         return module, self._new(_pointer, "cuModuleGetFunction", _pointer(module), ctypes.c_char_p(b"copy_chunk"))
 
     def free_module(self, module: int) -> None:
-        """Unload a module."""
         self._call("cuModuleUnload", _pointer(module))
 
     def bus_id(self, device: int) -> str:
@@ -138,7 +133,6 @@ class CudaDriver:
             self._call("cuMemcpyDtoHAsync_v2", host, device, num_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event on a stream."""
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from fusco.core.errors import TransportError, reason_of
 from fusco.rails.connection import Connection, configure
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import Handshake, Introduction, Joining
 from fusco.rails.host import Host
-from fusco.rails.joining import Joining
 from fusco.rails.loop import READ
 
 _MAX_JOINING = 256  # connections without a complete handshake; the oldest makes room

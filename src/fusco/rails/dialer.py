@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from fusco.rails.address import Address
 from fusco.rails.channel import Channel
 from fusco.rails.connection import Connection, bind_to, configure
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import Handshake, Introduction, Joining
 from fusco.rails.host import Host
-from fusco.rails.joining import Joining
 from fusco.rails.loop import READ, WRITE
 
 _RETRY_S = 0.05  # between attempts

@@ -7,7 +7,7 @@ import sys
 
 from command_line import ROOT, run
 
-from fusco.cli import checkup
+from fusco.cli import doctor
 from fusco.core.requirements import (
     LEAST_OF_FSDP,
     LEAST_VERSIONS,
@@ -22,9 +22,9 @@ def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
     assert f"PyTorch {LEAST_VERSIONS['torch']} or newer" in shown
     assert f"torch=={LEAST_VERSIONS['torch']}.0" in (ROOT / "Makefile").read_text()
     monkeypatch.setattr(
-        checkup, "installed", {"torch": "2.6.0+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}.__getitem__
+        doctor, "installed", {"torch": "2.6.0+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}.__getitem__
     )
-    packages = next(finding for finding in checkup.examine() if finding.check == "packages")
+    packages = next(finding for finding in doctor.examine() if finding.check == "packages")
     assert (packages.state, packages.remedy) == ("missing", "pip install 'torch>=2.7'")
 
 
@@ -51,7 +51,7 @@ def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):
 
     monkeypatch.setattr("fusco.cpu.kernels.warm_up.warm_up_cpu", fail)
     monkeypatch.setattr("torch.cuda.is_available", fail)
-    findings = {finding.check: finding for finding in checkup.examine()}
+    findings = {finding.check: finding for finding in doctor.examine()}
     assert len(findings) == 15
     failed = {name: finding.state for name, finding in findings.items() if "libtorch.so is missing" in finding.found}
     assert failed == {"CPU kernels": "missing", "GPUs": "optional", "GPUs that reach each other": "optional"}
@@ -73,7 +73,7 @@ def test_doctor_says_where_kernels_are_kept(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (finding,) = [finding for finding in checkup.examine() if finding.check == "cache of compiled kernels"]
+    (finding,) = [finding for finding in doctor.examine() if finding.check == "cache of compiled kernels"]
     assert finding.state == "optional"
     assert f"kept in {tmp_path}/fusco-" in finding.found
     assert all(name in finding.remedy for name in ("FUSCO_CACHE_DIR", "NUMBA_CACHE_DIR", "fusco warm-up"))
