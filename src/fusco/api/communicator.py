@@ -362,8 +362,8 @@ class Communicator(Membership):
         """
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
-            with self._session.point_to_point(f"gather_send to rank {dst}"):
-                self._engine.gather_send(segments, dst)
+            with self._session.point_to_point(name := f"gather_send to rank {dst}"):
+                self._engine.stream(name, {dst: segments}, {})
 
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive from rank ``src``, which calls ``gather_send``, and write to scattered segments, in order.
@@ -372,8 +372,8 @@ class Communicator(Membership):
         """
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
-            with self._session.point_to_point(f"scatter_recv from rank {src}"):
-                self._engine.scatter_recv(segments, src)
+            with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
+                self._engine.stream(name, {}, {src: segments})
 
     def __enter__(self) -> Communicator:
         return self

@@ -283,13 +283,8 @@ def make_tasks(
 ) -> list[Task]:
     """Make all tasks of a rank.
 
-    Args:
-        rank_schedule: the flows of the rank.
-        memories: with the sizes and in the order of the rank schedule.
-        memory: shared memory of the node, for its rings.
-        transport: connections to other nodes.
-        private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
-        profile: counts the bytes.
+    ``memories`` have the sizes and the order of the rank schedule. ``private`` are the rank's slots outside shared
+    memory (``CpuLayout.num_private_slots``).
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.byte_stream import StreamSizes, run_stream
 from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
@@ -282,15 +282,8 @@ class CpuEngine:
 
         return Pending(sizes_of(request).pack(), run)
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
-        streams = self._streams()
-        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
-            self._run(streams.tasks({dst: segments}, {}))
-
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        streams = self._streams()
-        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
-            self._run(streams.tasks({}, {src: segments}))
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        run_stream(self._streams(), name, send, receive, self._run)
 
     def _is_over(self) -> None:
         """Every call has ended when it returns, nothing is launched, and a rank at its end needs no peer."""

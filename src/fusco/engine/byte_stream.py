@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -161,18 +160,25 @@ def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") ->
         raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
 
 
-@contextmanager
-def stream_with(
-    streams: SegmentChannels, peer: int, name: str, segments: Segments, run: Callable[[Sequence[Task]], None]
-) -> Iterator[None]:
-    """Open a stream to or from one rank: both sides exchange their number of bytes first; ``run`` runs tasks."""
+def run_stream(
+    streams: SegmentChannels,
+    name: str,
+    send: Mapping[int, Segments],
+    receive: Mapping[int, Segments],
+    run: Callable[[Sequence[Task]], None],
+) -> None:
+    """Send segments to one rank, or receive from one: both sides exchange their number of bytes first.
+
+    ``run`` runs tasks, ``name`` is for the ``MismatchError`` that both raise if the numbers differ.
+    """
+    ((peer, segments),) = (*send.items(), *receive.items())
     ours, theirs = int64_segment(segments.total_bytes, streams.device), int64_segment(0, streams.device)
     run(streams.tasks({peer: ours}, {peer: theirs}))
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         raise MismatchError(
             f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
         )
-    yield
+    run(streams.tasks(send, receive))
 
 
 def int64_segment(value: int, device: torch.device) -> Segments:

@@ -79,13 +79,9 @@ def distribute(
 def assign_slots(
     local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
 ) -> ExpertDistribution:
-    """Assign slots by a stable counting sort by expert; no other code does.
+    """Assign slots by a stable counting sort by expert, as ``distribute``; no other code does.
 
-    Args:
-        local_expert: int (num_rows, num_topk), index among this rank's experts; -1 for none or a remote one.
-        num_local_experts: number of this rank's experts.
-        expert_alignment: each block is rounded up to a multiple of this.
-        static_rows: rows of the output; ``None`` means as many as needed.
+    ``local_expert``, int (num_rows, num_topk), is the index among this rank's experts; -1 for none or a remote one.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
