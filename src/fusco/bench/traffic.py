@@ -35,15 +35,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
-        """Read one layer of a trace.
+        """Read one layer of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
 
-        Args:
-            path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
-                Qwen3-30B-A3B trace that comes with fusco.
-            key: the array of an npz file; optional if only one array has the shape of ids.
-            layer: index of the layer.
-
-        Raises ``ValueError`` with the contents of the file, or ``OSError``.
+        Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
+        if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -92,9 +87,7 @@ class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
-
-    Raises:
-        ValueError: if pattern and shapes do not fit together.
+    Raises ``ValueError`` if pattern and shapes do not fit together.
     """
 
     pattern: Pattern
