@@ -31,7 +31,7 @@ def message(number, size):
 
 
 @contextmanager
-def started(tmp_path, version=11, rails=RAILS, name="b", **options):
+def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
     chosen = environment_of_plugin(
         rails, **{"worker": 1, "policy": "fuselink", "limits": LIMITS, "board": tmp_path / name, **options}
     )
@@ -39,7 +39,7 @@ def started(tmp_path, version=11, rails=RAILS, name="b", **options):
         for key, value in chosen.items():
             patch.setenv(key, value)
         patch.setenv("FUSCO_NCCL_THREADS", "2")
-        plugin = Plugin(str(plugin_path(flags=FLAGS)), version)
+        plugin = Plugin(str(plugin_path(flags=[*FLAGS, *flags])), version)
         try:
             yield plugin
         finally:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -157,6 +158,44 @@ def test_files_that_are_no_board(path):
     path.symlink_to("/etc/passwd")
     with pytest.raises(SharedMemoryError, match="cannot open the board of rails"):
         Board(path)
+
+
+@pytest.mark.parametrize("num_bytes", [1, layout._NUM_BYTES])
+def test_a_board_whose_maker_was_killed_is_completed(path, num_bytes):
+    path.write_bytes(bytes(num_bytes))
+    board = Board(path)
+    assert path.stat().st_size == layout._NUM_BYTES
+    row = row_of(board, 0)
+    other = Board(path)
+    assert [each.worker for each in other.workers()] == [0]
+    row.close()
+    other.close()
+    board.close()
+
+
+def test_a_board_that_was_replaced_does_not_remove_its_successor(path):
+    old = Board(path)
+    path.unlink()  # as its last worker did
+    board = Board(path)
+    row = row_of(board, 0)
+    old.close()
+    assert path.exists()
+    row.close()
+    board.close()
+
+
+def test_a_worker_that_has_no_descriptor_left_is_told_so(board):
+    free = os.dup(0)
+    os.close(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(SharedMemoryError, match=rf"cannot register on .*: Too many open files; .* {free} \(ulimit"):
+            row_of(board, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not board.workers()
+    row_of(board, 0).close()
 
 
 def test_a_board_that_another_process_keeps_locked(board, path):
