@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import resource
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from plugin_rig import FLAGS, RAILS, pairs, settle, started
+from plugin_rig import FLAGS, RAILS, descriptors_left, pairs, settle, started
 
 from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
 from fusco.core.cache import CacheFolder
@@ -108,20 +106,6 @@ def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
     monkeypatch.delenv("FUSCO_NCCL_WORKER")
     with pytest.raises(PluginError, match=r"LOCAL_RANK: it is not the number of a worker.*LOCAL_RANK=first"):
         Plugin(str(plugin_path(flags=FLAGS)))
-
-
-@contextmanager
-def descriptors_left(num):
-    """Let this process open only so many descriptors more."""
-    free = [os.dup(0) for _ in range(num + 1)]
-    for each in free:
-        os.close(each)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_without_descriptors_it_does_not_start_and_leaves_nothing(tmp_path):

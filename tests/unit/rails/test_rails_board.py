@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from unittest import mock
 
 import pytest
+from plugin_rig import descriptors_left
 
 from fusco.core.errors import SharedMemoryError
 from fusco.rails import board as layout
@@ -185,15 +185,11 @@ def test_a_board_that_was_replaced_does_not_remove_its_successor(path):
 
 
 def test_a_worker_that_has_no_descriptor_left_is_told_so(board):
-    free = os.dup(0)
-    os.close(free)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        with pytest.raises(SharedMemoryError, match=rf"cannot register on .*: Too many open files; .* {free} \(ulimit"):
-            row_of(board, 0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with (
+        descriptors_left(0),
+        pytest.raises(SharedMemoryError, match=r"cannot register on .*: Too many open files; .* \(ulimit -n\)"),
+    ):
+        row_of(board, 0)
     assert not board.workers()
     row_of(board, 0).close()
 
