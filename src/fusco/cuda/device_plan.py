@@ -15,6 +15,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
 from fusco.cuda.kernels.plan import PlannedRows, PlanTensors
 
+SEVERAL_STREAMS = -1  # the handle of no stream
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
 
@@ -74,7 +75,7 @@ class DevicePlan(PlannedRows):
     num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
-    stream: int = 0  # handle of the stream that it was made on; 0 if that is not known
+    stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``
     capture: int = 0  # number of the capture of the CUDA graph that makes it; 0 if none does
     _by_slot: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # made so far
 

@@ -159,6 +159,20 @@ def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, 
 
 
 @VERBS
+def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read_it(streams: CpuSegmentChannels, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    plan.stream = streams.callers.cuda_stream
+    streams.current = streams.others
+    verb(engine, plan, rows, Launch())
+    copies = plan.slices(1)  # as that call made them
+    streams.current = streams.callers
+    verb(engine, plan, rows, Launch())
+    for held in copies:
+        for tensor in held.tensors:
+            assert streams.reads(tensor) == {streams.callers.cuda_stream}
+
+
+@VERBS
 def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     requested = [plan.slot_weights, plan.slot_to_k]
