@@ -252,11 +252,13 @@ class Communicator(Membership):
         Padding rows have weight zero.
 
         Args:
-            topk_weights: float32 or float64 (num_tokens, num_topk).
+            topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk); the result has this dtype.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
         """
-        (rows,) = self._move_again([_detached(topk_weights)], handle, launch)
+        with self.rejecting():
+            self._validator.require_weights(topk_weights, handle)
+        (rows,) = self._move_again([topk_weights.detach()], handle, launch)
         return rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
 
     def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:

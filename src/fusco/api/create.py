@@ -112,7 +112,8 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         ValueError: if there is no process group.
     """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
-        raise TypeError(f"group must be a process group that contains this rank, got {group!r}")
+        outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
+        raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")
     group = group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
