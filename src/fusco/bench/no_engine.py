@@ -29,17 +29,11 @@ from fusco.planner.traffic import Traffic
 
 @dataclass(frozen=True)
 class InternodeBlocks:
-    """Blocks of rows that this rank sends to forwarders on other nodes, and that it receives as a forwarder.
+    """Blocks of rows that this rank sends to forwarders on other nodes, and that it receives as a forwarder."""
 
-    Attributes:
-        tokens: int64, the tokens to send, block by block.
-        sends: (forwarder, number of rows) for each block.
-        receives: (source rank, number of rows) for each block.
-    """
-
-    tokens: torch.Tensor
-    sends: list[tuple[int, int]]
-    receives: list[tuple[int, int]]
+    tokens: torch.Tensor  # int64, the tokens to send, block by block
+    sends: list[tuple[int, int]]  # (forwarder, number of rows) for each block
+    receives: list[tuple[int, int]]  # (source rank, number of rows) for each block
 
     @property
     def num_received(self) -> int:
@@ -49,19 +43,12 @@ class InternodeBlocks:
 
 @dataclass(frozen=True)
 class Fanout:
-    """Copies of the rows that a rank holds (received ones, then local ones) for the ranks of its node.
+    """Copies of the rows that a rank holds (received ones, then local ones) for the ranks of its node."""
 
-    Attributes:
-        copy_to_row: int64 (num_copies,), which row each copy is of, by destination.
-        received_counts: for each rank of the node, copies of received rows; those of local rows follow them.
-        send_counts: copies for each rank of the group; none for other nodes.
-        receive_counts: copies from each.
-    """
-
-    copy_to_row: torch.Tensor
-    received_counts: list[int]
-    send_counts: list[int]
-    receive_counts: list[int]
+    copy_to_row: torch.Tensor  # int64 (num_copies,), which row each copy is of, by destination
+    received_counts: list[int]  # for each rank of the node, copies of received rows; those of local rows follow them
+    send_counts: list[int]  # copies for each rank of the group; none for other nodes
+    receive_counts: list[int]  # copies from each
 
 
 @dataclass(frozen=True)

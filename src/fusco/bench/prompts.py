@@ -15,14 +15,10 @@ _TOKENS_OF_TRACE = 8192  # a rank with this many tokens has prompts of the lengt
 
 
 def prompts_of_ranks(prefill: Prefill, max_tokens: int, num_ranks: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Return the lengths of the prompts of each rank.
+    """Return the lengths of the prompts of each rank; of several batches, if ranks are more than a job's.
 
-    Args:
-        prefill: ``"one-prompt"`` for each rank, or ``"ragged"``: as many as fit on it.
-        max_tokens: most tokens of a rank. Lengths are those of the trace times ``max_tokens / 8192``, rounded up;
-            longer prompts are cut.
-        num_ranks: ranks, of several batches if they are more than a job's.
-        first: index of the first prompt in the trace, which is repeated.
+    ``"one-prompt"`` for each rank, or ``"ragged"``: as many as fit on it. Lengths are those of the trace, from prompt
+    ``first`` on and repeated, times ``max_tokens / 8192``, rounded up; longer prompts are cut.
 
     >>> prompts_of_ranks("one-prompt", 8192, 3), prompts_of_ranks("ragged", 300, 1)
     ([(374,), (396,), (879,)], [(14, 15, 33, 4, 4, 14, 49, 15, 9, 8, 15, 15, 49)])

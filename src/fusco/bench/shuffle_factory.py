@@ -36,22 +36,15 @@ _PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
 
 @dataclass(frozen=True)
 class Shuffle:
-    """One variant on one rank.
+    """One variant on one rank."""
 
-    Attributes:
-        dispatch: returns expert-major rows, rows of each local expert, and what ``combine`` needs.
-        combine: returns token-major rows.
-        profile: returns the profile of the latest call of either.
-        is_graph: whether it is captured in a CUDA graph and replayed.
-        num_roundings: how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end.
-        is_ordered: whether the rows of an expert are in the order that is specified, and not in order of arrival.
-    """
-
-    dispatch: Callable[[], Sent]
-    combine: Callable[[torch.Tensor, Any], torch.Tensor]
-    profile: Callable[[], CallProfile] = CallProfile
-    is_graph: bool = False
+    dispatch: Callable[[], Sent]  # returns expert-major rows, rows of each local expert, and what ``combine`` needs
+    combine: Callable[[torch.Tensor, Any], torch.Tensor]  # returns token-major rows
+    profile: Callable[[], CallProfile] = CallProfile  # returns the profile of the latest call of either
+    is_graph: bool = False  # whether it is captured in a CUDA graph and replayed
+    # how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end
     num_roundings: int = _PARTS_OF_NODES
+    # whether the rows of an expert are in the order that is specified, and not in order of arrival
     is_ordered: bool = True
 
     def both(self) -> torch.Tensor:

@@ -35,15 +35,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
-        """Read one layer of a trace.
+        """Read one layer of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
 
-        Args:
-            path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
-                Qwen3-30B-A3B trace that comes with fusco.
-            key: the array of an npz file; optional if only one array has the shape of ids.
-            layer: index of the layer.
-
-        Raises ``ValueError`` with the contents of the file, or ``OSError``.
+        Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
+        if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -61,7 +56,10 @@ class Trace:
         """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""
         num_tokens, has_topk = self.topk_idx.shape
         if has_topk != num_topk:
-            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+            raise ValueError(
+                f"the trace has top-{has_topk}, num_topk is {num_topk}: choose --num-topk {has_topk}, or generated "
+                f"--traffic"
+            )
         if not num_tokens:
             raise ValueError(f"the trace {self.name} has no tokens")
         invalid = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
@@ -92,9 +90,7 @@ class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
-
-    Raises:
-        ValueError: if pattern and shapes do not fit together.
+    Raises ``ValueError`` if pattern and shapes do not fit together.
     """
 
     pattern: Pattern
@@ -111,7 +107,7 @@ class Workload:
     def __post_init__(self) -> None:
         experts = self.placement.num_experts
         if self.num_topk > experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
         if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):

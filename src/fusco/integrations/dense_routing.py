@@ -10,11 +10,7 @@ def indices_to_map(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the routing as a bool map and its weights as float32, both (num_tokens, num_experts).
 
-    Args:
-        topk_idx: int64 (num_tokens, num_topk); -1 means no expert.
-        topk_weights: float32 (num_tokens, num_topk).
-        num_of_tokens: number of tokens.
-        num_of_experts: number of experts of all ranks together.
+    Ids are int64 (num_tokens, num_topk), -1 for no expert; weights float32 of that shape.
 
     >>> routing_map, probs = indices_to_map(torch.tensor([[2, -1]]), torch.tensor([[0.5, 9.0]]), 1, 3)
     >>> routing_map.tolist(), probs.tolist()

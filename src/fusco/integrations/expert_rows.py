@@ -12,7 +12,6 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
 from fusco.integrations.growth import GrowingCommunicator, Need
 
 
@@ -41,11 +40,7 @@ def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
 
 
 class ExpertRows:
-    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients.
-
-    Attributes:
-        comms: the communicators.
-    """
+    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Nothing is allocated before the first call."""
@@ -85,14 +80,8 @@ class ExpertRows:
             return SentRows(comm, sent)
 
         with self.comms.rejecting():
-            first = payloads[0]
-            need = Need(
-                num_topk=topk_idx.shape[1],
-                max_tokens_per_rank=max(len(first), 1),
-                # Results of FP8 rows come back in 16 bits.
-                max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2),
-            )
-        return self.comms.run(need, first.device, dispatch)
+            need = Need.of(payloads, topk_idx.shape[1])
+        return self.comms.run(need, payloads[0].device, dispatch)
 
     @property
     def is_closed(self) -> bool:

@@ -132,7 +132,7 @@ class Copier:
         return self._machine.current_stream(self.device)
 
     def in_context(self) -> AbstractContextManager[None]:
-        """Make the GPU's context current for a while."""
+        """Make the GPU's context current for a while: the default stream is that of the current one."""
         return self._driver.current(self._context)
 
     def reap(self) -> None:

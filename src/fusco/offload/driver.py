@@ -15,13 +15,8 @@ NOT_READY = 600
 COPY_CHUNK = {"NUM_THREADS": 512}  # constants of the kernel; mover.c launches as many
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
-_int, _pointer, _address, _size, _unsigned = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.c_uint,
-)
+_int, _unsigned, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_pointer, _address = ctypes.c_void_p, ctypes.c_uint64
 #: What ``mover.c`` calls: the field of its ``Driver``, the driver's name, and the types of the arguments.
 CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "set_context": ("cuCtxSetCurrent", (_pointer,)),

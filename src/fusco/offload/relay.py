@@ -32,18 +32,12 @@ class RelayHost:
 
 
 class Relay:
-    """Memory on one other GPU, taken and given back as the budget says.
-
-    Attributes:
-        device: the GPU, as CUDA numbers it in this process.
-        link: its PCIe link.
-        held_bytes: what is held there now, the CUDA context included.
-        reason: why it is not used; empty if it is.
-    """
+    """Memory on one other GPU (``device`` in this process), taken and given back as the budget says."""
 
     def __init__(self, host: RelayHost, device: int, link: int) -> None:
         self._host, self.device, self.link = host, device, link
-        self.held_bytes, self.reason = 0, "it was not opened"
+        self.held_bytes = 0  # on the GPU now, the CUDA context included
+        self.reason = "it was not opened"  # why it is not used; empty if it is
         self._resources: Resources | None = None
         self._is_draining = False  # also after an error: a drained path is given no chunks until it is opened again
 

@@ -70,21 +70,13 @@ class OffloadSettings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a copier runs on; tests have their own.
+    """What a copier runs on; tests have their own."""
 
-    Attributes:
-        driver: a ``CudaDriver`` or what behaves like one.
-        links: returns the GPUs of this host.
-        board: returns the file of the board.
-        current_stream: returns the handle of the caller's current stream on a device.
-        has_threads: whether movers run by themselves; otherwise the owner steps them.
-    """
-
-    driver: Any
-    links: Callable[[], Links]
-    board: Callable[[], Path]
-    current_stream: Callable[[int], int]
-    has_threads: bool = True
+    driver: Any  # a ``CudaDriver`` or what behaves like one
+    links: Callable[[], Links]  # returns the GPUs of this host
+    board: Callable[[], Path]  # returns the file of the board
+    current_stream: Callable[[int], int]  # returns the handle of the caller's current stream on a device
+    has_threads: bool = True  # whether movers run by themselves; otherwise the owner steps them
 
 
 def this_machine() -> Machine:

@@ -27,30 +27,20 @@ class NoRelayError(FuscoError):
 
 
 class SharedLinks:
-    """A GPU's row of the board, its mover, and its relays with the thread that watches their memory.
-
-    Attributes:
-        mover: copies chunks.
-        relays: the GPUs whose links may be taken.
-        rail_names: the rails of this host.
-    """
+    """A GPU's row of the board, its mover, and its relays with the thread that watches their memory."""
 
     def __init__(self, machine: Machine, device: int, context: int, settings: OffloadSettings) -> None:
         """Register, and take memory on relays.
 
-        Raises:
-            NoRelayError: if no other link can be used, which says why.
-            OSError, SharedMemoryError, CompileError, LaunchError: if anything else is missing.
+        Raises ``NoRelayError`` if no other link can be used, which says why; ``OSError``, ``SharedMemoryError``,
+        ``CompileError`` or ``LaunchError`` if anything else is missing.
         """
         links, to_link = _find_links(machine, device, settings)
         self._link, self._device, self._limit_s = to_link.pop(device), device, settings.timeout_s
         self._max_relays, self._next_try_s = settings.budget.max_relays, 0.0
-        self.relays: list[Relay] = []
-        self._ending, self._is_ending, self._keeper = (
-            ExitStack(),
-            threading.Event(),
-            threading.Thread(target=self._keep),
-        )
+        self.relays: list[Relay] = []  # the GPUs whose links may be taken
+        self._ending, self._is_ending = ExitStack(), threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
         try:
             self.rail_names = self._register(machine, links, settings)
             self.mover = self._new_mover(machine.driver, context, settings)
@@ -60,7 +50,6 @@ class SharedLinks:
                 self._open_first()
             if machine.has_threads:
                 self.mover.start()
-                self._keeper.daemon = True
                 self._keeper.start()
         except BaseException:
             self.close()

@@ -258,11 +258,7 @@ class Channel:
     def check(self, now: float, links: int) -> None:
         """Give up connections whose rail has no link or is stalled, and the channel once it was without any too long.
 
-        ``connect`` has a limit for the first connection.
-
-        Args:
-            now: seconds.
-            links: mask of the rails that have a link.
+        ``connect`` has a limit for the first connection. ``links`` is the mask of the rails that have a link.
         """
         for connection in list(self._connections.values()):
             if not links >> connection.rail & 1:

@@ -48,10 +48,7 @@ class ReceiveQueue:
         """Return the memory for a record's payload, ``None`` if the chunk has arrived before.
 
         Asked again before each part of a payload is read: as soon as another rail has brought the chunk, the memory
-        may belong to the caller again.
-
-        Raises:
-            WireError: if no peer sends such a record.
+        may belong to the caller again. Raises ``WireError`` if no peer sends such a record.
         """
         index, chunk = record.seq - self._first, record.slot
         if index < 0:

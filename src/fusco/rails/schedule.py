@@ -17,21 +17,13 @@ WAIT = -1  # no rail may take a chunk now
 
 @dataclass(slots=True)
 class View:
-    """What a sender knows when it schedules a chunk. Sets of rails are bit masks: bit i is rail i.
+    """What a sender knows when it schedules a chunk. Sets of rails are bit masks: bit i is rail i."""
 
-    Attributes:
-        direct: rails that the sender owns.
-        usable: rails with a connection to the peer.
-        idle: rails idle on both hosts; indirect rails outside it are busy.
-        outstanding: for each rail, chunks of this channel that the peer has not acknowledged.
-        borrowed: for each rail, borrowed chunks outstanding that count towards the bound.
-    """
-
-    direct: int
-    usable: int
-    idle: int
-    outstanding: list[int]
-    borrowed: list[int]
+    direct: int  # rails that the sender owns
+    usable: int  # rails with a connection to the peer
+    idle: int  # rails idle on both hosts; indirect rails outside it are busy
+    outstanding: list[int]  # for each rail, chunks of this channel that the peer has not acknowledged
+    borrowed: list[int]  # for each rail, borrowed chunks outstanding that count towards the bound
 
 
 @dataclass(frozen=True)

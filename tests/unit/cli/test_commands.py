@@ -173,7 +173,10 @@ def test_plan_refuses_what_no_memory_holds(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "shuffle", "--num-topk", "4"], "error: the trace has top-8, num_topk is 4\n"),
+        (
+            ["bench", "shuffle", "--num-topk", "4"],
+            "error: the trace has top-8, num_topk is 4: choose --num-topk 8, or generated --traffic\n",
+        ),
         (["plan", "--nodes", "0"], "error: --nodes 0: "),
         (["plan", "--hidden=x"], "error: --hidden x: "),
         (["plan", "--skew", "0.5"], "error: --skew 0.5 goes with --shuffle, such as --shuffle zipf"),
@@ -190,7 +193,10 @@ def test_plan_refuses_what_no_memory_holds(arguments):
         (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),
         (["nothing"], "error: No such command 'nothing'"),
         (["train", "--layers", "10000000"], "error: parameters and the optimizer's states (--layers, --hidden) need"),
-        (["warm-up", "--arch", "sm_1"], "error: --arch 'sm_1' is none that this NVRTC compiles for: sm_"),
+        (
+            ["warm-up", "--arch", "sm_75"],
+            "error: --arch 'sm_75' is none that fusco's kernels and this NVRTC have: sm_80",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch, capsys):

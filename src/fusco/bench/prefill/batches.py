@@ -8,16 +8,11 @@ _SKEW = 8
 
 
 def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return the lengths of every rank's prompts.
+    """Return the lengths of every rank's prompts, of at most ``tokens`` on a rank.
 
-    Args:
-        batch: a number of equal prompts on each rank; or ``"skewed"``, one prompt on each rank, an eighth as long on
-            all ranks but the first; or ``"ragged"``, see ``prompts_of_ranks``.
-        tokens: most tokens of a rank.
-        num_ranks: how many ranks there are.
-
-    Raises:
-        ValueError: for another name, and for prompts that do not divide ``tokens``.
+    ``batch`` is a number of equal prompts on each rank; or ``"skewed"``, one prompt on each rank, an eighth as long on
+    all ranks but the first; or ``"ragged"``, see ``prompts_of_ranks``. Raises ``ValueError`` for another name, and for
+    prompts that do not divide ``tokens``.
 
     >>> prompt_lengths("2", 8, 2), prompt_lengths("skewed", 16, 2)
     ([(4, 4), (4, 4)], [(16,), (2,)])

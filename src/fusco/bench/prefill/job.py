@@ -18,11 +18,7 @@ TINY = Qwen3Shape(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """A run: every batch with every routing, by every variant.
-
-    Raises:
-        ValueError: for values that do not fit together.
-    """
+    """A run: every batch with every routing, by every variant; ``ValueError`` for values that do not fit together."""
 
     shape: Qwen3Shape  # of the model
     device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``

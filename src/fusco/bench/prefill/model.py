@@ -40,11 +40,7 @@ class Prompts:
 
 
 class PrefillModel:
-    """The model, and its modules of experts, whose ``forward`` the caller replaces.
-
-    Attributes:
-        experts: of all layers; their modules have this rank's experts.
-    """
+    """The model, and its modules of experts, whose ``forward`` the caller replaces; they have this rank's experts."""
 
     def __init__(self, job: PrefillJob, rank: int) -> None:
         with fsdp.parameters_on_meta():

@@ -34,16 +34,9 @@ def num_steps(job: PrefillJob) -> int:
 def prefill_rank(
     group: dist.ProcessGroup, job: PrefillJob, log: Path | None, progress_port: int | None
 ) -> list[PrefillRecord]:
-    """Measure one rank's part of a job; a collective.
+    """Measure one rank's part of a job; a collective. Variants that are not verified are not timed.
 
-    Args:
-        group: all ranks.
-        job: the same on all ranks.
-        log: a file to which rank 0 appends the records of each case when it is done.
-        progress_port: of the store of the process that started the ranks.
-
-    Returns:
-        The records of all cases, the same on all ranks. Variants that are not verified are not timed.
+    Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
     reporter, records = ProgressReporter.of_rank(rank, progress_port), []

@@ -251,19 +251,6 @@ class PluginChannel:
         return bool(code or done.value)
 
 
-class Handle(bytes):
-    """A handle, like ``fusco.rails.Address``."""
-
-    def to_bytes(self) -> bytes:
-        """Return it."""
-        return self
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Handle:
-        """Return the handle of ``to_bytes``."""
-        return cls(data)
-
-
 class PluginEndpoint:
     """The plugin of this process, like ``fusco.rails.Endpoint``; its thread plays NCCL's proxy thread."""
 
@@ -275,15 +262,15 @@ class PluginEndpoint:
         self._listens = deque[c_void_p]()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def listen(self) -> Handle:
+    def listen(self) -> bytes:
         """Return the handle for the next peer."""
         handle, comm = self.plugin.listen()
         self._listens.append(comm)
-        return Handle(handle.raw)
+        return handle.raw
 
     def connect(self, handle: bytes) -> PluginChannel:
         """Connect to a peer and return the channel, which sends."""
-        comm = self.plugin.connect(ctypes.create_string_buffer(bytes(handle), HANDLE_BYTES))
+        comm = self.plugin.connect(ctypes.create_string_buffer(handle, HANDLE_BYTES))
         return self._add(PluginChannel(self.plugin, comm, is_sender=True))
 
     def accept(self) -> PluginChannel:

@@ -80,14 +80,8 @@ def exchange(
 ) -> list[float]:
     """Send and receive on all channels, over and over; return the seconds of each iteration but the first.
 
-    Args:
-        office: the worker.
-        sizes: bytes to send on each channel.
-        sizes_back: bytes that come back.
-        iterations: how many.
-        barrier: a file by which all ``count`` workers begin each iteration together.
-        index: of this worker among them.
-        count: of workers.
+    ``sizes`` are the bytes to send on each channel, ``sizes_back`` those that come back. By the file ``barrier`` all
+    ``count`` workers, of which this one is ``index``, begin each iteration together.
     """
     memory, buffers = memoryview(bytes(max(sizes, default=0))), [bytearray(size) for size in sizes_back]
     times = []
