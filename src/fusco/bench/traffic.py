@@ -58,7 +58,10 @@ class Trace:
         """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""
         num_tokens, has_topk = self.topk_idx.shape
         if has_topk != num_topk:
-            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+            raise ValueError(
+                f"the trace has top-{has_topk}, num_topk is {num_topk}: choose --num-topk {has_topk}, or generated "
+                f"--traffic"
+            )
         if not num_tokens:
             raise ValueError(f"the trace {self.name} has no tokens")
         invalid = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
@@ -106,7 +109,7 @@ class Workload:
     def __post_init__(self) -> None:
         experts = self.placement.num_experts
         if self.num_topk > experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
         if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):

@@ -94,6 +94,36 @@ def test_plan_says_what_does_not_fit():
     assert "8 experts per token do not fit on one of 2 nodes" in str(done.exception)
 
 
+def _rank_bytes(record, what):
+    return [rank[what] for rank in record["ranks"]]
+
+
+def test_plan_shows_who_carries_segments_of_a_shuffle(tmp_path):
+    out = tmp_path / "plan.jsonl"
+    done = run("plan", "--shuffle", "zipf", "--nodes", "3", "--ranks-per-node", "2", "--seed", "3", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.read_text())
+    plain, sends = (_rank_bytes(record, what) for what in ("plain_sends", "sends"))
+    assert record["has_lanes"]
+    assert max(plain) > 1.125 * record["bound_bytes"] > record["bound_bytes"] >= max(sends) - 8
+    for carrier in range(6):
+        carries = sum(each["num_bytes"] for each in record["carried"] if each["carrier"] == carrier)
+        gives = sum(each["num_bytes"] for each in record["carried"] if each["rank"] == carrier)
+        assert sends[carrier] == plain[carrier] + carries - gives
+    assert all(each["carrier"] // 2 == each["rank"] // 2 != each["to_node"] for each in record["carried"])
+    assert sum(_rank_bytes(record, "receives")) == sum(_rank_bytes(record, "plain_receives")) == sum(sends)
+    assert "carrier" in done.output
+
+
+def test_plan_says_when_a_shuffle_needs_no_lanes(tmp_path):
+    out = tmp_path / "plan.jsonl"
+    done = run("plan", "--shuffle", "uniform", "--json", str(out))
+    record = json.loads(out.read_text())
+    assert [record[what] for what in ("has_lanes", "carried", "handed_on_bytes")] == [False, [], 0]
+    assert set(_rank_bytes(record, "sends")) == set(_rank_bytes(record, "plain_receives")) == {record["bound_bytes"]}
+    assert "without lanes: no rank has 1/8 and a slice more than its share" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,15 +142,30 @@ def test_plan_refuses_what_no_memory_holds(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "shuffle", "--num-topk", "4"], "error: the trace has top-8, num_topk is 4\n"),
+        (
+            ["bench", "shuffle", "--num-topk", "4"],
+            "error: the trace has top-8, num_topk is 4: choose --num-topk 8, or generated --traffic\n",
+        ),
         (["plan", "--nodes", "0"], "error: --nodes 0: "),
         (["plan", "--hidden=x"], "error: --hidden x: "),
+        (["plan", "--skew", "0.5"], "error: --skew 0.5 goes with --shuffle, such as --shuffle zipf"),
+        (
+            ["plan", "--shuffle", "random", "--skew", "0.5"],
+            "error: --skew 0.5 goes with --shuffle zipf, not with rando",
+        ),
+        (
+            ["plan", "--shuffle", "zipf", "--num-topk", "4", "--traffic", "trace"],
+            "error: --shuffle plans segments, wit",
+        ),
         (["bench", "host", "--ranks", "1", "--ranks", "0"], "error: --ranks 1, 0: "),
         (["plan", "--json", "/nowhere/a"], "error: --json /nowhere/a: there is no directory /nowhere"),
         (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),
         (["nothing"], "error: No such command 'nothing'"),
         (["train", "--layers", "10000000"], "error: parameters and the optimizer's states (--layers, --hidden) need"),
-        (["warm-up", "--arch", "sm_1"], "error: --arch 'sm_1' is none that this NVRTC compiles for: sm_"),
+        (
+            ["warm-up", "--arch", "sm_75"],
+            "error: --arch 'sm_75' is none that fusco's kernels and this NVRTC have: sm_80",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch, capsys):
