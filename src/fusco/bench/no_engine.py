@@ -84,7 +84,8 @@ class NoEngineShuffle:
         num_topk = topk_idx.shape[1]
         with self.profile.spend("planning"):
             blocks = self._plan_blocks(topk_idx)
-            routing = _pack_routing(topk_idx, topk_weights)
+            # As they travel: the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk).
+            routing = torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
             forwarded = routing.new_empty(blocks.num_received, routing.shape[1])
             self._exchange_blocks(blocks, routing.index_select(0, blocks.tokens), forwarded)
             self.profile.internode_metadata_bytes += routing[0:1].nbytes * len(blocks.tokens)
@@ -224,11 +225,6 @@ def _split(blocks: Sequence[tuple[int, int]], rows: torch.Tensor) -> list[tuple[
     """Return each rank's part of rows that are stored block by block."""
     ends = itertools.accumulate(num for _, num in blocks)
     return [(rank, rows[end - num : end]) for (rank, num), end in zip(blocks, ends, strict=True)]
-
-
-def _pack_routing(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Return the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk), as they travel."""
-    return torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:

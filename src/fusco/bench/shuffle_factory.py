@@ -18,9 +18,8 @@ from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.peers import BufferShuffle, ElasticBufferShuffle
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Workload
+from fusco.bench.traffic import Workload, WorldInput
 from fusco.bench.variants import WITHOUT_LANES, balancer_of
-from fusco.bench.world_input import WorldInput
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS
@@ -150,9 +149,8 @@ def _baseline(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
     explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
-    return Shuffle(
-        _of_routing(explicit, rank), explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS
-    )
+    dispatch = _of_routing(explicit, rank)
+    return Shuffle(dispatch, explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS)
 
 
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
@@ -162,15 +160,11 @@ def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 
 
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    shuffle = factory.keep(
-        "deep_ep_v2", lambda: ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
-    )
+    group, num_sms = factory.group, factory.run.num_sms
+    shuffle = factory.keep("deep_ep_v2", lambda: ElasticBufferShuffle(group, rank.workload, num_sms))
     # A product with a weight is rounded before parts of a sum are.
     return Shuffle(
-        lambda: shuffle.dispatch(rank.x, rank.routing),
-        shuffle.combine,
-        num_roundings=_PARTS_OF_RANKS,
-        is_ordered=False,
+        lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine, num_roundings=_PARTS_OF_RANKS, is_ordered=False
     )
 
 

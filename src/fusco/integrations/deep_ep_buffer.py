@@ -28,6 +28,7 @@ _UNSUPPORTED = (
     "get_local_buffer_tensor",
 )
 _NO_BUFFER_BYTES = 1  # of size hints: callers make a new buffer if one wants more than theirs has
+_Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -160,14 +161,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[
-        torch.Tensor | tuple[torch.Tensor, ...],
-        torch.Tensor | None,
-        torch.Tensor | None,
-        list[int],
-        tuple[Any, ...] | None,
-        EventOverlap,
-    ]:
+    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
         """Send each token once to every rank that has an expert for it; rows arrive by source rank, then token.
 
         Args:
@@ -204,10 +198,8 @@ class Buffer:
                 raise ValueError(
                     f"num_tokens_per_expert has {num_experts} experts, not as many on all {self.group_size} ranks"
                 )
-            routing = (topk_idx, topk_weights, num_experts)
-        arrived, sent = self._rows.dispatch(
-            payloads, is_token_in_rank, routing, num_static_rows=num_worst_tokens, launch=launch
-        )
+            routing, static = (topk_idx, topk_weights, num_experts), num_worst_tokens
+        arrived, sent = self._rows.dispatch(payloads, is_token_in_rank, routing, num_static_rows=static, launch=launch)
         idx = weights = None
         if topk_idx is not None:
             idx = sent.local_idx()

@@ -273,15 +273,9 @@ def _dispatch(
 ) -> EPHandle:
     """Dispatch as asked for."""
     alignment = asked.expert_alignment
-    sent = expert_rows.dispatch(
-        payloads,
-        asked.topk_idx,
-        topk_weights,
-        expert_alignment=alignment,
-        with_weights=topk_weights is not None,
-        static=static,
-        launch=launch,
-    )
+    options = {"expert_alignment": alignment, "static": static, "launch": launch}
+    has_weights = topk_weights is not None
+    sent = expert_rows.dispatch(payloads, asked.topk_idx, topk_weights, with_weights=has_weights, **options)
     counts = sent.dispatched.num_rows_per_expert
     blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
     on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
-from fusco.core.config import Launch, StaticRows
+from fusco.core.config import Launch
 from fusco.integrations.growth import GrowingCommunicator, Need
 
 
@@ -60,23 +61,13 @@ class ExpertRows:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
-        expert_alignment: int = 1,
         with_weights: bool = True,
-        static: StaticRows | None = None,
-        launch: Launch | None = None,
+        **options: Any,
     ) -> SentRows:
-        """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
+        """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``."""
 
         def dispatch(comm: Communicator, _: Need) -> SentRows:
-            sent = comm.dispatch(
-                payloads,
-                topk_idx,
-                topk_weights,
-                expert_alignment=expert_alignment,
-                with_weights=with_weights,
-                static=static,
-                launch=launch,
-            )
+            sent = comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
             return SentRows(comm, sent)
 
         with self.comms.rejecting():

@@ -19,7 +19,6 @@ from fusco.api.autograd import rows_of_weights
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.dense_routing import dense_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.rank_rows import (
@@ -31,7 +30,7 @@ from fusco.integrations.rank_rows import (
     dispatch_again,
     ranks_of,
 )
-from fusco.integrations.routing_maps import RoutingMaps
+from fusco.integrations.routing_maps import RoutingMaps, dense_weights
 
 
 @dataclass(frozen=True)

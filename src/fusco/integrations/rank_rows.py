@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.routing_maps import indices_to_map
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 

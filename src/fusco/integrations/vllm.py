@@ -152,7 +152,8 @@ class FuscoMoEMethod(UnquantizedFusedMoEMethod):
         if not self.moe.moe_parallel_config.use_all2all_kernels:
             super()._init_moe_kernel(layer)
             return
-        if self.experts_cls.is_monolithic() or not _takes_rows(self.experts_cls):
+        takes_rows = self.experts_cls.activation_format() == mk.FusedMoEActivationFormat.Standard
+        if self.experts_cls.is_monolithic() or not takes_rows:
             raise ValueError(
                 f"{self.experts_cls.__name__} does not take rows (num_rows, hidden) and their experts: choose "
                 f"--all2all-backend allgather_reducescatter and --moe-backend triton with fusco"
@@ -161,10 +162,6 @@ class FuscoMoEMethod(UnquantizedFusedMoEMethod):
         prepare_and_finalize = FuscoPrepareAndFinalize(get_ep_group().cpu_group, self.moe.num_experts)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
         self.moe_kernel = mk.FusedMoEKernel(prepare_and_finalize, experts)
-
-
-def _takes_rows(experts: Any) -> bool:
-    return bool(experts.activation_format() == mk.FusedMoEActivationFormat.Standard)
 
 
 @cache

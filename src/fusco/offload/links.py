@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fusco.rails.board import named_path
+from fusco.rails.board import NamedRail, named_path
 from fusco.rails.rail import MAX_RAILS
 
 _P2P_NVLINK, _P2P_OK = 2, 0
 _GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of one PCIe lane, by generation
-
-
-@dataclass(frozen=True)
-class LinkRail:
-    """One direction of a PCIe link: a rail of the board, with what the board shows of it."""
-
-    interface: str
-    bits_per_s: int
 
 
 class NvmlError(OSError):
@@ -104,15 +95,15 @@ def nvml_links() -> Links:
     return Links()
 
 
-def rails_of_links(links: Links) -> tuple[LinkRail, ...]:
-    """Return the two rails of each link, at most as many as the board has room for.
+def rails_of_links(links: Links) -> tuple[NamedRail, ...]:
+    """Return the two rails of each link, one for each direction, at most as many as the board has room for.
 
     >>> from types import SimpleNamespace
     >>> [rail.interface for rail in rails_of_links(SimpleNamespace(bits_per_s=(0, 0)))]
     ['gpu0 to host', 'host to gpu0', 'gpu1 to host', 'host to gpu1']
     """
     rails = [
-        LinkRail(name, speed)
+        NamedRail(name, speed)
         for i, speed in enumerate(links.bits_per_s)
         for name in (f"gpu{i} to host", f"host to gpu{i}")
     ]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusco.core.errors import LaunchError, TransportError
-from fusco.offload.budget import RelayBudget
 from fusco.offload.driver import CudaDriver
 from fusco.offload.links import Links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, PathStreams
 from fusco.offload.resources import Resources, relayed_path
+from fusco.offload.settings import RelayBudget
 from fusco.rails.limits import Limits
 
 _DRAIN_S = 10.0  # limit of a wait for chunks under way

@@ -151,12 +151,10 @@ def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tup
     links = machine.links()
     to_link = {each: links.index_of(driver.bus_id(each)) for each in (device, *others)}
     num_links = len(rails_of_links(links)) // 2
-    far = [
-        peer
-        for peer in others
-        if not (driver.can_access(device, peer) and links.has_nvlink(to_link[device], to_link[peer]))
-    ]
-    if to_link[device] >= num_links or len(far) == len(others):
+    near = {
+        peer for peer in others if driver.can_access(device, peer) and links.has_nvlink(to_link[device], to_link[peer])
+    }
+    if to_link[device] >= num_links or not near:
         names = ", ".join(map(str, others))
         raise NoRelayError(f"GPU {device} has no access over NVLink to the memory of GPU {names}")
-    return links, {each: link for each, link in to_link.items() if each not in far and link < num_links}
+    return links, {each: link for each, link in to_link.items() if each in {device, *near} and link < num_links}

@@ -69,7 +69,9 @@ class Acceptor:
         except ConnectionError:
             return  # the client has closed it again
         except OSError:
-            self._pause()
+            for listener in self._listeners:
+                self._host.loop.forget(listener.fileno())
+            self._paused_until = time.monotonic() + _PAUSE_S
             return
         configure(accepted, defers=self._host.defers(rail))
         limits = self._host.limits
@@ -94,8 +96,3 @@ class Acceptor:
             joining.socket.close()
             return
         self._join(Connection(joining.socket, rail, peer.incarnation), peer)
-
-    def _pause(self) -> None:
-        for listener in self._listeners:
-            self._host.loop.forget(listener.fileno())
-        self._paused_until = time.monotonic() + _PAUSE_S

@@ -11,7 +11,6 @@ from typing import Any
 from fusco.core.errors import ClosedError, PeerFailureError
 from fusco.rails.buffers import as_bytes
 from fusco.rails.connection import Connection
-from fusco.rails.credits import Credits
 from fusco.rails.handshake import Introduction
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
@@ -19,7 +18,7 @@ from fusco.rails.rail_failures import RailFailures
 from fusco.rails.receive_queue import ReceiveQueue
 from fusco.rails.request import Request
 from fusco.rails.schedule import WAIT, rails_of
-from fusco.rails.scheduler import Scheduler
+from fusco.rails.scheduler import Credits, Scheduler
 from fusco.rails.send_queue import SendQueue
 from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, WireError
 

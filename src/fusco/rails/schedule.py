@@ -51,20 +51,6 @@ class Policy:
     refreshes: bool = True
 
 
-def select(view: View, limits: Limits, policy: Policy) -> int:
-    """Return the rail for the next chunk, or ``WAIT``.
-
-    Rail 0 is direct and has two chunks outstanding, rail 1 is idle, the owner of rail 2 uses it:
-
-    >>> view = View(direct=0b001, usable=0b111, idle=0b010, outstanding=[2, 0, 0], borrowed=[0, 0, 0])
-    >>> select(view, Limits(), POLICIES["fuselink"]), select(view, Limits(), POLICIES["direct"])
-    (1, 0)
-    >>> select(View(0b001, 0b111, 0b010, [4, 0, 0], [0, 2, 0]), Limits(), POLICIES["fuselink"]) == WAIT
-    True
-    """
-    return policy.choose(view, limits)
-
-
 @lru_cache(maxsize=4096)
 def rails_of(mask: int) -> tuple[int, ...]:
     """Return the rails of a mask, ascending.
@@ -101,6 +87,14 @@ def _choose_any(view: View, limits: Limits) -> int:
 
 
 def _choose_fuselink(view: View, limits: Limits) -> int:
+    """Rail 0 is direct and has two chunks outstanding, rail 1 is idle, the owner of rail 2 uses it.
+
+    >>> view = View(direct=0b001, usable=0b111, idle=0b010, outstanding=[2, 0, 0], borrowed=[0, 0, 0])
+    >>> _choose_fuselink(view, Limits()), _choose_direct(view, Limits())
+    (1, 0)
+    >>> _choose_fuselink(View(0b001, 0b111, 0b010, [4, 0, 0], [0, 2, 0]), Limits()) == WAIT
+    True
+    """
     direct = view.direct & view.usable
     if not direct:
         return _without_direct(view, limits)

@@ -138,30 +138,26 @@ class Plugin:
 
     def connect(self, handle: ctypes.Array[Any]) -> c_void_p:
         """Return a send comm, once it is connected."""
-        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
         arguments = (None, 0) if self.version == 11 else (0, None)
-        while not comm.value:
-            self.call(self.table.connect, *arguments, handle, ctypes.byref(comm), None)
-            self._pause(end, "connect")
-        return comm
+        return self._established("connect", *arguments, handle)
 
     def accept(self, listen: c_void_p) -> c_void_p:
         """Return a receive comm, once a peer has connected it."""
-        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
-        while not comm.value:
-            self.call(self.table.accept, listen, ctypes.byref(comm), None)
-            self._pause(end, "accept")
-        return comm
+        return self._established("accept", listen)
 
     def finalize(self) -> None:
         """End the plugin's threads, as NCCL does with the last communicator."""
         if self.version == 11:
             self.call(self.table.finalize, None)
 
-    def _pause(self, end: float, what: str) -> None:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} has not finished within {_CONNECT_S:g} s; log: {self.log[-3:]}")
-        time.sleep(_POLL_S)
+    def _established(self, verb: str, *arguments: Any) -> c_void_p:
+        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
+        while not comm.value:
+            self.call(getattr(self.table, verb), *arguments, ctypes.byref(comm), None)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{verb} has not finished within {_CONNECT_S:g} s; log: {self.log[-3:]}")
+            time.sleep(_POLL_S)
+        return comm
 
     def _take_log(self, _level: int, _flags: int, _file: bytes, _line: int, _format: bytes, text: bytes) -> None:
         self.log.append(text.decode())
