@@ -162,8 +162,8 @@ class Communicator(Membership):
         plan, rows, weights = output.plan, output.rows, output.weights
         handle = Handle(plan, topk_weights, self._session.sequence_number)
         if with_weights or wants_grad(payloads[0]):
-            given = topk_weights if with_weights else None
-            first, weights = self._with_gradients(payloads[0], given, Precomputed(rows[0], weights), handle, launch)
+            given, made = topk_weights if with_weights else None, Precomputed(rows[0], weights)
+            first, weights = DispatchRows.apply(payloads[0], given, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
             rows = [first, *rows[1:]]
         return Dispatched(tuple(rows), plan.num_rows_per_expert, weights, handle, output.event)
 
@@ -185,7 +185,8 @@ class Communicator(Membership):
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
         if wants_grad(payloads[0]):
-            rows[0], _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
+            made = Precomputed(rows[0])
+            rows[0], _ = DispatchRows.apply(payloads[0], None, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return tuple(rows)
 
     @uncompiled
@@ -377,8 +378,8 @@ class Communicator(Membership):
         """
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
-            with self._session.point_to_point(f"gather_send to rank {dst}"):
-                self._engine.gather_send(segments, dst)
+            with self._session.point_to_point(name := f"gather_send to rank {dst}"):
+                self._engine.stream(name, {dst: segments}, {})
 
     @uncompiled
     def scatter_recv(self, segments: Segments, src: int) -> None:
@@ -388,8 +389,8 @@ class Communicator(Membership):
         """
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
-            with self._session.point_to_point(f"scatter_recv from rank {src}"):
-                self._engine.scatter_recv(segments, src)
+            with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
+                self._engine.stream(name, {}, {src: segments})
 
     def __enter__(self) -> Communicator:
         return self
@@ -419,18 +420,6 @@ class Communicator(Membership):
             lambda: self._validator.validate_combine(y, handle, weights, launch),
             self._engine.prepare_combine,
         )
-
-    def _with_gradients(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        made: Precomputed,
-        handle: Handle,
-        launch: Launch | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the rows made of ``x``, and their weights if ``topk_weights`` are given, as nodes of the graph."""
-        rows, weights = DispatchRows.apply(x, topk_weights, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
-        return rows, weights
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""

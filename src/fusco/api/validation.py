@@ -100,16 +100,9 @@ class Validator:
             self._known.add(CollectiveFingerprint("dispatch", request.fields), *known_by)
         return request
 
-    def known_dispatch(
-        self,
-        payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        alignment: int,
-        with_weights: object,
-    ) -> KnownInput | None:
-        """Return what is known of these arguments of ``dispatch``; the others are not compared."""
-        return self._known.find(*_known_by(payloads, topk_idx, topk_weights, alignment, with_weights))
+    def known_dispatch(self, *arguments: Any) -> KnownInput | None:
+        """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
+        return self._known.find(*_known_by(*arguments))
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None

@@ -230,7 +230,7 @@ class Watchdog:
         """Ask all ranks for their status, decide which are at fault, report them to all ranks, and raise."""
         statuses = self.query_all_ranks(stall, symptom)
         late = [rank for rank, status in statuses.items() if status.collective < self._collective]
-        blamed = tuple(late or [rank for rank in stall.on_ranks if rank in self._peers])
+        blamed = tuple(sorted(late or {rank for rank in stall.on_ranks if rank in self._peers}))
         doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
         if not blamed:
             doing = f"rank {self._rank}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"

@@ -13,8 +13,7 @@ from torch import nn
 class Qwen3Shape:
     """Sizes of a Qwen3-MoE whose blocks all have experts; the defaults are those of Qwen3-30B-A3B.
 
-    Raises:
-        ValueError: for sizes that do not fit together.
+    Raises ``ValueError`` for sizes that do not fit together.
     """
 
     num_layers: int = 48  # blocks
