@@ -1,6 +1,7 @@
 """The command line without ranks: help at once, errors as sentences, plan and doctor."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import sys
 
 import pytest
 from command_line import ROOT, run
+from rich.console import Console
 
 import fusco
 from fusco.bench.traffic import Pattern
 from fusco.cli import main
+from fusco.cli.tables import new_table
 from fusco.core.requirements import (
     LEAST_OF_FSDP,
     RequirementError,
@@ -374,3 +377,13 @@ def test_rails_leaves_a_file_that_is_no_board(content, tmp_path, monkeypatch, ca
     assert exited.value.code == 2
     assert re.search(r"no board of rails", capsys.readouterr().err)
     assert path.read_text() == content
+
+
+def test_narrow_tables_leave_out_nothing():
+    table = new_table("", ("", *(f"time {i}, ms" for i in range(9))))
+    table.add_row("no-balancer", *("12.345",) * 9)
+    console = Console(width=60, file=io.StringIO())
+    console.print(table)
+    shown = console.file.getvalue()
+    assert "no-balancer" in shown
+    assert "…" not in shown
