@@ -9,7 +9,7 @@ from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
 from fusco.planner.rank_links import most_crossing_rows
 
-_SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
+SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 _MAX_ATTACHED_BYTES = 128 << 10  # from a rank to all other nodes: 0.1 ms on the loopback device
 
 
@@ -47,7 +47,7 @@ class CpuLayout(EngineConfig):
     @cached_property
     def slot_bytes(self) -> int:
         """Size of a ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
-        return align(max(self.settings.slice_bytes or _SLICE_BYTES, 2 * self.capacity.max_row_bytes))
+        return align(max(self.settings.slice_bytes or SLICE_BYTES, 2 * self.capacity.max_row_bytes))
 
     def rows_per_slot(self, row_bytes: int) -> int:
         """Return the rows per slice: as many as fit into a slot. Sender and receiver cut by it."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.peer_watch import Grace
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
@@ -240,9 +241,10 @@ class NcclWatchdog:
             self._give_up(Stall("watching the network", (), "its state", seen))
 
     def _poll(self) -> None:
+        grace = Grace(self._watchdog)
         while not self._is_closed.wait(_POLL_INTERVAL_S):
             # Before looking at what is done: a rank may have left because its messages are.
-            is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
+            is_failed = (grace.is_over and self._watchdog.has_failed_rank) or bool(self._nccl.failure)
             while self._in_flight and self._in_flight[0].is_done():
                 if let_go := self._in_flight.popleft().let_go:
                     let_go()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 
@@ -39,6 +41,23 @@ def test_all_its_memory_is_reserved():
         status = os.fstat(segment.address.fd)
         assert status.st_size == 3 << 20
         assert status.st_blocks * 512 >= 3 << 20
+
+
+def test_a_timers_signals_do_not_keep_it_from_being_made():
+    num_signals, before = itertools.count(), signal.getsignal(signal.SIGALRM)
+
+    def on_signal(*_):
+        if next(num_signals) > 2000:
+            raise TimeoutError("reserving memory does not end")
+
+    signal.signal(signal.SIGALRM, on_signal)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    try:
+        with SharedSegment.create(40 << 20) as segment:
+            assert os.fstat(segment.address.fd).st_blocks * 512 >= 40 << 20
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(("num_bytes", "num_ranks"), [(1 << 50, 1), (1 << 42, 256)])
