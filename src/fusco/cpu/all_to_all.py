@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from fusco.core.errors import Stall
@@ -34,7 +35,10 @@ class Staging:
         """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
         self._tensors = [None if isinstance(memory, SegmentMemory) else memory for memory in memories]
         self._segments = [
-            memory if isinstance(memory, SegmentMemory) else SegmentMemory.of_tensor(memory) for memory in memories
+            memory
+            if isinstance(memory, SegmentMemory)
+            else SegmentMemory(np.array([memory.data_ptr()]), np.array([memory.nbytes]), memory)
+            for memory in memories
         ]
         self._filled = [0] * num_regions
 

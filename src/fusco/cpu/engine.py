@@ -43,7 +43,7 @@ from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
+from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -55,7 +55,7 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, run_stream
+from fusco.engine.byte_stream import run_stream
 from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
@@ -251,8 +251,6 @@ class CpuEngine:
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
-
         def run(counts: Sequence[Sequence[int]]) -> None:
             with call.profile.spend("planning"):
                 slot_bytes = self._layout.slot_bytes
@@ -261,11 +259,11 @@ class CpuEngine:
                 if rank_schedule is None:
                     self._run(self._streams().tasks(request.send, request.receive))
                     return
-                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                ends = list(map(SegmentMemory.of, request.of_others(self._rank)))
                 tasks = self._schedule_tasks(rank_schedule, ends, call)
                 self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
 
-        return Pending(sizes.pack(), run)
+        return Pending(request.counts(self._topology.world_size), run)
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
@@ -280,7 +278,7 @@ class CpuEngine:
                 self._run(self._schedule_tasks(rank_schedule, request.memories, call))
             return request
 
-        return Pending(sizes_of(request).pack(), run)
+        return Pending(request.counts, run)
 
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         run_stream(self._streams(), name, send, receive, self._run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -115,49 +114,6 @@ def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segm
     [1, 2, 0]
     """
     return sorted(partners.items(), key=lambda entry: (entry[0] < rank, entry[0]))
-
-
-@dataclass(frozen=True)
-class StreamSizes:
-    """Sizes that a rank publishes: what it sends to each rank, and what it expects from each."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-
-    @classmethod
-    def of_segments(cls, send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> StreamSizes:
-        """Make sizes in bytes; missing ranks have zero."""
-        sent, received = (
-            tuple(part[rank].total_bytes if rank in part else 0 for rank in range(world_size))
-            for part in (send, receive)
-        )
-        return cls(sent, received)
-
-    def pack(self) -> list[int]:
-        """Pack as counts."""
-        return [*self.send, *self.receive]
-
-    @classmethod
-    def unpack(cls, counts: Sequence[int]) -> StreamSizes:
-        """Unpack from counts."""
-        middle = len(counts) // 2
-        return cls(tuple(counts[:middle]), tuple(counts[middle:]))
-
-
-def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") -> None:
-    """Raise ``MismatchError``, the same on all ranks, if any rank expects another size than its peer sends.
-
-    ``sizes[r]`` are the sizes of rank ``r``, in ``unit``.
-    """
-    ranks = range(len(sizes))
-    differing = [
-        f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
-        for src in ranks
-        for dst in ranks
-        if (sent := sizes[src].send[dst]) != (expected := sizes[dst].receive[src])
-    ]
-    if differing:
-        raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
 
 
 def run_stream(

@@ -50,22 +50,20 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
 
 
 class SegmentMemory:
-    """Segments of several tensors as one memory of bytes, in their order."""
+    """Pieces of memory as one memory of bytes, in their order: their addresses, and where each ends in it."""
 
-    def __init__(self, parts: Sequence[Segments]) -> None:
-        self._parts = parts  # which keep their memory
+    def __init__(self, addresses: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], owners: object) -> None:
+        """``owners`` keep the memory."""
+        self._addresses, self._ends, self._owners = addresses, ends, owners
+
+    @classmethod
+    def of(cls, parts: Sequence[Segments]) -> SegmentMemory:
+        """Return the segments of several tensors."""
         found = [part.descriptors for part in parts]
         offsets = [part.memory.data_ptr() + of.offset_bytes.numpy() for part, of in zip(parts, found, strict=True)]
         none = np.zeros(0, np.int64)
-        self._addresses = np.concatenate([none, *offsets])
-        self._ends = np.concatenate([none, *(of.num_bytes.numpy() for of in found)]).cumsum()
-
-    @classmethod
-    def of_tensor(cls, memory: torch.Tensor) -> SegmentMemory:
-        """Return the memory of a contiguous tensor, which must outlive it, as one segment."""
-        whole = cls([])
-        whole._addresses, whole._ends = np.array([memory.data_ptr()]), np.array([memory.nbytes])
-        return whole
+        sizes = np.concatenate([none, *(of.num_bytes.numpy() for of in found)])
+        return cls(np.concatenate([none, *offsets]), sizes.cumsum(), parts)
 
     def read(self, first: int, num_bytes: int, target: int) -> None:
         """Copy bytes from ``first`` on to an address."""
