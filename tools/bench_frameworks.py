@@ -71,11 +71,12 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
     peer = site / "peer" if is_cuda and (carried / "peer").exists() else None
     parts = {}
     if (carried / "megatron").exists():
-        options = ("--megatron", str(carried / "megatron"), "--device", device)
-        log = ("--json", str(out / "megatron-tests.jsonl"))
-        parts["megatron-tests"] = Part(
-            command=(*python, str(TOOLS / "megatron_tests.py"), *options, *log), limit_s=90.0
-        )
+        test = (*python, str(TOOLS / "megatron_tests.py"), "--megatron", str(carried / "megatron"), "--device", device)
+        records = str(out / "megatron-tests.jsonl")
+        parts["megatron-tests"] = Part(command=(*test, "--json", records), limit_s=90.0)
+        if peer:
+            other = ("--deep-ep", str(peer), "--json", str(out / "megatron-tests-deep_ep.jsonl"))
+            parts["megatron-tests-deep_ep"] = Part(command=(*test, *other), limit_s=60.0, deep_ep=peer)
     sizes = "--iterations 10" if is_cuda else "--iterations 3 --tokens 64"
     prefill = (
         "-m",

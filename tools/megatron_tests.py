@@ -1,11 +1,15 @@
 """Run Megatron's own tests of its flex dispatcher, in bfloat16, by both of its backends on fusco.
 
-``python tools/megatron_tests.py --megatron FOLDER [--device cpu] [--ranks 2] [--json FILE]``: FOLDER is a checkout of
+``python tools/megatron_tests.py --megatron FOLDER [--device cpu] [--ranks 2] [--json FILE] [--no-deterministic]
+[--deep-ep FOLDER]``: the first FOLDER is a checkout of
 Megatron-LM at the version of megatron-core that is installed, of which ``tests/unit_tests/test_utilities.py`` and
 ``tests/unit_tests/transformer/moe/test_token_dispatcher.py`` suffice. Ranks are started by torchrun, each with a GPU,
 and find fusco's ``deep_ep``. The cases are those of ``TestFlexDispatcher``, with as many ranks as there are instead of
-eight, and without fused permutations, which need TransformerEngine. On the CPU ``without_cuda`` is in effect. Exit code
-1 if a case failed, or none ran.
+eight, and without fused permutations, which need TransformerEngine. The permutations that Megatron then uses with its
+DeepEP backend add rows in bfloat16, on GPUs in an order that varies, which is more than its test of padding allows:
+Megatron runs that test with fused ones only. So PyTorch's deterministic algorithms, for which Megatron has a path of
+its own, are enabled; ``--no-deterministic`` leaves them off. With ``--deep-ep`` the folder's package ``deep_ep`` takes
+the place of fusco's, to compare. On the CPU ``without_cuda`` is in effect. Exit code 1 if a case failed, or none ran.
 """
 
 # ruff: noqa: PLC0415  megatron-core need not be installed
@@ -23,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -57,17 +61,17 @@ class Case(NamedTuple):
     expert_parallel: int
 
 
-def cases_of(num_ranks: int) -> list[Case]:
+def cases_of(num_ranks: int, backends: Sequence[str] = BACKENDS) -> list[Case]:
     """Return all cases, the most important first.
 
-    >>> [case[2:] for case in cases_of(2)[:12:6]], len(cases_of(4))
-    ([(1, 2), (2, 1)], 18)
+    >>> [case[2:] for case in cases_of(2)[:12:6]], len(cases_of(4)), len(cases_of(4, ["deepep"]))
+    ([(1, 2), (2, 1)], 18, 9)
     """
     return [
         Case(test, backend, tensor_parallel, num_ranks // tensor_parallel)
         for tensor_parallel in range(1, num_ranks + 1)
         if num_ranks % tensor_parallel == 0
-        for backend in BACKENDS
+        for backend in backends
         for test in TESTS
     ]
 
@@ -98,14 +102,15 @@ def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any
     _replace_training(device)
     sys.path.append(str(folder))  # behind the megatron-core that is installed
     tests = importlib.import_module(TEST.removesuffix(".py").replace("/", "."))
-    assert tests.is_deep_ep_available()
-    assert tests.is_hybrid_ep_available()
+    has_backend = dict(zip(BACKENDS, (tests.is_hybrid_ep_available(), tests.is_deep_ep_available()), strict=True))
+    backends = [backend for backend in BACKENDS if has_backend[backend]]
     fused_a2a = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
     utilities = importlib.import_module("tests.unit_tests.test_utilities").Utils
-    origin = {"kind": "megatron-test", "dtype": "bfloat16", "versions": versions("megatron-core")}
-    origin |= {"hardware": hardware(device), "commit": commit()}
+    origin: dict[str, Any] = {"kind": "megatron-test", "dtype": "bfloat16", "versions": versions("megatron-core")}
+    origin |= {"hardware": hardware(device), "commit": commit(), "deep_ep": importlib.import_module("deep_ep").__file__}
+    origin |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
     records = []
-    for case in cases_of(int(os.environ["WORLD_SIZE"])):
+    for case in cases_of(int(os.environ["WORLD_SIZE"]), backends):
         start = time.monotonic()
         failure = run_case(tests.MoEModelTestContainer, case)
         took = time.monotonic() - start
@@ -163,8 +168,9 @@ def _on(device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_rank(folder: Path, device: str, log: Path | None) -> int:
+def run_rank(folder: Path, device: str, log: Path | None, *, is_deterministic: bool) -> int:
     """Run this rank's part; return the exit code."""
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     with _on(device):
         records = run_cases(folder, device, log)
         if records:
@@ -180,18 +186,21 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--deep-ep", type=folder, default=DEEP_EP)
     chosen = parser.parse_args()
     if importlib.util.find_spec("megatron") is None:
         parser.error("megatron-core is not installed")
     if not (chosen.megatron / TEST).exists():
         parser.error(f"{chosen.megatron} has no {TEST}")
     if "LOCAL_RANK" in os.environ:
-        return run_rank(chosen.megatron, chosen.device, chosen.json)
+        return run_rank(chosen.megatron, chosen.device, chosen.json, is_deterministic=chosen.deterministic)
     if chosen.json:
         chosen.json.unlink(missing_ok=True)
-    path = os.pathsep.join(filter(None, (str(DEEP_EP), str(DEEP_EP.parents[2]), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(chosen.deep_ep), str(DEEP_EP.parents[2]), os.environ.get("PYTHONPATH"))))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(chosen.ranks))
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ, "PYTHONPATH": path}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {**settings, **os.environ, "PYTHONPATH": path}
     return subprocess.run([*torchrun, *sys.argv], env=environment, check=False).returncode  # noqa: S603  this file
 
 

@@ -15,9 +15,9 @@ from integration_cases import HIDDEN, KINDS, NUM_LOCAL, cases, law_of
 from comparison import assert_same_bits
 from fusco import ClosedError, PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer, Config
-from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.elastic_buffer import ElasticBuffer
 from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.routing_maps import indices_to_map
 from generator import Case, any_bits, values
 from law import Law
 

@@ -115,9 +115,6 @@ def _verify(variants: _Variants, rank: int) -> list[str]:
         output.fill_(255 * i)  # neither can pass on old contents of memory
         call()
     by_fusco, by_torch = (output for _, output in variants.values())
-    wrong = (by_fusco != by_torch).nonzero().squeeze(1)
-    return (
-        [f"rank {rank}: {len(wrong)} of {len(by_fusco)} bytes differ, the first at {int(wrong[0])}"]
-        if len(wrong)
-        else []
-    )
+    if not len(wrong := (by_fusco != by_torch).nonzero().squeeze(1)):
+        return []
+    return [f"rank {rank}: {len(wrong)} of {len(by_fusco)} bytes differ, the first at {int(wrong[0])}"]

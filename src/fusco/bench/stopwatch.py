@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -47,13 +46,6 @@ class SectionTimer:
         """Begin a section, or end the one that has begun."""
         if self.is_on:
             self._marks.setdefault(section, []).append(self._stopwatch.mark())
-
-    @contextmanager
-    def timed(self, section: str) -> Iterator[None]:
-        """Mark a section around the block."""
-        self.mark(section)
-        yield
-        self.mark(section)
 
     def take_s(self, sections: Sequence[str]) -> dict[str, float]:
         """Return the seconds of every section since the last call; the device must have reached all marks."""

@@ -6,6 +6,7 @@ The routing of a rank depends on (seed, rank) alone, so any process can rebuild 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -35,15 +36,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
-        """Read one layer of a trace.
+        """Read one layer of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
 
-        Args:
-            path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
-                Qwen3-30B-A3B trace that comes with fusco.
-            key: the array of an npz file; optional if only one array has the shape of ids.
-            layer: index of the layer.
-
-        Raises ``ValueError`` with the contents of the file, or ``OSError``.
+        Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
+        if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -61,7 +57,10 @@ class Trace:
         """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""
         num_tokens, has_topk = self.topk_idx.shape
         if has_topk != num_topk:
-            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+            raise ValueError(
+                f"the trace has top-{has_topk}, num_topk is {num_topk}: choose --num-topk {has_topk}, or generated "
+                f"--traffic"
+            )
         if not num_tokens:
             raise ValueError(f"the trace {self.name} has no tokens")
         invalid = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
@@ -92,9 +91,7 @@ class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
-
-    Raises:
-        ValueError: if pattern and shapes do not fit together.
+    Raises ``ValueError`` if pattern and shapes do not fit together.
     """
 
     pattern: Pattern
@@ -111,7 +108,7 @@ class Workload:
     def __post_init__(self) -> None:
         experts = self.placement.num_experts
         if self.num_topk > experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
         if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
@@ -170,9 +167,8 @@ class Workload:
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         if self.trace is not None:
-            wanted = np.arange(self.num_tokens(rank)) + (
-                self.batch.first_token[rank] if self.batch else rank * self.tokens
-            )
+            first = self.batch.first_token[rank] if self.batch else rank * self.tokens
+            wanted = first + np.arange(self.num_tokens(rank))
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
         num_experts = self.placement.num_experts
         if self.pattern is Pattern.ONE_EXPERT:
@@ -202,6 +198,32 @@ class Workload:
         load = np.random.default_rng([self.seed, rank]).beta(_BIMODAL, _BIMODAL) if num_nodes > 1 else 0.0
         is_remote = _uniform((self.tokens, 1), generator) < load
         return is_remote == (nodes != local_node)
+
+
+@dataclass(frozen=True)
+class WorldInput:
+    """The rows and the routing of all ranks, which each rank rebuilds to verify what it receives."""
+
+    rows: Sequence[torch.Tensor]
+    topk_idx: Sequence[torch.Tensor]
+    topk_weights: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, workload: Workload, device: torch.device | str = "cpu") -> WorldInput:
+        """Rebuild the input of every rank."""
+        ranks = range(workload.topology.world_size)
+        routings = [workload.routing(rank) for rank in ranks]
+        return cls(
+            [workload.rows(rank, device) for rank in ranks],
+            [routing.topk_idx.to(device) for routing in routings],
+            [routing.topk_weights.to(device) for routing in routings if routing.topk_weights is not None],
+        )
+
+
+def world_bytes(workload: Workload) -> int:
+    """Return the memory that the rows of a ``WorldInput`` take while they are made, the last rank's in float32."""
+    num_elements = workload.tokens * workload.hidden
+    return num_elements * (workload.topology.world_size * workload.dtype.itemsize + torch.float32.itemsize)
 
 
 def internode_rows_lower_bound(workload: Workload) -> int:

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import fusco
@@ -124,10 +125,8 @@ def _peers() -> _Outcome:
     num = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num < 2:
         return f"{num} GPUs", "two GPUs or more, joined by NVLink"
-    apart = [
-        f"{i} and {j}" for i in range(num) for j in range(i + 1, num) if not torch.cuda.can_device_access_peer(i, j)
-    ]
-    if apart:
+    pairs = combinations(range(num), 2)
+    if apart := [f"{i} and {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]:
         return f"not {', '.join(apart)}", "nvidia-smi topo -m shows how GPUs are joined"
     return f"all {num} reach each other", ""
 

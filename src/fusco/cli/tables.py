@@ -27,9 +27,7 @@ def verified_cell(is_right: bool) -> str:
 
 def describe_origin(record: Measurement, num_ranks: int, packages: tuple[str, ...] = ("torch",)) -> str:
     """Describe the GPUs, one for each rank, or the processor; versions of packages; the commit."""
-    hardware = record.hardware
-    machine = (
-        f"{num_ranks} x {hardware['gpu']}" if "gpu" in hardware else f"{hardware['cpu']}, {hardware['num_cores']} cores"
-    )
+    of = record.hardware
+    machine = f"{num_ranks} x {of['gpu']}" if "gpu" in of else f"{of['cpu']}, {of['num_cores']} cores"
     source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
     return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])

@@ -363,6 +363,9 @@ class Watchdog:
 def _describe_status(status: Status | None) -> str:
     if status is None:
         return "could not be asked for its status, as this process has no descriptor or memory left"
+    last = f"for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
+    if status.elsewhere:
+        return f"is in {status.elsewhere} of another communicator, and has been outside any call of this one {last}"
     if not status.phase:
-        return f"has been outside any fusco call for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
+        return f"has been outside any fusco call {last}"
     return f"is in {status.operation}, phase '{status.phase}', for {status.seconds:.1f} s"

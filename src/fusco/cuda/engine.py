@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.byte_stream import StreamSizes, run_stream
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.rank_links import lane_links
 from fusco.planner.routing import describe_invalid_id
@@ -287,19 +287,10 @@ class CudaEngine:
             rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
             return rounds.run(call.profile)
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Return when everything has arrived."""
-        with self._order.on_stream(Launch()) as stream:
-            streams = self._streams(stream)
-            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
-                self._run(streams.tasks({dst: segments}, {}))
-
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        """Return when everything has arrived."""
-        with self._order.on_stream(Launch()) as stream:
-            streams = self._streams(stream)
-            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
-                self._run(streams.tasks({}, {src: segments}))
+        with self._order.on_stream(Launch()) as cuda_stream:
+            run_stream(self._streams(cuda_stream), name, send, receive, self._run)
 
     def wait(self) -> None:
         self._order.wait()

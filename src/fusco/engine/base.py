@@ -315,11 +315,8 @@ class Engine(Protocol[PlanT]):
         The result is the request with its output filled.
         """
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
-        """Send segments to one rank, which calls ``scatter_recv``; not a collective."""
-
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        """Receive into segments from one rank, which calls ``gather_send``; not a collective."""
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        """Send segments to one rank, or receive segments from one; not a collective. ``name`` is for errors."""
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from fusco.core.errors import (
     SharedMemoryError,
     cleanup_after,
 )
+from fusco.core.rows import row_bytes
 
 _Result = TypeVar("_Result")
 
@@ -35,6 +37,16 @@ class Need:
     num_topk: int
     max_tokens_per_rank: int
     max_bytes_per_token: int
+
+    @classmethod
+    def of(cls, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
+        """Return what a dispatch of payloads (num_tokens, ...) needs; results of FP8 rows come back in 16 bits."""
+        first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
+        return cls(
+            num_topk=num_topk,
+            max_tokens_per_rank=max(len(first), max_tokens),
+            max_bytes_per_token=max(num_bytes, first.shape[1] * 2),
+        )
 
     def fits(self, capacity: Need) -> bool:
         """Return whether a communicator of this capacity takes the call."""
@@ -169,12 +181,7 @@ class GrowingCommunicator:
         needs = [Need(**values) for values, _ in entries]
         if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
             return False
-        capacity = needs[0]
-        for each in needs:
-            capacity = capacity.union(each)
-        if self._capacity is not None:
-            capacity = capacity.union(self._capacity)
-        capacity = capacity.with_reserve()
+        capacity = reduce(Need.union, needs, self._capacity or needs[0]).with_reserve()
         self._communicators.append(
             Communicator(
                 group,

@@ -19,8 +19,6 @@ from fusco.api.autograd import rows_of_weights
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
-from fusco.integrations.dense_routing import dense_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.rank_rows import (
@@ -32,7 +30,7 @@ from fusco.integrations.rank_rows import (
     dispatch_again,
     ranks_of,
 )
-from fusco.integrations.routing_maps import RoutingMaps
+from fusco.integrations.routing_maps import RoutingMaps, dense_weights
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ class _Sent:
 class HybridEPBuffer:
     """Dispatch and combine among the ranks of a group, by the calls of HybridEP.
 
-    Attributes:
-        group: the process group.
-        configurer: has ``buffer_config``, the sizes that callers compare before a call.
+    ``configurer.buffer_config`` has the sizes that callers compare before a call.
     """
 
     def __init__(
@@ -79,8 +75,7 @@ class HybridEPBuffer:
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
             num_local_experts: experts of each rank, unless a call says otherwise.
-            num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
-            num_sms_combine_api: multiprocessors of a combine.
+            num_sms_dispatch_api, num_sms_combine_api: multiprocessors; ``None`` means fusco's default.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
         """
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
@@ -89,13 +84,8 @@ class HybridEPBuffer:
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._ranks_per_node
         self.num_of_nodes, self.local_rank = self.group_size // self._ranks_per_node, self.rank % self._ranks_per_node
         self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
-        self.configurer = SimpleNamespace(
-            buffer_config=SimpleNamespace(
-                hidden_dim=hidden_dim,
-                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
-                num_of_experts_per_rank=num_local_experts,
-            )
-        )
+        sizes = {"max_num_of_tokens_per_rank": max_num_of_tokens_per_rank, "num_of_experts_per_rank": num_local_experts}
+        self.configurer = SimpleNamespace(buffer_config=SimpleNamespace(hidden_dim=hidden_dim, **sizes))
         self._num_experts = num_local_experts * self.group_size
         self._maps = RoutingMaps()
         self._dispatch_launch, self._combine_launch = (
@@ -186,7 +176,7 @@ class HybridEPBuffer:
                 topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
             static = _static_rows(num_permuted_tokens) if non_blocking else None
             weights = None if topk_weights is None else topk_weights.float()
-            ids, need = topk_idx, self._need(payloads, topk_idx)
+            ids, need = topk_idx, Need.of(payloads, topk_idx.shape[1], self.max_num_of_tokens_per_rank)
 
         def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, torch.Tensor, Dispatched]:
             padded = _padded(ids, capacity.num_topk, -1)
@@ -228,16 +218,11 @@ class HybridEPBuffer:
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add up the rows of each token, without weights.
+        """Add up the rows (num_rows, hidden_dim) of each token in the layout of the dispatch, without weights.
 
-        Args:
-            hidden: (num_rows, hidden_dim) in the layout of the dispatch.
-            probs: float32 (num_rows,), a value of each row that goes back to its token and expert.
-            handle: of the dispatch.
-
-        Returns:
-            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
-            token was not sent to; ``None`` without ``probs``.
+        ``probs`` are values of rows, float32 (num_rows,), that go back to their tokens and experts. Returns sums
+        (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a token was
+        not sent to; ``None`` without ``probs``.
         """
         with self._comms_of(self._num_experts).rejecting_latest():
             sent = _sent(handle)
@@ -248,8 +233,7 @@ class HybridEPBuffer:
                 values_of_rows = rows_of_weights(probs.reshape(-1).float(), sent.handle)
         if values_of_rows is None:
             return sent.comm.combine(rows, sent.handle, weights=None, launch=launch), None
-        parts = (rows, values_of_rows)
-        sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
+        sums, values = sent.comm.combine_all((rows, values_of_rows), sent.handle, launch=launch)
         return sums, dense_weights(sent.topk_idx, values, sent.num_experts)
 
     @torch.no_grad()
@@ -305,15 +289,10 @@ class HybridEPBuffer:
     def combine(
         self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add up the rows of each token, one from each rank.
+        """Add up the rows (num_rows, hidden_dim) of each token, one from each rank, in the layout of ``dispatch``.
 
-        Args:
-            hidden: (num_rows, hidden_dim) in the layout of ``dispatch``.
-            probs: float32 (num_rows, experts of the node), values of this rank's experts.
-            handle: of the dispatch.
-
-        Returns:
-            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
+        ``probs`` are values of this rank's experts, float32 (num_rows, experts of the node). Returns sums
+        (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
         with self._rank_rows.comms.rejecting_latest():
             if handle is None:
@@ -369,14 +348,6 @@ class HybridEPBuffer:
         """Return the columns of this rank's experts among those of its node."""
         num_local = sent.num_experts // self.group_size
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
-
-    def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
-        return Need(
-            num_topk=topk_idx.shape[1],
-            max_tokens_per_rank=max(len(topk_idx), self.max_num_of_tokens_per_rank),
-            # Results of FP8 rows come back in 16 bits.
-            max_bytes_per_token=max(sum(map(row_bytes, payloads)), payloads[0].shape[1] * 2),
-        )
 
 
 def _sent(handle: tuple[Any, ...] | None) -> _Sent:

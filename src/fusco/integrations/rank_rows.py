@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
 from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.routing_maps import indices_to_map
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
@@ -56,22 +56,12 @@ class RankRouting:
 
     def local_routing(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return local experts and weights of each row: bool and float32 (num_rows, num_local_experts)."""
-        num_local = self.num_experts // self.comm.topology.world_size
-        idx = self.local_idx()
-        places = torch.where(idx < 0, num_local, idx)
-        routing = torch.zeros(len(idx), num_local + 1, dtype=torch.bool, device=idx.device)
-        weights = torch.zeros(len(idx), num_local + 1, dtype=torch.float32, device=idx.device)
-        routing.scatter_(1, places, value=True)
-        weights.scatter_(1, places, self.weights())
-        return routing[:, :-1], weights[:, :-1]
+        num_local, idx = self.num_experts // self.comm.topology.world_size, self.local_idx()
+        return indices_to_map(idx, self.weights(), len(idx), num_local)
 
 
 class RankRows:
-    """Dispatch and combine of rank-major rows, on a communicator that grows.
-
-    Attributes:
-        comms: the communicator.
-    """
+    """Dispatch and combine of rank-major rows, on a communicator that grows."""
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -86,18 +76,10 @@ class RankRows:
         num_static_rows: int = 0,
         launch: Launch | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
-        """Send tokens to ranks.
+        """Send payloads (num_tokens, ...) to ranks, bool (num_tokens, num_ranks); return their rows, and the routing.
 
-        Args:
-            payloads: (num_tokens, ...).
-            is_token_in_rank: bool (num_tokens, num_ranks).
-            routing: int64 ``topk_idx`` and float32 ``topk_weights`` (num_tokens, num_topk), or ``None``, and the number
-                of experts of all ranks together.
-            num_static_rows: a fixed number of rows, or 0.
-            launch: of the dispatch.
-
-        Returns:
-            Rows of each payload, and the routing.
+        ``routing`` is int64 ``topk_idx`` and float32 ``topk_weights`` (num_tokens, num_topk), or ``None``, and the
+        number of experts of all ranks together. ``num_static_rows`` is a fixed number of rows, or 0.
         """
         topk_idx, topk_weights, num_experts = routing
         with self.comms.rejecting():
@@ -108,7 +90,7 @@ class RankRows:
             if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
                 ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
             static = StaticRows(num_static_rows) if num_static_rows else None
-            need = _need(sent, ranks_of_tokens.shape[1])
+            need = Need.of(sent, ranks_of_tokens.shape[1])
 
         def dispatch(comm: Communicator, _: Need) -> tuple[Communicator, Dispatched]:
             return comm, comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
@@ -175,19 +157,6 @@ def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.
     ranks = torch.where(topk_idx < 0, num_ranks, topk_idx // (num_experts // num_ranks))
     is_in = torch.zeros(len(topk_idx), num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
     return is_in.scatter_(1, ranks, value=True)[:, :-1]
-
-
-def _need(payloads: Sequence[torch.Tensor], num_topk: int) -> Need:
-    """Rows come back in 16 bits if they are narrower, beside the float32 weights of tokens."""
-    first = payloads[0]
-    return Need(
-        num_topk=num_topk,
-        max_tokens_per_rank=max(len(first), 1),
-        max_bytes_per_token=max(
-            sum(map(row_bytes, payloads)),
-            first.shape[1] * max(first.dtype.itemsize, 2),
-        ),
-    )
 
 
 def checked_handle(routing: Any) -> RankRouting:

@@ -34,10 +34,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fusco.core.errors import SharedMemoryError, reason_of
-from fusco.rails.rail import MAX_RAILS
+from fusco.rails.rail import MAX_RAILS, Rail
 
 MAX_WORKERS = 64
 FIELDS = 8  # 64-bit fields of a cell
@@ -65,16 +64,12 @@ class WorkerRow:
     direct: int
 
 
-class NamedRail(Protocol):
+@dataclass(frozen=True)
+class NamedRail:
     """What the board keeps of a rail."""
 
-    @property
-    def interface(self) -> str:
-        """Its name, of at most 15 bytes."""
-
-    @property
-    def bits_per_s(self) -> int:
-        """Its speed; 0 if unknown."""
+    interface: str  # its name, of at most 15 bytes
+    bits_per_s: int  # its speed; 0 if unknown
 
 
 def named_path(kind: str, namespace: int) -> Path:
@@ -135,7 +130,7 @@ class Board:
         """A number that changes whenever a worker registers or leaves."""
         return self.fields[_GENERATION]
 
-    def register(self, worker: int, direct: int, rails: Sequence[NamedRail]) -> int:
+    def register(self, worker: int, direct: int, rails: Sequence[NamedRail | Rail]) -> int:
         """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails."""
         pid = os.getpid()
         try:

@@ -47,12 +47,7 @@ class Dialer:
         self._rails = [_Rail() for _ in range(channel.num_rails)]
 
     def check(self, now: float, links: int) -> None:
-        """Begin attempts on rails that are not connected and give up late ones.
-
-        Args:
-            now: seconds.
-            links: mask of the rails that have a link.
-        """
+        """Begin attempts on rails that are not connected and give up late ones; ``links``: as of ``Channel.check``."""
         connected = self.channel.usable
         for i, rail in enumerate(self._rails):
             if rail.connecting is not None:

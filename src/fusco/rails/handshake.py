@@ -26,23 +26,14 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What an end says of itself.
+    """What an end says of itself."""
 
-    Attributes:
-        worker: its number on its host.
-        num_rails: rails of its host.
-        chunk_bytes: bytes of its chunks.
-        channel: names the channel; the client's, 16 bytes.
-        rail: the rail of this connection; the client's.
-        incarnation: counts the client's connections of this channel and rail.
-    """
-
-    worker: int
-    num_rails: int
-    chunk_bytes: int
-    channel: bytes = bytes(CHANNEL_BYTES)
-    rail: int = 0
-    incarnation: int = 0
+    worker: int  # its number on its host
+    num_rails: int  # rails of its host
+    chunk_bytes: int  # bytes of its chunks
+    channel: bytes = bytes(CHANNEL_BYTES)  # names the channel; the client's, 16 bytes
+    rail: int = 0  # the rail of this connection; the client's
+    incarnation: int = 0  # counts the client's connections of this channel and rail
 
 
 class Handshake:

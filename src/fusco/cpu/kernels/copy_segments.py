@@ -11,7 +11,7 @@ import torch
 
 from fusco.core.compiled import compiled
 from fusco.core.segments import Segments
-from fusco.cpu.kernels.intrinsics import copy_bytes, copy_memory
+from fusco.cpu.kernels.intrinsics import copy_memory
 
 
 def copy_segments(
@@ -37,7 +37,7 @@ def copy_segments(
     >>> dst.tolist()
     [3, 4, 0, 0, 3, 4]
     """
-    _copy_segments(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
+    _copy_segments(src.data_ptr(), src_offset.numpy(), dst.data_ptr(), dst_offset.numpy(), num_bytes.numpy())
 
 
 def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], dst: torch.Tensor) -> None:
@@ -59,6 +59,13 @@ class SegmentMemory:
         none = np.zeros(0, np.int64)
         self._addresses = np.concatenate([none, *offsets])
         self._ends = np.concatenate([none, *(of.num_bytes.numpy() for of in found)]).cumsum()
+
+    @classmethod
+    def of_tensor(cls, memory: torch.Tensor) -> SegmentMemory:
+        """Return the memory of a contiguous tensor, which must outlive it, as one segment."""
+        whole = cls([])
+        whole._addresses, whole._ends = np.array([memory.data_ptr()]), np.array([memory.nbytes])
+        return whole
 
     def read(self, first: int, num_bytes: int, target: int) -> None:
         """Copy bytes from ``first`` on to an address."""
@@ -90,6 +97,6 @@ def _concatenate(addresses: Any, num_bytes: Any, dst: int) -> None:
 
 
 @compiled(nogil=True)
-def _copy_segments(src: Any, src_offset: Any, dst: Any, dst_offset: Any, num_bytes: Any) -> None:
+def _copy_segments(src: int, src_offset: Any, dst: int, dst_offset: Any, num_bytes: Any) -> None:
     for i in range(num_bytes.size):
-        copy_bytes(dst, dst_offset[i], src, src_offset[i], num_bytes[i])
+        copy_memory(dst + dst_offset[i], src + src_offset[i], num_bytes[i])
