@@ -154,6 +154,14 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
         raise
 
 
+def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> None:
+    """Take part in the creation of a communicator only to refuse it: all other ranks raise ``RejectedInputError``."""
+    store_gather = StoreGather(group, timeout_s)
+    refusal = CollectiveFingerprint("Communicator", rejection=reason)
+    exchange_peer_info(store_gather, refusal, DeviceIdentity.of(torch.device("cpu")))
+    store_gather.part()
+
+
 def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:
     validator, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:

@@ -1,9 +1,9 @@
 """NCCL send and receive on a dedicated stream, with a watchdog thread that aborts NCCL on timeout.
 
 An NCCL kernel waits for its peer without a limit, and so does all later work on its stream. The watchdog thread gives
-up when no message has completed within the time limit, when a rank has died or left, or when NCCL reports an error. It
-aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises. Messages that were
-captured in a CUDA graph are watched as long as the communicator lives.
+up when no message has completed within the time limit, when a rank has died, a second after one has left, or when NCCL
+reports an error. It aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises.
+Messages that were captured in a CUDA graph are watched as long as the communicator lives.
 """
 
 from __future__ import annotations

@@ -72,9 +72,11 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' rows (num_tokens, hidden)."""
-        if not isinstance(metadata, Arrival) or self._dispatcher is None:
+        if self._dispatcher is None:
             out: torch.Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
             return out
+        if not isinstance(metadata, Arrival):
+            self._dispatcher.refuse(f"metadata must be what dispatch returned, got {type(metadata).__name__}")
         return self._dispatcher.combine(routed_output_RD, metadata)
 
 
